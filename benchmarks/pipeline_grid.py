@@ -89,7 +89,8 @@ def main() -> None:
     for model, ranks, many in CELLS[: options.cells]:
         for link, shared in (("PCIe 4", 1), ("PCIe 5", 1), ("PCIe 5", 2)):
             rows += cell(model, ranks, many, "1F1B", link, shared, options.refine)
-            options.out.write_text(json.dumps({"format": "rotoff.pipeline_grid", "version": 1, "rows": rows}, indent=1))
+            lines = ",\n ".join(map(json.dumps, rows))
+            options.out.write_text(f'{{"format": "rotoff.pipeline_grid", "version": 1, "rows": [\n {lines}\n]}}\n')
     assert all(row["over_bound"] <= min(v for v in row["rules"].values() if v) for row in rows), "a rule was faster"
     half = [row["over_bound"] for row in rows if row["share"] == 0.5]
     print(f"{len(rows)} cells on {os.cpu_count()} cores; at half of the memory at most {max(half):.4f} of the bound")

@@ -31,6 +31,7 @@ from .module_proxy import ModuleProxy
 from .planning.course import Specialization
 from .planning.course_meter import device_of
 from .planning.distributed import agree_on_limit, agree_on_sample
+from .planning.link_share import with_host_share
 from .planning.memory_account import expected_bytes, expected_levels, reported_bytes
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
@@ -224,7 +225,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
                 device has free now, less a margin.
             mode: "joint", "remat" (recompute only) or "offload" (move only).
-            mem_slots, options: as for `rotoff.solve`.
+            mem_slots, options: as for `rotoff.solve`; all processes of this host share a `host_limit`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
             up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
                 ones. It is measured now, with inputs of half its batch and of half its length. If this returns, every
@@ -255,8 +256,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             return free_memory(device_of(self._model, None)) if auto else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        plain, lets_go = not self._check, self._courses.lets_go
-        request = Request(limit, mode, mem_slots, options, policy, plain, lets_go, True, in_flight, cache=self._cache)
+        how = not self._check, self._courses.lets_go, True, in_flight
+        request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
             args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
@@ -514,6 +515,10 @@ class Checkpointable(RotorNames, ModuleProxy):
             yield recording
         finally:
             self._steps.recording = None
+
+    def _use_links_of(self, other: Checkpointable) -> None:
+        """Take links to the host from those of `other`, with the same options."""
+        self._links = self._courses.meter.links = self._steps.links = other._links
 
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""

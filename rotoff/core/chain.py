@@ -32,6 +32,17 @@ class LinkRates(NamedTuple):
     d2h_bidirectional_bandwidth: float | None = None
     h2d_bidirectional_bandwidth: float | None = None
 
+    def divided(self, many: float) -> LinkRates:
+        """An equal share for each of `many` that copy at once."""
+        busy = (rate and rate / many for rate in (self.d2h_bidirectional_bandwidth, self.h2d_bidirectional_bandwidth))
+        return LinkRates(self.d2h_bandwidth / many, self.h2d_bandwidth / many, self.duplex, *busy)
+
+    def at_most(self, other: LinkRates) -> LinkRates:
+        """The smaller of each rate."""
+        d2h, h2d = min(self.d2h_bandwidth, other.d2h_bandwidth), min(self.h2d_bandwidth, other.h2d_bandwidth)
+        busy = (rate and most and min(rate, most) for rate, most in zip(self[3:], other[3:], strict=True))
+        return LinkRates(d2h, h2d, self.duplex, *busy)
+
 
 BIDIRECTIONAL = LinkRates._fields[3:]
 

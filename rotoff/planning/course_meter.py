@@ -143,7 +143,7 @@ class CourseMeter:
             profile = self._agreed(one.bytes) if enough is not None else None
             if profile is None or not (enough is not None and enough(profile)):
                 profile = whole = self._agreed(one.whole)
-                if self.group is not None:  # all processes copy at the same time, as they do in training
+                if self.group is not None or self.links.share is not None:
                     profile = self._agreed(lambda: one.with_link(whole))
         what = "stages" if profile.timed else "stages' bytes"
         logger.info("rotoff: measured %d %s in %.1f s", len(profile.chain), what, time.perf_counter() - began)
@@ -338,9 +338,12 @@ class _Measurement:
         return Meter(context, read_forms(options.forms), others, self._of.group is None)
 
     def with_link(self, profile: Profile) -> Profile:
-        """`profile` with the link's bandwidth measured now."""
-        rates = link_of(profile.chain.stages, partial(self._of.links.bandwidth, self._device))
-        return replace(profile, chain=replace(profile.chain, **rates._asdict()))
+        """`profile` with the rates of a link that other processes use, too. In a group all measure it at the same time,
+        as they copy in training."""
+        rates = profile.chain.link
+        if self._of.group is not None:
+            rates = link_of(profile.chain.stages, partial(self._of.links.bandwidth, self._device))
+        return replace(profile, chain=replace(profile.chain, **self._of.links.shared(rates)._asdict()))
 
     def _bandwidth(self, nbytes: int, step_bytes: int) -> LinkRates:
         if self._of.group is not None:

@@ -45,11 +45,12 @@ class StepRunner:
     Attributes:
         recording: records the times of the next step, if given.
         placement: of the parameters, under a `device_limit`.
+        links: where steps take their links.
     """
 
     def __init__(self, specializations: Specializations, links: LinkPool, options: Options, check: bool) -> None:
         self._specializations = specializations
-        self._links = links
+        self.links = links
         self._options = options
         self._check = check
         self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
@@ -93,13 +94,13 @@ class StepRunner:
                 "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
         placement = self._placed(plan)
-        take = partial(self._links.take, profile.device, plan.host_bytes) if plan.host and placement is None else None
+        take = partial(self.links.take, profile.device, plan.host_bytes) if plan.host and placement is None else None
         link = None if take is None else take()
         if placement is not None:
             link = placement.link
         checker = self._checker(specialization, plan) if self._check else None
         times: StepTimes | None = None if recording is None else recording.begin(plan.trace, profile.device, link)
-        done = self._links.give_back if placement is None else _keep
+        done = self.links.give_back if placement is None else _keep
         stages, behaviours = profile.stages, profile.behaviours
         step = Step(plan, stages, behaviours, profile.device, link, done, checker, times, placement, take)
         if placement is not None:

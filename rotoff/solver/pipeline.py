@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..core.chain import BIDIRECTIONAL, Chain
+from ..core.chain import Chain
 from ..core.pipeline import Order, PipelineTrace, StagePlan, most_in_flight, simulate_pipeline, stage_plan
 from ..core.sequence import B as backward
 from ..core.sequence import F_all as forward
@@ -23,6 +23,7 @@ from .in_flight import least_in_flight, solve_in_flight, turn
 from .plan_codes import keep_all
 
 REFINE = 0.2  # effort of each stage's search
+WORTH = 1.005  # step time / step time of keeping everything up to which no other plan of a shared link is tried
 _TRIES = 6
 
 
@@ -111,8 +112,7 @@ class Pipeline:
 
     def shared(self, piece: Chain) -> Chain:
         """The piece to plan with: the rank's share of the link's bandwidth, and no names."""
-        link = {name: getattr(piece, name) for name in ("d2h_bandwidth", "h2d_bandwidth", *BIDIRECTIONAL)}
-        slower = {name: rate and rate / self.ranks_per_link for name, rate in link.items()}
+        slower = piece.link.divided(self.ranks_per_link)._asdict()
         return replace(piece, **slower, stages=tuple(replace(stage, name="") for stage in piece.stages))
 
 
@@ -133,14 +133,20 @@ def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | floa
         InfeasibleError: if a rank has no plan; names the rank.
     """
     known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
-    plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
-    for rank, limit in enumerate(limits):
-        plans = _planned_rank(pipeline, plans, rank, limit, refine, known)
-    found = [("rotoff", tuple(plans), pipeline.run(plans))]
+    found = []
+    # An equal part of a shared link may be too little to count on, since its ranks do not always copy at once.
+    for among in dict.fromkeys((pipeline.ranks_per_link, 1)):
+        plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
+        for rank, limit in enumerate(limits):
+            plans = _planned_rank(replace(pipeline, ranks_per_link=among), plans, rank, limit, refine, known)
+        found.append(("rotoff", tuple(plans), pipeline.run(plans)))
+        if found[-1][2].makespan <= WORTH * pipeline.keep_everything().makespan:
+            break
     for rule in RULES:
         by_hand = _by_rule(pipeline, rule, limits)
         found += [(rule.name, by_hand, pipeline.run(by_hand))] if by_hand else []
-    rules = {rule.name: math.inf for rule in RULES} | {name: trace.makespan for name, _, trace in found[1:]}
+    rules = dict.fromkeys((rule.name for rule in RULES), math.inf)
+    rules |= {name: trace.makespan for name, _, trace in found if name in rules}
     return PlannedRanks(*min(found, key=lambda one: one[2].makespan), tuple(rules.items()))
 
 

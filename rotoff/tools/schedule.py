@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -16,11 +17,13 @@ from ..checkpointable import Checkpointable
 from ..core.pipeline import SCHEDULES, Order, Task, most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, OptionError
+from ..planning.course_meter import device_of
+from ..planning.link_share import link_share
 from ..planning.memory_account import resting_memory, simulated_bytes
 from ..planning.planner import make_plan
 from ..planning.request import Request
 from ..runtime.execution_plan import ExecutionPlan
-from .attach import attach
+from .attach import attach, attached, detach
 
 WHOLE = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleLoopedBFS"
 _TRIES = 8  # attempts to make stages fit their common limit; each lowers every stage's limit by the excess
@@ -51,13 +54,26 @@ def attach_schedule(
         mem_limit, mode, options: as for `rotoff.attach`.
 
     Raises:
-        OptionError: for a schedule that splits the backward (zero bubble), and for anything that is no schedule.
+        OptionError: for a schedule that splits the backward (zero bubble), for anything that is no schedule, and for a
+            process_group that has ranks of other stages.
     """
     stages, order = _read(schedule)
     if "in_flight" in options:
         raise OptionError(f"in_flight is {options['in_flight']!r}; the schedule determines it, so leave it out")
+    _check_group(options.get("process_group"), stages[0].group)
     many = most_in_flight(order)
-    planned = [attach(_module(stage), mem_limit, mode, in_flight=many, **options) for stage in stages]
+    modules = [_module(stage) for stage in stages]
+    planned: list[Checkpointable] = []
+    try:
+        for module in modules:
+            planned.append(attach(module, mem_limit, mode, in_flight=many, **options))
+    except BaseException:
+        for module, _ in zip(modules, planned, strict=False):
+            detach(module)
+        raise
+    for one in planned[1:]:  # else each stage would keep host memory for its own most in flight
+        one._use_links_of(planned[0])
+    planned[0]._links.share = link_share(device_of(modules[0], ()), planned[0]._options.host_directory)
     numbered = {stage.stage_index: one for stage, one in zip(stages, planned, strict=True)}
     _Sharing(numbered, order, stages[0].num_stages - 1, isinstance(schedule, Schedule1F1B))
     return planned
@@ -91,6 +107,18 @@ def _module(stage: Any) -> nn.Module:
     return module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
 
 
+def _check_group(process_group: Any, pipeline: Any) -> None:
+    """Raise OptionError if processes of several stages would have one plan: they would wait for each other."""
+    if process_group in (None, False):
+        return
+    one_plan = dist.get_process_group_ranks(None if process_group is True else process_group)
+    if shared := sorted({*one_plan}.intersection(dist.get_process_group_ranks(pipeline)) - {dist.get_rank()}):
+        raise OptionError(
+            f"process_group has the ranks {shared} of other stages; give the group of the processes that run the same"
+            ' stage together, such as mesh["tp"].get_group()'
+        )
+
+
 class _Sharing:
     """Plans the stages of one process together as soon as each has been measured.
 
@@ -106,10 +134,11 @@ class _Sharing:
 
     def _plan_together(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
         """A forward pre-hook: plan all stages once all have been measured."""
+        if any(attached(one._model) is not one for one in self._planned.values()):
+            self._end()
+            return
         if not torch.is_grad_enabled() or any(one._courses.latest is None for one in self._planned.values()):
             return
-        for hook in self._hooks:
-            hook.remove()
         requests: dict[int, Request] = {}
         for number, one in self._planned.items():
             assert one._courses.request is not None
@@ -141,6 +170,11 @@ class _Sharing:
             for course in one._courses:
                 course.plan = None
             one._latest.plan = plans[number]
+        self._end()
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _needed(self, plans: dict[int, ExecutionPlan]) -> int:
         """The most bytes that these plans hold together at any time of the schedule."""

@@ -148,13 +148,14 @@ class Program(nn.Module):
     def __init__(self, kinds: list[type[Piece]]) -> None:
         super().__init__()
         self.pieces = nn.ModuleList(kind() for kind in kinds)
+        self.last = nn.Parameter(torch.ones(WIDTH))  # never frozen
         self.now = Settings(order=list(range(len(kinds))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = x
         for n in self.now.order:
             x = self.pieces[n].run(x, first, self.now)
-        return x
+        return x * self.last
 
 
 def flag(net: Program, n: int) -> None:

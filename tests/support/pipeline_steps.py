@@ -3,12 +3,14 @@ rank and mode that `test_pipeline` reads."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 from allocated import peak_bytes
 from distributed_steps import whole
 from ranks import say
@@ -120,6 +122,21 @@ CASES = {
 }
 
 
+def wait_for_gloo() -> None:
+    """From now on who waits for a collective also waits until gloo's thread has let its result go. It does so a moment
+    after the end, and the profiler misses what such a thread frees."""
+    own = collectives.wait_tensor
+
+    def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = own(tensor)
+        end = time.monotonic() + 5
+        while result._use_count() > 1 and time.monotonic() < end:
+            time.sleep(1e-5)
+        return result
+
+    collectives.wait_tensor = wait_tensor
+
+
 def refused() -> None:
     """What schedules that split the backward meet, planned as such and with a wrapped module."""
     for kind in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble):
@@ -127,6 +144,10 @@ def refused() -> None:
             rotoff.attach_schedule(pipeline(Line(False), kind, 2, True)[0], "1 GiB")
         except rotoff.OptionError as error:
             say(f"OptionError: {error}")
+    try:
+        rotoff.attach_schedule(pipeline(Line(False), *CASES["1f1b"])[0], "1 GiB", process_group=True)
+    except rotoff.OptionError as error:
+        say(f"all ranks: {error}")
     wrapped = rotoff.Checkpointable(module(1, Line(False)), check=True).compute_sequence("1 GiB")
     x = torch.zeros(ROWS, WIDTH, requires_grad=True)
     output = wrapped(x)
@@ -144,11 +165,33 @@ def refused() -> None:
         say(f"tensor parallel: {error}")
 
 
+def attached_and_not() -> None:
+    """What a call that raises leaves behind, what the stages of a process share, and what detaching them leaves."""
+    schedule, modules = pipeline(Line(False), *CASES["interleaved"])
+    rotoff.attach(modules[1], "1 GiB")
+    try:
+        rotoff.attach_schedule(schedule, "1 GiB")
+    except rotoff.OptionError as error:
+        say(f"raised: {error}")
+    rotoff.detach(modules[1])
+    planned = rotoff.attach_schedule(schedule, "1 GiB")  # the first stage is not attached any more
+    link = planned[0]._steps.links.take(torch.device("cpu"), 4096)
+    planned[0]._steps.links.give_back(link)
+    say(f"one link: {planned[1]._steps.links.take(torch.device('cpu'), 4096) is link}")
+    for one in modules:
+        rotoff.detach(one)
+        one(torch.zeros(ROWS, WIDTH))
+    say(f"hooks left: {[len(one._forward_pre_hooks) for one in modules]}")
+
+
 def main(name: str) -> None:
     """name: one of CASES, or "refused"."""
     if name == "refused":
-        return refused()
+        refused()
+        return attached_and_not()
     line = Line(name.startswith("split"))
+    if line.split is not None:
+        wait_for_gloo()
     together = {} if line.split is None else {"process_group": line.split.get_group()}
     rank, held = dist.get_rank(), CASES[name][2]
     expected, plain = train(line, *pipeline(line, *CASES[name]), held)

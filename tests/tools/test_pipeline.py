@@ -3,8 +3,10 @@ and steps of ``torch.distributed.pipelining`` in processes on the CPU."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from rotoff.core.pipeline import StagePlan, Task, most_in_flight, orders, simula
 from rotoff.solver.in_flight import least_in_flight, needed_bytes, resting_bytes, solve_in_flight, turn
 from rotoff.solver.pipeline import Pipeline, cut, plan_pipeline
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline.py"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "pipeline.py"
 
 
 def stage(forward: float = 1.0, backward: float = 2.0, saved: int = 10) -> StagePlan:
@@ -161,6 +164,31 @@ def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str
         plan_pipeline(pipeline, [pipeline.least(0) - 1] * 4, refine=False)
 
 
+def test_an_equal_part_of_a_shared_link_is_not_all_that_plans_count_on() -> None:
+    pipeline = Pipeline(cut(transformer(8), 2), orders("1F1B", 2, 4), ranks_per_link=2)
+    limits = [int(0.4 * max(rank.peak_bytes for rank in pipeline.keep_everything().ranks))] * 2
+    whole = plan_pipeline(replace(pipeline, ranks_per_link=1), limits, refine=0.02)
+    found = plan_pipeline(pipeline, limits, refine=0.02)
+    assert found.trace.makespan <= pipeline.run(whole.plans).makespan
+    assert found.trace.makespan < min(seconds for _, seconds in found.rules)
+
+
+def test_the_page_shows_the_measured_grid_and_all_cells_meet_the_aim() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "pipeline_grid.json").read_text(encoding="utf-8"))["rows"]
+    lines: dict[str, str] = {}
+    for row in rows:
+        by_hand = min(time for time in row["rules"].values() if time is not None)
+        assert row["over_bound"] <= by_hand
+        assert row["share"] < 0.5 or row["over_bound"] <= 1.05
+        link = row["link"] + (", two share" if row["ranks_per_link"] == 2 else "")
+        cell = f"| {row['model']}, {row['ranks']} x {row['micro_batches']} | {link} |"
+        over = f" {100 * (row['over_bound'] - 1):.1f} | {100 * (by_hand - 1):.1f} |"
+        lines[cell] = lines.get(cell, cell) + over
+    page = (ROOT / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    assert len(lines) == 18
+    assert "|---|---|---|---|---|---|---|---|\n" + "\n".join(lines.values()) + "\n\n" in page
+
+
 torch = pytest.importorskip("torch")
 from ranks import printed, torchrun  # noqa: E402
 
@@ -196,6 +224,7 @@ def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPa
 
 LINE = re.compile(r"(\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+) in flight")
 REFUSED = "2 pipeline_steps refused"
+LINKS = "2 pipeline_links together", "2 pipeline_links late"
 IN_FLIGHT = {
     "2 pipeline_steps gpipe": [8, 8],
     "2 pipeline_steps interleaved": [5, 3],
@@ -214,7 +243,7 @@ FURTHER = {
 @pytest.mark.parametrize("cases", [IN_FLIGHT, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["few", "further"])
 def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list[int]]) -> None:
     """Bit for bit those of the same schedule without rotoff; each process holds no more than its own limit."""
-    found = printed(*cases, *([REFUSED] if cases is IN_FLIGHT else []))
+    found = printed(*cases, *([REFUSED, *LINKS] if cases is IN_FLIGHT else []))
     for case, in_flight in cases.items():
         said = LINE.findall("\n".join(found[case]))
         assert len(said) == len(in_flight) * (3 if case.endswith("gpipe") else 1)
@@ -228,14 +257,40 @@ def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list
 def test_what_does_not_work_is_refused() -> None:
     """Schedules that split the backward, in a sentence that names those which do not, also where a bare
     `Checkpointable` meets one; tensor parallel modules without a group."""
-    said = printed(*IN_FLIGHT, REFUSED)[REFUSED]
+    said = printed(*IN_FLIGHT, REFUSED, *LINKS)[REFUSED]
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         found = [line for line in said if line.startswith(f"OptionError: {name} splits the backward (")]
         assert len(found) == 2
         assert all(line.endswith("ScheduleInterleaved1F1B and ScheduleLoopedBFS") for line in found)
+    assert {line for line in said if line.startswith("all ranks: ")} == {
+        f"all ranks: process_group has the ranks [{rank}] of other stages; give the group of the processes that run the"
+        ' same stage together, such as mesh["tp"].get_group()'
+        for rank in (0, 1)
+    }
     assert sum(line.startswith("bare: ExecutionError") for line in said) == 2, said
     sentence = "tensor parallel: parameters of the model are DTensors, and processes with plans of their own would wait"
     assert sum(line.startswith(sentence) for line in said) == 2, said
+
+
+@needs_processes
+def test_stages_of_a_process_are_attached_together_or_not_at_all() -> None:
+    """They share host memory, and after `rotoff.detach` nothing is left."""
+    said = printed(*IN_FLIGHT, REFUSED, *LINKS)[REFUSED]
+    assert sum(line.startswith("raised: the model is attached already") for line in said) == 2
+    assert said.count("one link: True") == said.count("hooks left: [0, 0]") == 2
+
+
+@needs_processes
+def test_ranks_of_a_host_share_its_link_and_memory() -> None:
+    """The link is measured while all of them copy, and once; a rank that is missing or late keeps nobody waiting."""
+    found = printed(*IN_FLIGHT, REFUSED, *LINKS)
+    said = found[LINKS[0]]
+    for rank in (0, 1):
+        assert f"at once {rank}: [True]" in said
+        assert f"link {rank}: 3e+09 2e+09" in said  # the slower of at once and alone, in each direction
+        assert f"host {rank}: 500000000" in said
+    assert "again 1: 2 measured" in said
+    assert sorted(found[LINKS[1]]) == [f"late {rank}: (1500000000.0, 2000000000.0)" for rank in (0, 1)]
 
 
 @needs_processes

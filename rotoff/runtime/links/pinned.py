@@ -185,14 +185,17 @@ def _check_room(nbytes: int, needed: str) -> None:
 
 def room_for_plan(device: torch.device) -> int | None:
     """Host bytes that a plan for `device` may use: what there is, with what this process has pinned already, shared
-    among the processes that the environment's LOCAL_WORLD_SIZE says are on this host. None where the device's host tier
-    is no memory of the host's, or the system does not say.
+    among the processes of this host. None where the device's host tier is no memory of the host's, or the system does
+    not say.
     """
     free = available_bytes() if device.type == "cuda" else None
-    if free is None:
-        return None
+    return None if free is None else free // local_processes() + _pinned
+
+
+def local_processes() -> int:
+    """How many processes of this training are on this host: the environment's LOCAL_WORLD_SIZE, which launchers set."""
     processes = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return free // max(1, int(processes) if processes.isdigit() else 1) + _pinned
+    return max(1, int(processes) if processes.isdigit() else 1)
 
 
 def available_bytes() -> int | None:

@@ -26,11 +26,15 @@ class LinkPool:
     Args:
         directory: where the CPU's links keep their files; None for the first suitable one.
         half: the 16-bit type that float32 values have on the host, or None.
+
+    Attributes:
+        share: the rates while all processes of this host copy at once, if they were measured. No plan counts on more.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, half: torch.dtype | None = None) -> None:
         self._directory = directory
         self._half = half
+        self.share: LinkRates | None = None
         self._idle: list[Link] = []
         self._closed = 0  # how often; a link taken before a close is closed when it comes back
         self._taken: dict[int, int] = {}
@@ -97,6 +101,13 @@ class LinkPool:
                 with self._lock:
                     self._taken[id(link)] = -1  # as one that was closed meanwhile
             self.give_back(link)
+
+    def shared(self, rates: LinkRates) -> LinkRates:
+        """`rates` of copies, but no more than `share`."""
+        if self.share is None:
+            return rates
+        # of a float32 value only half of the bytes may move
+        return rates.at_most(self.share if self._half is None else self.share.divided(0.5))
 
     def close(self) -> None:
         """Close idle links now, and those in use when they come back."""
