@@ -64,6 +64,10 @@ class KnownSizes:
         """The measured sizes of the family."""
         return self._measured[family].sizes if family in self._measured else []
 
+    def are_timed(self, family: Any) -> bool:
+        """Whether a measured size of the family has times."""
+        return any(one.profile.timed for one in self._measured.get(family, ()))
+
     def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
         """A planned course for an input of new `sizes`, interpolated from measured ones; None if that is impossible."""
         measured = self._measured.get(family)
