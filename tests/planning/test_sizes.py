@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from rotoff.planning import planner
 from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, powers_seen, rounded, split
 from rotoff.planning.specialization import Specializations
 from rotoff.profile.between_sizes import NotAlike, Share, between
+from rotoff.profile.timing import timing_cache
 from rotoff.runtime.execution_plan import compile_sequence
 
 WIDTH = 32
@@ -355,6 +357,40 @@ def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "rotoff"):
         step(wrapped, KINDS["tokens"][1](160))
     assert "the input [[8, 160]] is larger than up_to" in caplog.text
+
+
+def test_up_to_a_size_modules_whose_bytes_depend_on_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            count = int((x.sum(1) > 0).sum())
+            return torch.cat((x[:count].tanh(), x[count:]))
+
+    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)))
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        model.compute_sequence("1 GiB", up_to=rows(64))
+    assert "bytes of 0..1 depend on the data; plans for smaller inputs do not include them" in caplog.text
+
+
+def test_a_new_process_measures_no_size_that_the_cache_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing_cache, "TOLERANCE", math.inf)  # times hold, however busy the machine is
+    torch.manual_seed(0)
+    model = KINDS["recorded"][0]()
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(*rows(192), repeats=1)
+    limit = int(0.7 * probe.keep_all_memory)
+
+    def train_all() -> list[int]:
+        wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path)
+        wrapped.compute_sequence(limit, refine=False)
+        told = []
+        for size in (192, 64, 160, 96):
+            step(wrapped, rows(size))
+            told.append(wrapped.get_expected_memory())
+        wrapped.close()
+        return told
+
+    first = train_all()
+    monkeypatch.setattr("rotoff.profile.stage_meter.Meter.stage", None)  # nothing is measured
+    assert train_all() == first
 
 
 # -- where sizes lie
