@@ -8,7 +8,7 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -298,6 +298,21 @@ def test_a_plan_of_another_size_serves_until_steps_have_lost_what_a_search_takes
     assert searches and not course.borrowed
     assert course.plan.trace.makespan <= slow
     assert sizes._searching > 0
+
+
+def test_a_size_at_which_everything_is_kept_is_not_measured_for_what_others_have_lost(measurings: list[int]) -> None:
+    wrapped, _ = planned("recorded", 0.5, 192)
+    for size in (192, 64, 20):
+        step(wrapped, rows(size))
+    course = wrapped._courses.latest
+    assert course.plan.keeps_all and course.loose > 1.2
+    rounding = (1 + 1e-15) * course.profile.chain.compute_time
+    course.plan = replace(course.plan, trace=replace(course.plan.trace, makespan=rounding))
+    [measured] = wrapped._courses._sizes._measured.values()
+    measured.owed = math.inf
+    measurings.clear()
+    step(wrapped, rows(20))
+    assert not measurings
 
 
 def test_what_was_measured_serves_no_larger_size_that_rounds_to_the_same() -> None:
