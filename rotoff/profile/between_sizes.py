@@ -132,7 +132,7 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
         return first
     if kind in SUBTRACTED:
         whole, shares = math.floor, _spared(shares)
-    if names := _names(kind):
+    if names := _names(kind):  # type: ignore[arg-type]  # a class is hashable
         rows = {name: [getattr(value, name) for value in values] for name in names}
         if any(name in PLACES and any(one != row[0] for one in row) for name, row in rows.items()):
             raise NotAlike(f"places in several {kind.__name__}")
