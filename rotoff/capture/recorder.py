@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.autocast import autocast_now
-from ..tensors.eager_mode import without
+from ..tensors.eager_mode import Unwatched, without
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
@@ -176,7 +176,8 @@ class Recorder(TorchFunctionMode):
         function = as_method(as_collective(function))
         self._inside = True
         try:
-            return self._noted(function, args, kwargs, run or function)
+            with Unwatched() as unwatched:
+                return self._noted(function, args, kwargs, unwatched.watched(run or function))
         except _HiddenError as hidden:
             self._hidden, made = hidden.call, hidden.made
         finally:
@@ -195,7 +196,7 @@ class Recorder(TorchFunctionMode):
         self._note_freed()
         generated = self._generators.states() if made is None else made.drawn
         if name in HOOKS:
-            return self._hooked(function(*args, **kwargs))
+            return self._hooked(run(*args, **kwargs))
         given = self._looked_at(function, name, args, kwargs)
         received = function.written(args, kwargs) if isinstance(function, Collective) else ()
         versions = versions_of(given) if made is None else made.versions

@@ -29,7 +29,7 @@ from .backward_roots import BackwardStarts
 from .caches import caches, switched_off, tell
 from .partition import cuts
 from .recorder import UnrecordableError, one_call
-from .recording import Call, InStep, record
+from .recording import Call, InStep, record, same_calls
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
@@ -276,7 +276,7 @@ def capture(
             "the model takes or returns a DTensor, whose bytes and gradients rotoff cannot follow; have it take and"
             " return local tensors (use_local_output=True in its plan, or to_local())"
         )
-    found = cuts.stages(tape, count, names)
+    found = cuts.stages(tape, count, names, like if like is not None and same_calls(like, tape) else None)
     return Captured(found, how, tape, cached, bool(tape.attributes))
 
 

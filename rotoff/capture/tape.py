@@ -161,6 +161,7 @@ class Tape:
         cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`).
         unsaved_cast_bytes: the part that autograd does not save.
         saved_casts: the casts that it saves.
+        cuts: the positions, among the used operations, after which stages end (`partition.cuts`).
     """
 
     inputs: list[int] = field(default_factory=list)
@@ -184,6 +185,7 @@ class Tape:
     cast_bytes: int = 0
     unsaved_cast_bytes: int = 0
     saved_casts: frozenset[Any] = frozenset()
+    cuts: tuple[int, ...] = ()
 
     def result_variables(self) -> list[int]:
         return [leaf.variable for leaf in self.result if isinstance(leaf, Ref)]

@@ -18,6 +18,7 @@ from .interception import other_generators, put_other_generators
 from .unrepeatable import compiled
 
 _DEPTH = 4  # nesting of containers and objects that is followed
+_FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
 
 
 @contextmanager
@@ -72,7 +73,7 @@ class BeforeStep(_Before):
 
 def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
     """Note in `before` the content of `value` and of what it holds."""
-    if id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
+    if type(value) in _FIXED or id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
         return
     content = _content(value)
     if content is not None:
@@ -86,7 +87,7 @@ def _content(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
         return (version_of(value), value.detach().clone()) if plain and not value.requires_grad else None
-    if isinstance(value, torch.Generator):
+    if _is_generator(value):
         return value.get_state()
     for kind, copied in ((dict, dict), (list, list), (deque, list), (set, set)):
         if isinstance(value, kind):
@@ -105,11 +106,16 @@ def _held_by(value: Any) -> tuple[Any, ...]:
         return (*value.values(),)
     if isinstance(value, (list, deque)) or type(value) is tuple:
         return (*value,)
-    if isinstance(value, (torch.Tensor, torch.Generator, set, type)) or _is_random(value):
+    if isinstance(value, (torch.Tensor, set, type)) or _is_generator(value) or _is_random(value):
         return ()
     of = type(value).__module__.partition(".")[0]
     held = None if of in ("builtins", "torch", "numpy") else getattr(value, "__dict__", None)
     return (held,) if isinstance(held, dict) else ()
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a ``torch.Generator``, without the metaclass's own ``isinstance``, which is slow."""
+    return issubclass(type(value), torch.Generator)
 
 
 def _is_random(value: Any) -> bool:
@@ -123,7 +129,7 @@ def _put_back(held: Any, content: Any) -> None:
         if version_of(held) != version:
             with torch.no_grad():
                 held.copy_(numbers)
-    elif isinstance(held, torch.Generator):
+    elif _is_generator(held):
         held.set_state(content)
     elif isinstance(held, (dict, set)):
         if held != content if isinstance(held, set) else _differs(held, content):

@@ -46,4 +46,4 @@ def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], e
 
 def is_text(value: Any) -> bool:
     """Whether `value` is text that every file and terminal accepts: a str without lone halves of surrogate pairs."""
-    return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return isinstance(value, str) and (value.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in value))

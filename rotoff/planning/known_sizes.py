@@ -45,8 +45,11 @@ class KnownSizes:
         if not self._varies:
             return
         several = self._measured.setdefault(family, MeasuredSizes())
+        times_too = course.profile.timed and not self.are_timed(family)  # the next sizes only need bytes
         several.add(sizes, course, course.captured.tape.tensor_bytes)
-        several.owed, several.price = 0.0, seconds / volume(sizes)
+        several.owed = 0.0
+        if not (times_too and several.price):
+            several.price = seconds / volume(sizes)
         while len(self._measured) > _FAMILIES:
             self._measured.pop(next(iter(self._measured)))
         self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # now better known
@@ -63,6 +66,10 @@ class KnownSizes:
     def sizes(self, family: Any) -> list[Sizes]:
         """The measured sizes of the family."""
         return self._measured[family].sizes if family in self._measured else []
+
+    def are_timed(self, family: Any) -> bool:
+        """Whether a measured size of the family has times."""
+        return any(one.profile.timed for one in self._measured.get(family, ()))
 
     def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
         """A planned course for an input of new `sizes`, interpolated from measured ones; None if that is impossible."""
@@ -124,7 +131,7 @@ class KnownSizes:
         """Whether to measure the `sizes` of this step now: by planning for more bytes than they need, steps have lost
         as much time as measuring takes."""
         measured = self._measured.get(family)
-        if course.loose < LOOSE or course.plan is None or measured is None:
+        if course.loose < LOOSE or course.plan is None or course.plan.keeps_all or measured is None:
             return False
         more = course.plan.trace.makespan - course.profile.chain.compute_time
         measured.owed += max(0.0, more)

@@ -85,6 +85,7 @@ class MeasuredSizes(Generic[Of]):
         self.owed = 0.0  # seconds that steps lost, since they were planned for more bytes than they need
         self.price = 0.0  # seconds of measuring per element of the largest tensor
         self._rows: dict[Sizes, Of] = {}
+        self._untimed: dict[Sizes, Profile] = {}  # their profiles without times
         self._alike: list[dict[Sizes, Of]] = []  # groups whose profiles can be interpolated
         self._tensors: dict[Sizes, tuple[Array, Array]] = {}
         self._linear: set[int] = set()  # dimensions, of all tensors in order, in which no tensor was seen to be squared
@@ -114,7 +115,7 @@ class MeasuredSizes(Generic[Of]):
         self._tensors[sizes] = own
         for rows in (self._rows, *self._alike):
             rows.pop(sizes, None)
-        self._rows[sizes] = measured
+        self._rows[sizes], self._untimed[sizes] = measured, without_times(measured.profile)
         for rows in filter(None, self._alike):
             if _alike(measured.profile, next(iter(rows.values())).profile):
                 rows[sizes] = measured
@@ -126,6 +127,7 @@ class MeasuredSizes(Generic[Of]):
             for rows in (self._rows, *self._alike):
                 rows.pop(gone, None)
             self._tensors.pop(gone, None)
+            self._untimed.pop(gone)
         self._alike = [rows for rows in self._alike if rows]
 
     def near(self, wanted: Sizes) -> Near[Of] | None:
@@ -136,7 +138,7 @@ class MeasuredSizes(Generic[Of]):
 
     def _near(self, rows: dict[Sizes, Of], wanted: Sizes) -> Near[Of] | None:
         fit = {at: one for at, one in rows.items() if not _alone(at, wanted)}
-        every = self._weighted({at: without_times(one.profile) for at, one in fit.items()}, wanted)
+        every = self._weighted({at: self._untimed[at] for at in fit}, wanted)
         if every is None:
             return None
         timed = {at: one.profile for at, one in fit.items() if one.profile.timed}

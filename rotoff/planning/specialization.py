@@ -36,6 +36,7 @@ from .sizes import Sizes, covers, halves
 
 logger = logging.getLogger("rotoff")
 _OF_ONE_SIGNATURE = 8  # courses kept for each signature
+SOON = 3  # limit / bytes that keeping everything takes, up to which a second size is timed
 _STAGES = 20_000  # most stages of all kept courses, a few kilobytes each
 
 
@@ -303,7 +304,7 @@ class Specializations:
             taped = TapedForward(self._model, value, self.meter.device_for(value))
             if also:
                 return self._made_one(value, also, taped)
-            return self.measure(value, timed=False, taped=taped, request=self.request)
+            return self.measure(value, timed=False, taped=taped, request=self._enough(value))
 
         try:
             course = self._taken(value, measured_here)
@@ -315,6 +316,16 @@ class Specializations:
             if taped is not None:
                 taped.put_back()
             raise
+
+    def _enough(self, value: Any) -> Request:
+        """The request that a course must fit to be left without times. If sizes vary and none has times, it has the
+        share `1 / SOON` of the limit: larger inputs will soon need them, and at smaller ones they take less."""
+        assert self.request is not None
+        family, sizes = family_of(signature(value, self._model))
+        known = self._sizes.sizes(family)
+        if self._ceiling is not None or not known or sizes in known or self._sizes.are_timed(family):
+            return self.request
+        return replace(self.request, mem_limit=self.request.mem_limit // SOON)
 
     def _taken(self, value: Any, measured_here: Callable[..., Specialization]) -> Specialization | None:
         assert self.request is not None

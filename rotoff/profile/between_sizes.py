@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ def _least(one: Any, other: Any) -> Any:
 
 def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[float], int] = math.ceil) -> Any:
     first, kind = values[0], type(values[0])
-    if any(type(value) is not kind for value in values):
+    if len({*map(type, values)}) > 1:
         raise NotAlike(" and ".join(sorted({type(value).__name__ for value in values})))
     if kind is int:
         if len(values) > 1 and all(value == first for value in values):
@@ -131,8 +132,7 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
         return first
     if kind in SUBTRACTED:
         whole, shares = math.floor, _spared(shares)
-    names = [f.name for f in fields(first)] if is_dataclass(first) else getattr(kind, "_fields", ())
-    if names:
+    if names := _names(kind):  # type: ignore[arg-type]  # a class is hashable
         rows = {name: [getattr(value, name) for value in values] for name in names}
         if any(name in PLACES and any(one != row[0] for one in row) for name, row in rows.items()):
             raise NotAlike(f"places in several {kind.__name__}")
@@ -155,6 +155,12 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
     if any(value is not first and not (compared and value == first) for value in values):
         raise NotAlike(f"{values!r}"[:200])
     return first
+
+
+@cache
+def _names(kind: type) -> Sequence[str]:
+    """Return the names of the fields of a dataclass or named tuple; empty for other types."""
+    return [f.name for f in fields(kind)] if is_dataclass(kind) else getattr(kind, "_fields", ())
 
 
 def _spared(shares: Sequence[Share]) -> Sequence[Share]:
@@ -217,10 +223,14 @@ def _keeping(profile: Profile, forms: Sequence[Iterable[int]]) -> Profile:
 
     def staged(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         pairs = zip(stages, chosen, strict=True)
-        return tuple(replace(stage, forms=tuple(stage.forms[n] for n in rows)) for stage, rows in pairs)
+        return tuple(
+            stage if rows == (*range(len(stage.forms)),) else replace(stage, forms=tuple(stage.forms[n] for n in rows))
+            for stage, rows in pairs
+        )
 
     def behaving(behaviour: Behaviour, rows: Iterable[int]) -> Behaviour:
-        return replace(behaviour, forms=tuple(replace(behaviour.forms[n], sized=False) for n in rows))
+        forms = tuple(replace(behaviour.forms[n], sized=False) for n in rows)
+        return replace(behaviour, forms=forms) if behaviour.forms else behaviour
 
     return replace(
         profile,

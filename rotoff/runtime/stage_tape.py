@@ -280,7 +280,7 @@ def tensors_of(result: Any) -> Sequence[torch.Tensor]:
     """Return the tensors in a call's result, in order."""
     if isinstance(result, torch.Tensor):
         return (result,)
-    if type(result) in VALUES:
+    if type(result) in VALUES or not (isinstance(result, (tuple, dict)) or type(result) in pytree.SUPPORTED_NODES):
         return ()
     if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,3 +79,35 @@ class without:
     def __exit__(self, *_: object) -> None:
         if self._popped:
             _push_mode(self._mode)
+
+
+class Unwatched:
+    """Context in which the innermost mode does not see what is asked of tensors. A function that it must see is called
+    as `watched`."""
+
+    def __init__(self) -> None:
+        self._mode = _get_current_function_mode()
+
+    def __enter__(self) -> Unwatched:
+        if self._mode is not None:
+            _pop_mode()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            _push_mode(self._mode)
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function` to be called under the mode."""
+        mode = self._mode
+        if mode is None:
+            return function
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            _push_mode(mode)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                _pop_mode()
+
+        return call

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import rotoff
 from rotoff.capture import strategy
+from rotoff.runtime.taping import Taping
 
 CPU = torch.device("cpu")
 
@@ -144,6 +145,55 @@ def test_blocks_are_cut_where_only_their_output_is_alive() -> None:
         crossing.append(len(values))
     assert crossing == [1] * len(crossing)
     assert len(found) >= 4
+
+
+class Mixing(nn.Module):
+    """Attention without projections, whose matrices take most of the bytes of a long input, and few of a short one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.second = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in zip(self.first, self.second, strict=True):
+            h = first(x)
+            x = x + torch.softmax(h @ h.transpose(1, 2), -1) @ h
+            x = x + second(torch.tanh(second(torch.relu(x))))
+        return x
+
+
+def test_another_size_is_cut_where_the_known_one_was_unless_that_is_far_less_even() -> None:
+    model = Mixing()
+
+    def captured(length: int, like: strategy.Captured | None = None) -> strategy.Captured:
+        value = strategy.chain_input(model, (torch.randn(2, length, 8),), {})
+        return strategy.capture(model, value, CPU, like=None if like is None else like.tape)
+
+    def names(one: strategy.Captured) -> list[str]:
+        return [stage.name for stage in one.stages]
+
+    short, long = captured(4), captured(64)
+    assert names(short) != names(long)
+    assert names(captured(64, like=short)) == names(short)
+    whole = captured(4)
+    whole.tape.cuts = whole.tape.cuts[:1]  # nearly all is one stage
+    assert names(captured(64, like=whole)) == names(long)
+
+
+def test_recording_a_step_does_not_put_its_own_questions_on_the_steps_tape(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    call = Taping.call
+
+    def counted(self: Taping, function: Any, args: Any, kwargs: Any) -> Any:
+        asked.append(getattr(function, "__name__", ""))
+        return call(self, function, args, kwargs)
+
+    monkeypatch.setattr(Taping, "call", counted)
+    model = rotoff.Checkpointable(Mixing(), cache_directory=None).compute_sequence("1 GiB")
+    model(torch.randn(2, 8, 8)).sum().backward()
+    assert {"softmax", "relu"} <= {*asked}
+    assert not {"data_ptr", "untyped_storage", "numel"} & {*asked}
 
 
 def train(model: nn.Module, batch: Callable[[], tuple[Any, ...]], steps: int = 2) -> list[torch.Tensor]:

@@ -218,6 +218,25 @@ def test_another_size_that_does_not_fit_is_timed_and_those_that_fit_are_not(call
     assert (timed[64], timed[512]) == (False, True)
 
 
+def test_a_second_size_that_takes_a_third_of_the_limit_is_timed_so_that_larger_ones_are_planned_unmeasured(
+    calls: Counter[str],
+) -> None:
+    probe = rotoff.Checkpointable(layers(), cache_directory=None).measure(sized(512), repeats=1)
+    wrapped = rotoff.Checkpointable(layers(), cache_directory=None)
+    wrapped.compute_sequence(probe.keep_all_memory * 7 // 10, refine=False)
+    calls.clear()
+    wrapped(sized(64)).sum().backward()
+    assert not calls
+    wrapped(sized(192)).sum().backward()
+    assert calls["time_stage"] and latest(wrapped).plan.keeps_all
+    calls.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rotoff.profile.stage_meter.Meter.stage", None)  # nothing is measured
+        wrapped(sized(512)).sum().backward()
+    assert not calls and not latest(wrapped).plan.keeps_all
+    assert wrapped.get_expected_memory() <= wrapped.mem_limit
+
+
 def known_sizes(wrapped: rotoff.Checkpointable) -> set[int]:
     """Batches whose steps measure nothing any more."""
     return {row.shapes[0][0] for row in wrapped.plans()}

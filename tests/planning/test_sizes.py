@@ -8,8 +8,9 @@ import math
 import random
 import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from rotoff.planning import planner
 from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, powers_seen, rounded, split
 from rotoff.planning.specialization import Specializations
 from rotoff.profile.between_sizes import NotAlike, Share, between
+from rotoff.profile.timing import timing_cache
 from rotoff.runtime.execution_plan import compile_sequence
 
 WIDTH = 32
@@ -298,6 +300,21 @@ def test_a_plan_of_another_size_serves_until_steps_have_lost_what_a_search_takes
     assert sizes._searching > 0
 
 
+def test_a_size_at_which_everything_is_kept_is_not_measured_for_what_others_have_lost(measurings: list[int]) -> None:
+    wrapped, _ = planned("recorded", 0.5, 192)
+    for size in (192, 64, 20):
+        step(wrapped, rows(size))
+    course = wrapped._courses.latest
+    assert course.plan.keeps_all and course.loose > 1.2
+    rounding = (1 + 1e-15) * course.profile.chain.compute_time
+    course.plan = replace(course.plan, trace=replace(course.plan.trace, makespan=rounding))
+    [measured] = wrapped._courses._sizes._measured.values()
+    measured.owed = math.inf
+    measurings.clear()
+    step(wrapped, rows(20))
+    assert not measurings
+
+
 def test_what_was_measured_serves_no_larger_size_that_rounds_to_the_same() -> None:
     wrapped, _ = planned("attention", 0.6, 160)
     for size in (150, 60, 147, 157, 160):
@@ -355,6 +372,40 @@ def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING, "rotoff"):
         step(wrapped, KINDS["tokens"][1](160))
     assert "the input [[8, 160]] is larger than up_to" in caplog.text
+
+
+def test_up_to_a_size_modules_whose_bytes_depend_on_data_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            count = int((x.sum(1) > 0).sum())
+            return torch.cat((x[:count].tanh(), x[count:]))
+
+    model = rotoff.Checkpointable(nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, WIDTH)))
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        model.compute_sequence("1 GiB", up_to=rows(64))
+    assert "bytes of 0..1 depend on the data; plans for smaller inputs do not include them" in caplog.text
+
+
+def test_a_new_process_measures_no_size_that_the_cache_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing_cache, "TOLERANCE", math.inf)  # times hold, however busy the machine is
+    torch.manual_seed(0)
+    model = KINDS["recorded"][0]()
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(*rows(192), repeats=1)
+    limit = int(0.7 * probe.keep_all_memory)
+
+    def train_all() -> list[int]:
+        wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path)
+        wrapped.compute_sequence(limit, refine=False)
+        told = []
+        for size in (192, 64, 160, 96):
+            step(wrapped, rows(size))
+            told.append(wrapped.get_expected_memory())
+        wrapped.close()
+        return told
+
+    first = train_all()
+    monkeypatch.setattr("rotoff.profile.stage_meter.Meter.stage", None)  # nothing is measured
+    assert train_all() == first
 
 
 # -- where sizes lie

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 from torch import nn
 
@@ -30,14 +30,25 @@ from .segment import Segment
 STAGES = 40  # by default; the solver takes seconds for 100
 CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
 COARSE = 12  # a model is cut into at least so many stages, however much they pass on
+UNEVEN = 2.0  # most bytes made by one stage / by one if another size's cuts are not used, up to which they are
 
 
-def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = ()) -> list[StageModule]:
-    """Return about `count` stages, or those that end where calls of the modules named `names` end."""
+def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = (), like: Tape | None = None) -> list[StageModule]:
+    """Return about `count` stages, or those that end where calls of the modules named `names` end.
+
+    Args:
+        like: the same calls on inputs of other sizes. Where it was cut, this one is cut, too, if the stages are about
+            as even as with cuts of its own: only profiles of the same stages can be interpolated.
+    """
     operations = used(tape)
     early = _early(tape, operations)
     after = _cuts_at(operations, names) if names else None
-    positions = _cuts(_costs(tape, operations, early), count, after)
+    costs = _costs(tape, operations, early)
+    positions = _cuts(costs, count, after)
+    known = [] if like is None else [cut for cut in like.cuts if cut < len(costs) - 1 and costs[cut].alive is not None]
+    if known and _most_made(costs, known) <= UNEVEN * _most_made(costs, positions):
+        positions = known
+    tape.cuts = tuple(positions)
     first = _needed_early(tape, operations, early, positions)
     pieces = [first] if first else []
     rest = {id(op) for op in first}
@@ -223,6 +234,12 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
         cuts.append(best)
     # the last stage needs an operation
     return [cut for cut in cuts if cut < len(costs) - 1]
+
+
+def _most_made(costs: list[_Cost], cuts: Sequence[int]) -> int:
+    """Return the most bytes that the operations of one stage make."""
+    ends = pairwise([0, *(cut + 1 for cut in cuts), len(costs)])
+    return max(sum(cost.made for cost in costs[start:end]) for start, end in ends)
 
 
 def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
