@@ -25,6 +25,7 @@ from .genes import (
     MASK,
     ON_HOST,
     STATE_LEAVES,
+    STEPS_ASIDE,
     at_home,
     joined,
     merged,
@@ -161,7 +162,7 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
 
 def _placements(step: Step) -> Iterator[np.ndarray]:
     """r groups at home, z with their parameters on the device and states on the host, the others streamed; 78 pairs and
-    more.
+    more. In the last one groups of the same stage are updated one by one, with nothing of the others on the device.
     """
     chain = step.chain
     K, home = len(chain.parameters), at_home(step.chain)
@@ -184,6 +185,10 @@ def _placements(step: Step) -> Iterator[np.ndarray]:
                     genes[last, MASK] = EVERYWHERE
                     genes[last, FLAGS] = np.where(here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
                     yield genes
+    genes = home.copy()
+    genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, STATE_LEAVES | GRADIENT_LEAVES | STEPS_ASIDE
+    genes[host, FLAGS] = ON_HOST
+    yield genes
 
 
 # -- annealing

@@ -67,6 +67,8 @@ from ..core.chain import Chain
 from .arrays import Arrays
 from .kernels.steady_bound import Dual
 
+ROWS = 10  # of prices: of memory, and of link out, link in and host in each of three parts of an interval
+
 FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 2000
 PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
 PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared; from 30 to 300 the ascent ends alike
@@ -138,7 +140,7 @@ def steady_time(
     L = len(chain)
     N = 2 * L + 1
     patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
-    prices = np.zeros((7, N))
+    prices = np.zeros((ROWS, N))
     value = least = dual.at(prices)[0]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.
     slow = max(1.0, dual.rate)
@@ -196,6 +198,7 @@ def problem(
         np.concatenate(cuts).astype(np.int32),
         np.array([2 * L - max(s.stages) for s in groups], np.int32),
         2 * L - 1 if updates == "after" else L,
+        updates == "after",
         unpaid,
         chain.bidirectional_shares,
     )
