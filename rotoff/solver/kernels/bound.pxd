@@ -23,6 +23,7 @@ cdef struct Problem:
     const double *own            # [k] of the operation
     const double *again          # [k] of what is made again
     const double *late           # [k] of stage q, made again between B q+1 and B q
+    const double *before         # [k] price of a byte of ā_q that comes in between them
     const double *p_made
 
 
@@ -47,6 +48,7 @@ cdef struct Work:
     double *spent      # [k] seconds paid with `own`, with `again`, with `late`, bytes with `p_made`
     double *redone
     double *redone_late
+    double *before      # bytes that come in at that price
     double *left
 
 

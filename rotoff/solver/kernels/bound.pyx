@@ -135,7 +135,8 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
         g_p[k] = 0.0 if parts else -c.work[k] * w.by_out[k]
         g_r[k] = -c.work[k] * w.by_in[k] if c.duplex and not parts else 0.0
         if parts:
-            w.spent[k], w.redone[k], w.redone_late[k], w.left[k] = c.work[k], 0.0, 0.0, 0.0
+            w.spent[k], w.redone[k], w.redone_late[k] = c.work[k], 0.0, 0.0
+            w.left[k] = w.before[k] = 0.0
         g.lam[k], g.r[k], g.alpha[k] = -c.room[k], -c.work[k] * (1.0 if parts else w.by_in[k]), 0.0
     w.held[n] = 0.0
     if c.out != NULL:
@@ -179,7 +180,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             # Leaving in the interval of F_q itself passes no cut.
             out = _least(size * p_made[first - 1] * c.out_rate, size * (w.leave[first] - total[first - 1]) - ends)
             back = size * (w.arrive[in_at] + until) - late
-            cost = size * (w.arrive[last] + total[last] + s.r[last] * c.in_rate)
+            cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
             returned = _least(back, cost)
             if out + returned < least:
                 least = out + returned
@@ -255,10 +256,14 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             g_p[left_at] += size * c.out_rate
         back_at = last
         until = total[last] + s.lam[last]
-        if size * (w.arrive[in_at] + until) - late <= size * (w.arrive[last] + total[last] + s.r[last] * c.in_rate):
+        cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
+        if size * (w.arrive[in_at] + until) - late <= cost:
             back_at = in_at
             g_lam[last] -= c.entry[q]
             g.lam[last] += size - c.entry[q]
+        elif parts:
+            w.before[last] += size
+            continue
         else:
             g.r[last] += size * c.in_rate
         if two:

@@ -83,6 +83,7 @@ cdef struct Lines:
     double *p          # of the intervals: the cheapest prices, as `kernels.bound` reads them
     double *r
     double *made_p
+    double *before_r
     double *own        # α of the first parts, of the cheaper other part, and of the last part
     double *alpha
     double *last
@@ -541,7 +542,8 @@ cdef void _prices(Problem *a, const double *x, Py_ssize_t N, Lines *t) noexcept 
                 t.last[k] = alpha
             if part < 2:
                 _lower(&i.before, back + lam, part)
-        t.p[k], t.r[k], t.made_p[k], t.alpha[k] = i.out.cost, i.back.cost / a.in_rate, i.made.cost, i.again.cost
+        t.p[k], t.made_p[k], t.alpha[k] = i.out.cost, i.made.cost, i.again.cost
+        t.r[k], t.before_r[k] = i.back.cost / a.in_rate, i.before.cost
 
 
 cdef inline void _spend(Problem *a, double *g, Lines *t, Py_ssize_t N, Py_ssize_t k, int part,
@@ -569,12 +571,12 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
     cdef double value
     cdef Interval *i
     _prices(a, x, N, t)
-    a.own, a.again, a.late, a.p_made = t.own, t.alpha, t.last, t.made_p
+    a.own, a.again, a.late, a.p_made, a.before = t.own, t.alpha, t.last, t.made_p, t.before_r
     for k in range(N, ROWS * N):
         g[k] = 0.0
     value = dual_value(a, x, t.p, t.r, &inputs.prices, g, t.g_p, t.g_r, &inputs.gradient, work)
     t.g_p[N - 1] = t.g_r[N - 1] = 0.0
-    work.spent[N - 1] = work.redone[N - 1] = work.redone_late[N - 1] = work.left[N - 1] = 0.0
+    work.spent[N - 1] = work.redone[N - 1] = work.redone_late[N - 1] = work.left[N - 1] = work.before[N - 1] = 0.0
     g[N - 1] = -a.room[N - 1]
     value -= x[N - 1] * a.room[N - 1]
     value += _groups(c, a, x, g, t)
@@ -586,7 +588,7 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
         g[(1 + 3 * i.out.part) * N + k] += t.g_p[k] + (t.out[k] + t.out[N + k]) * a.out_rate
         g[(1 + 3 * i.made.part) * N + k] += work.left[k] + (t.made[k] + t.made[N + k]) * a.out_rate
         _move(a, g, N, k, &i.back, t.g_r[k] / a.in_rate + t.back[k] + t.back[N + k], 1.0, True)
-        _move(a, g, N, k, &i.before, t.before[k] + t.before[N + k], 1.0, True)
+        _move(a, g, N, k, &i.before, work.before[k] + t.before[k] + t.before[N + k], 1.0, True)
         _move(a, g, N, k, &i.crossing, t.crossed[k] + t.crossed[N + k], t.paid, True)
         _move(a, g, N, k, &i.late, t.came[k] + t.came[N + k], t.paid, False)
         g[(3 + 3 * i.host.part) * N + k] += t.host_updates[k]
@@ -674,7 +676,7 @@ cdef class Dual:
                  const int32_t[::1] begun, Py_ssize_t earliest, bint after, double unpaid, shares):
         cdef Py_ssize_t L = u_F.shape[0] - 1, N = 2 * L + 1
         at = np.zeros(N, dtype=np.int32)
-        of = np.zeros((48, 2 * N + 1))
+        of = np.zeros((50, 2 * N + 1))
         intervals = np.zeros(N * sizeof(Interval), dtype=np.int8)
         cdef int32_t[::1] leave_at = at
         cdef double[:, ::1] rows = of
@@ -706,8 +708,8 @@ cdef class Dual:
         t.out, t.made, t.back, t.crossed = &rows[31, 0], &rows[32, 0], &rows[33, 0], &rows[34, 0]
         t.came, t.before, t.p, t.r = &rows[35, 0], &rows[36, 0], &rows[37, 0], &rows[38, 0]
         t.own, t.alpha, t.last, t.made_p = &rows[39, 0], &rows[40, 0], &rows[41, 0], &rows[42, 0]
-        t.g_p, t.g_r = &rows[43, 0], &rows[44, 0]
-        t.by = <double[2] *>&rows[45, 0]
+        t.g_p, t.g_r, t.before_r, v.before = &rows[43, 0], &rows[44, 0], &rows[45, 0], &rows[46, 0]
+        t.by = <double[2] *>&rows[47, 0]
 
     @property
     def rate(self):
