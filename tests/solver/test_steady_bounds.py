@@ -119,7 +119,7 @@ def group_written_out(
     """The cheapest life of a group that the device updates, and of one that the host does; twice the same for a frozen
     one."""
     size, seconds = scale
-    N, first, unpaid = 2 * L + 1, min(g.stages), costs.unpaid
+    N, first = 2 * L + 1, min(g.stages)
     whole, begun, use = 2 * L - first, 2 * L - max(g.stages), N + first - 1
     needed = {c for i in g.stages for c in (i - 1, 2 * L - i)} if g.bytes else set()
     needed |= {c + N for c in needed}
@@ -357,6 +357,16 @@ def test_one_of_two_weights_at_a_time() -> None:
     assert lower_bound(chain, 100) == pytest.approx(1 + 3 + 1 + 1 + 3 + 1)
     assert lower_bound(chain, 200) == pytest.approx(4.0)
     assert min_mem_limit(chain, "joint") == 100
+
+
+@pytest.mark.parametrize("out", [1e-3, 100.0])
+def test_a_stage_is_made_again_once_its_weights_are_there(out: float) -> None:
+    # At B 2 there is room for nothing else. Then w 1 comes in (3 s), and F 1 runs again (1 s), or abar 1 comes in (3 s).
+    # w 2 comes in during F 1 and after it.
+    frozen = (ParameterGroup((1,), 100), ParameterGroup((2,), 100))
+    chain = Chain((Stage("", 1.0, 1.0, 0, 100),) * 2, out, 100 / 3, parameters=frozen)
+    assert lower_bound(chain, 200, steps=math.inf) == pytest.approx(3 + 1 + 1 + 3 + 1 + 1)
+    assert solve(chain, 200, refine=0.05).meta["makespan"] == pytest.approx(10.0)
 
 
 def test_updates_after_the_step_stream_through_its_end() -> None:
