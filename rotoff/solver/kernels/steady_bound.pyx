@@ -10,10 +10,10 @@ what the operation or an update in the interval has made (price Q_k). Parameters
 the last part (Z_k in place of Y_k).
 
 A group's life goes from its update in interval u of one step to that in the next: positions u..u+N on a time line of
-two steps, whose cut k and interval k are those of k mod N. With X_k = P_k + λ_0 + ... + λ_k and Y_k = R_k − (λ_0 + ... +
-λ_k), a byte that leaves in interval x and is back in interval y pays X_x + Y_y more than λ from its start to its end. A
-copy under way at the step's end runs in a share `paid` of the steps, whose price it pays: Y'_k up to the end, and where
-its bytes are held from the end on, R'_k, without λ_k.
+two steps, whose cut k and interval k are those of k mod N. With X_k = P_k + λ_0 + ... + λ_k and Y_k = R_k − (λ_0 + ...
++ λ_k), a byte that leaves in interval x and is back in interval y pays X_x + Y_y more than λ from its start to its end.
+A copy under way at the step's end runs in a share `paid` of the steps, whose price it pays: Y'_k up to the end, and
+where its bytes are held from the end on, R'_k, without λ_k.
 """
 
 import numpy as np
@@ -345,7 +345,7 @@ cdef void _write_update(Groups *c, Lines *t, Py_ssize_t k, Py_ssize_t u) noexcep
     cdef Py_ssize_t N = c.N, first = c.ends[k - 1] if k > 0 else 0, n = c.ends[k] - first, end = N - 1
     cdef const int32_t *cuts = c.cuts + first
     cdef Py_ssize_t whole = cuts[n - 1], use = N + cuts[0]
-    cdef double size, q_00, q_01, q_11, q_ignored, fresh, ends_1, ends_0
+    cdef double size, q_00, q_01, q_11, q_ignored, fresh, made, ends_1, ends_0
     t.updates[u] += c.update[k]
     size = c.g[k]
     _hold(t, c.begun[k] - 1, whole, size)
@@ -364,7 +364,8 @@ cdef void _write_update(Groups *c, Lines *t, Py_ssize_t k, Py_ssize_t u) noexcep
     ends_1 = _valid(t, whole, u, u, 0.0)
     ends_0 = _fresh(t, whole, u, u, -1, t.paid, 0.0)
     fresh = t.cum[use] - t.cum[u]
-    if _across(t, u, use, use - 1, end, True, True, 0.0) + q_11 + ends_1 < fresh + _min(q_00 + ends_0, q_01 + ends_1):
+    made = _across(t, u, use, use - 1, end, True, True, 0.0)
+    if made + q_11 + ends_1 < fresh + _min(q_00 + ends_0, q_01 + ends_1):
         _across(t, u, use, use - 1, end, True, True, size)
         _uses(t, cuts, n, N, True, size, &q_ignored)
         _valid(t, N + whole, N + u, N + u, size)
@@ -576,7 +577,8 @@ cdef double _dual(Problem *a, Groups *c, const double *x, double *g, Work *work,
         g[k] = 0.0
     value = dual_value(a, x, t.p, t.r, &inputs.prices, g, t.g_p, t.g_r, &inputs.gradient, work)
     t.g_p[N - 1] = t.g_r[N - 1] = 0.0
-    work.spent[N - 1] = work.redone[N - 1] = work.redone_late[N - 1] = work.left[N - 1] = work.before[N - 1] = 0.0
+    work.spent[N - 1] = work.redone[N - 1] = work.redone_late[N - 1] = 0.0
+    work.left[N - 1] = work.before[N - 1] = 0.0
     g[N - 1] = -a.room[N - 1]
     value -= x[N - 1] * a.room[N - 1]
     value += _groups(c, a, x, g, t)
