@@ -2,8 +2,8 @@
 
 First come the codes of the stages (`solver.plan_codes`); here the MOVE bit means that the value is offloaded during its
 longest absence. Then four numbers follow for each group: a mask of the uses after which ``w`` leaves, flags (its state
-leaves; its gradient leaves before an update on the device; the host updates it), the stage after whose B the update is
-issued, and a rank among updates issued there.
+leaves; its gradient leaves before an update on the device; the host updates it; ``w`` and ``g`` leave even while groups
+of the same stage are updated), the stage after whose B the update is issued, and a rank among updates issued there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .plan_codes import OF, to_ops
 GENES, SLOTS = 4, 4
 MASK, FLAGS, AT, RANK = range(GENES)
 EVERYWHERE = (1 << 13) - 1  # every bit of a mask
-STATE_LEAVES, GRADIENT_LEAVES, ON_HOST = 1, 2, 4
+STATE_LEAVES, GRADIENT_LEAVES, ON_HOST, STEPS_ASIDE = 1, 2, 4, 8
 
 
 # Bytes and seconds of a group, as `kernels.cycle` reads them.

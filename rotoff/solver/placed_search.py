@@ -25,6 +25,7 @@ from .genes import (
     MASK,
     ON_HOST,
     STATE_LEAVES,
+    STEPS_ASIDE,
     at_home,
     joined,
     merged,
@@ -76,8 +77,9 @@ def searched(
     starts = [*known]
     heats: tuple[float, ...] = HEATS
     together, part = merged(step.chain)
-    if len(together.parameters) < len(step.chain.parameters) and step.mode != "remat":
-        coarse = replace(step, chain=together)
+    coarse = replace(step, chain=together)
+    fewer = len(together.parameters) < len(step.chain.parameters) and step.mode != "remat"
+    if fewer and step.limit >= min_mem_limit(together, step.mode, step.updates):
         plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
         starts += [spread(step.chain, plan, part) for plan in plans[:1]]
@@ -161,7 +163,8 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
 
 def _placements(step: Step) -> Iterator[np.ndarray]:
     """r groups at home, z with their parameters on the device and states on the host, the others streamed; 78 pairs and
-    more.
+    more. In the last ones groups of the same stage are updated one by one, with no w, or nothing, of the others on the
+    device.
     """
     chain = step.chain
     K, home = len(chain.parameters), at_home(step.chain)
@@ -184,6 +187,10 @@ def _placements(step: Step) -> Iterator[np.ndarray]:
                     genes[last, MASK] = EVERYWHERE
                     genes[last, FLAGS] = np.where(here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
                     yield genes
+    for flags in (STATE_LEAVES | STEPS_ASIDE, STATE_LEAVES | GRADIENT_LEAVES | STEPS_ASIDE):
+        genes = home.copy()
+        genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, np.where(host, ON_HOST, flags)
+        yield genes
 
 
 # -- annealing
@@ -216,12 +223,12 @@ def _annealed(
         for turn, heat in enumerate(heats if each else ()):
             if pool.best <= (False, least):
                 break
-            order, hot = pool.ranked(), [scale * heat] * THREADS
+            order, hot = pool.ranked(), [heat * max(scale, pool.best[1] if pool.fits else 0.0)] * THREADS
             firsts = [order[0], order[1 + turn] if turn + 2 < len(heats) and turn + 1 < len(order) else order[0]]
-            for last, best in pool.annealed(threads, searches, firsts, each, turn, hot, rules):
+            for worker, (last, best) in enumerate(pool.annealed(threads, searches, firsts, each, turn, hot, rules)):
                 pool.add(last if best is None else best)
-            if not pool.fits:
-                pool.weights = [GROWTH * weight for weight in pool.weights]
+                if not (pool.fits and pool.gained(firsts[worker])):  # where little fits, it may all have been over
+                    pool.weights[worker] *= GROWTH
             if progress is not None:
                 progress((turn + 1) / len(heats), pool.best[1])
     return pool.winners(FOUND)

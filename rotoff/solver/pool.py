@@ -38,6 +38,10 @@ class Pool:
         self.excess.append(over)
         self._scores.append((bool(over), makespan + self.weights[0] * over))
 
+    def gained(self, first: int) -> bool:
+        """Whether the plan added last is better than plan `first`."""
+        return self._scores[-1] < self._scores[first]
+
     @property
     def best(self) -> tuple[bool, float]:
         """(whether it exceeds the limit, seconds with the penalty for that) of the best plan."""

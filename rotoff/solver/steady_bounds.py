@@ -11,19 +11,22 @@ steps in a row, for every legal sequence. The proof, step by step:
    [E_2, E_4] stands for [0, E_4] and 2 for 4, and what the first of them finds is under way at E_2.
 2. *Intervals.* Cut [0, E_4] where F_1, ..., F_L run first, where B_L, ..., B_1 run, and where a step ends. These come
    in this order in every step, so there are 2L + 1 intervals, each four times. An interval has two parts: while the
-   operation at its cut runs, and from then on (the step's end has only the second). The mean of the steps is the sum
-   of the parts' mean lengths.
+   operation at its cut runs, and from then on (the step's end has only the second). Between B_{q+1} and B_q there is a
+   third: from the moment when the F_q begins that makes the ā_q of B_q, if that F_q lies in this interval, else from
+   the interval's end, so that the third part is empty. The mean of the steps is the sum of the parts' mean lengths.
 3. *Lanes.* A part's mean length is at least that of the compute in it, of the copies out, of the copies in (of both
    together on a link that is not duplex; `bounds.least_time_of` has what they are worth where they slow each other
    down), and of the host's updates. The compute of a first part is its operation; what is made again and the updates
-   are compute of second parts. What an interval's operation or an update in it has made is copied out in its second
-   part, or in a later interval.
+   are compute of the others, and where ā_q is made again between B_{q+1} and B_q, of the third. What an interval's
+   operation or an update in it has made is not copied out in its first part, but in the others or in a later interval.
 4. *Memory.* Program order decides it, so that it is the same in all four steps. At each cut the device holds what that
    operation needs itself, the activations that it holds otherwise (see `bounds.least_time_of`), and of each group what
    its way says; together no more than the limit. At a step's end that is a_0, a_L, δ_0 and the groups'. An operation
    checks its bytes before it makes them, so this holds between two steps also. A copy in that runs in an interval's
    first part was issued before the interval's operation, since one issued after it begins when that has ended: its
-   bytes are held at the interval's cut too.
+   bytes are held at the interval's cut too. When a third part begins, F_q needs the w of its groups, and where the part
+   is empty, B_q needs them and ā_q at once. So what of these is not held at the interval's cut has come in before the
+   third part (ā_q: or is made in it).
 5. *Lives.* A group's life goes from its update in one step to that in the next; that of a frozen one, from its first
    use. In it:
 
@@ -40,15 +43,17 @@ steps in a row, for every legal sequence. The proof, step by step:
 
    A copy that runs in several intervals is a mixture of copies in one: it uses the lanes alike, and holds the bytes for
    longer.
-6. *Ends.* In [0, E_4] each group has three whole lives, the tail of one and the head of another; tail and head, one
-   after the other, are a life as well, in the same text. What crosses the step's end in it may be missing on both
-   sides: what the first step finds has arrived at 0, and what the fourth leaves is under way at E_4. It is one copy of
-   a value that the device holds at the step's end (out, or in), or ``H``, which a later copy of w may wait for.
-   Everything else runs: each copy is waited for before its value is used, updated or let go, so before the end of the
-   step after its own, and copies of g before the end of their own. So the mean has 1 − 1/4 lives that pay for all their
-   copies, and 1/4 that pay nothing for one across the end. This is not caution: where the link is a little slower than
+6. *Ends.* What the first step finds has arrived at 0. So in [0, E_4] a copy runs four times, or three times if it is
+   under way at E_4. Then it crosses the step's end in the text, which is that of all steps: it is issued before the
+   end and waited for after it, and its bytes are held all the while, at the end too. The three other times it has ended
+   by E_4: each copy is waited for before its value is used, updated or let go, so before the end of the step after its
+   own, and copies of g before the end of their own. So a copy that crosses costs a share 1 − 1/4 of what it costs where
+   it runs, and all others the whole. One that goes out may run as long as the value stays; one that comes in, up to the
+   first use. With `updates` "after" no o comes in across the end. ``H`` may be under way at E_4 where a w that comes in
+   across the end or after it waits for it: three times g goes out, ``H`` runs and w comes in, in this order; the fourth
+   time g goes out, and w comes in if that is after the end. This is not caution: where the link is a little slower than
    compute, in-flight copies fall behind for more than four steps, and the makespan is below what the link takes for a
-   step. In n steps in a row it is a share 1/n. So without it, this bounds the mean of a training that goes on, and the
+   step. In n steps in a row the share is 1 − 1/n. So with 1, this bounds the mean of a training that goes on, and the
    makespan of every sequence whose later steps take no longer than that says (`steps`).
 7. *The dual.* Each group has one of these ways (to relax, a mixture of them; w, g and o share the interval of their U),
    each ā_q one of `bounds.least_time_of`'s. At any prices λ_k ≥ 0 of memory at cut k, and p_k, r_k, η_k ≥ 0 with p_k +
@@ -66,6 +71,8 @@ import numpy as np
 from ..core.chain import Chain
 from .arrays import Arrays
 from .kernels.steady_bound import Dual
+
+ROWS = 10  # of prices: of memory, and of link out, link in and host in each of three parts of an interval
 
 FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 2000
 PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
@@ -138,7 +145,7 @@ def steady_time(
     L = len(chain)
     N = 2 * L + 1
     patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
-    prices = np.zeros((7, N))
+    prices = np.zeros((ROWS, N))
     value = least = dual.at(prices)[0]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.
     slow = max(1.0, dual.rate)
@@ -196,6 +203,7 @@ def problem(
         np.concatenate(cuts).astype(np.int32),
         np.array([2 * L - max(s.stages) for s in groups], np.int32),
         2 * L - 1 if updates == "after" else L,
+        updates == "after",
         unpaid,
         chain.bidirectional_shares,
     )

@@ -54,45 +54,68 @@ def dual_of(chain: Chain, limit: int, updates: str, unpaid: float) -> tuple[Dual
 
 
 class Prices:
-    """Costs of one byte on a time line of two steps, by position modulo 2L + 1: of copies in the cheaper of an
-    interval's two parts, and in the second part of what was made in the interval. The step's end has one part."""
+    """Costs of one byte on a time line of two steps, by position modulo 2L + 1, and of seconds: of the operation, of
+    other compute, of the host. A copy runs in one of an interval's parts: while the operation runs, then, and, between
+    two backwards, once a forward of the second one's stage has begun. The step's end has the second part alone."""
 
     def __init__(
-        self, prices: np.ndarray, duplex: bool, shares: tuple[float, float], out_rate: float, in_rate: float
+        self,
+        prices: np.ndarray,
+        duplex: bool,
+        shares: tuple[float, float],
+        out_rate: float,
+        in_rate: float,
+        unpaid: float,
     ) -> None:
-        self.lam, self.N = prices[0], prices.shape[1]
-        (p1, r1, h1), (p2, r2, h2) = prices[1:4].copy(), prices[4:]
-        self.own, self.alpha = (
-            1 - (link_price(p, r, shares) if duplex else p) - h for p, r, h in ((p1, r1, h1), (p2, r2, h2))
-        )
-        p1[-1] = r1[-1] = h1[-1] = math.inf
-        self.made, self.out, self.host = p2 * out_rate, np.minimum(p1, p2) * out_rate, np.minimum(h1, h2)
-        first, second = (r1, r2) if duplex else (p1, p2)
-        self.back = np.minimum(first * in_rate + self.lam, second * in_rate)
+        self.lam, self.N, self.unpaid = prices[0], prices.shape[1], unpaid
+        self.backward = range(self.N // 2, self.N - 2)  # intervals between two backwards
+        parts = [rows.copy() for rows in np.split(prices[1:], 3)]
+        alphas = [1 - (link_price(p, r, shares) if duplex else p) - h for p, r, h in parts]
+        parts[0][:, -1] = math.inf
+        for rows in (parts[2], alphas[2][None]):
+            rows[:, : self.N // 2] = rows[:, self.N - 2 :] = math.inf
+        (self.first, self.first_in, first_host), (p2, self.r2, h2), (p3, self.r3, h3) = parts
+        if not duplex:
+            self.first_in, self.r2, self.r3 = self.first, p2, p3
+        self.in_rate = in_rate
+        self.own, self.alpha = alphas[0], np.minimum(alphas[1], alphas[2])
+        self.made = np.minimum(p2, p3) * out_rate
+        self.out, self.host = np.minimum(self.made, self.first * out_rate), np.minimum(first_host, np.minimum(h2, h3))
 
-    def cheapest(self, start: int, end: int, state: str, ends: str, needed: set[int], unpaid: bool) -> float:
+    def arrival(self, c: int, needed: set[int], share: float = 1.0) -> float:
+        """Of a copy in during interval c, whose bytes are held at the cut where it runs beside the operation."""
+        k = c % self.N
+        late = self.r3[k] if not (c + 1 in needed and k in self.backward) else math.inf
+        return min(share * min(self.r2[k], late) * self.in_rate, share * self.first_in[k] * self.in_rate + self.lam[k])
+
+    def cheapest(self, start: int, end: int, state: str, ends: str, needed: set[int], flies: bool = False) -> float:
         """From interval `start`, in which a D is made, to interval `end`. States: D alone on the device, V with a valid
-        copy on the host, H there alone; lower case once a copy across the step's end has cost nothing."""
-        costs = {state: 0.0}
+        copy on the host, H there alone. A copy across the step's end costs a share 1 - `unpaid`: o and i before it has
+        run, p and j until the end is over; `flies`: in, too."""
+        costs, paid = {state: 0.0}, 1 - self.unpaid
         for c in range(start, end + 1):
+            k = c % self.N
             if c > start:
-                at_end, passed = c % self.N == self.N - 1, {}
-                for s, cost in costs.items():
-                    ways = [s] + (["v"] if unpaid and at_end and s in "DH" else [])
-                    for t in ways:
-                        held = self.lam[c % self.N] if t in "DVdv" else math.inf if c in needed else 0.0
-                        passed[t] = min(passed.get(t, math.inf), cost + held)
-                costs = passed
-            out, back = (self.out if c > start else self.made)[c % self.N], self.back[c % self.N]
-            for a, b, cost in (*"DV", out), (*"VH", 0.0), (*"vh", 0.0), (*"HV", back), (*"hv", back):
+                usable = "DVop" if c in needed else "DVHopij"
+                costs = {s: cost + self.lam[k] * (s != "H") for s, cost in costs.items() if s in usable}
+            out, before = (self.out if c > start else self.made)[k], c < self.N - 1
+            moves = [(*"DV", out), (*"op", paid * out), (*"VH", 0.0), (*"HV", self.arrival(c, needed))]
+            if before:
+                moves += [(*"Do", 0.0), (*"Dp", paid * out)]
+                # What is issued here runs beside the operation only where it is held at the cut.
+                moves += [(*"Hi", 0.0), (*"Hj", self.arrival(c, set(), paid))] if flies else []
+            else:
+                beside = min(self.first_in[k], self.r2[k], self.r3[k])
+                moves += [(*"pV", 0.0), (*"ij", paid * beside * self.in_rate), (*"jV", 0.0)]
+            for a, b, cost in 2 * moves:
                 if a in costs:
                     costs[b] = min(costs.get(b, math.inf), costs[a] + cost)
         return min((cost for s, cost in costs.items() if s in ends), default=math.inf)
 
 
 def group_written_out(
-    g: ParameterGroup, L: int, costs: Prices, updates: str, unpaid: bool, scale: tuple[float, float]
-) -> np.ndarray:
+    g: ParameterGroup, L: int, costs: Prices, updates: str, scale: tuple[float, float]
+) -> tuple[float, float]:
     """The cheapest life of a group that the device updates, and of one that the host does; twice the same for a frozen
     one."""
     size, seconds = scale
@@ -101,35 +124,60 @@ def group_written_out(
     needed = {c for i in g.stages for c in (i - 1, 2 * L - i)} if g.bytes else set()
     needed |= {c + N for c in needed}
     earliest = max(whole, 2 * L - 1 if updates == "after" else 0)
+    w, o, grad = g.bytes / size, g.state_bytes / size, g.grad_bytes / size
     if not g.grad_bytes:
-        life = costs.cheapest(use - N, use, "V", "Vv", needed, unpaid)
-        return np.full(2, g.bytes / size * life if g.bytes else 0.0)
-    always = costs.lam[begun : whole + 1].sum() * g.grad_bytes / size
+        # From the last use on, and from the next step's first use on.
+        away = w * costs.cheapest(use - N + (whole - (first - 1)), use, "V", "V", {use}, True) if w else 0.0
+        used = w * costs.cheapest(use, N + whole, "V", "V", needed) if w else 0.0
+        return away + used, away + used
+    always = costs.lam[begun : whole + 1].sum() * grad
     ways: list[float] = []
     for u in range(earliest, 2 * L):
         cost = costs.alpha[u] * g.update_time / seconds + always
-        cost += g.bytes / size * costs.cheapest(u, u + N, "D", "DVdv", needed, unpaid)
-        cost += g.grad_bytes / size * costs.cheapest(whole, u, "D", "DV", set(), False)
-        cost += g.state_bytes / size * costs.cheapest(u, u + N, "D", "DVdv", set(), unpaid)
+        cost += w * costs.cheapest(u, u + N, "D", "DVp", needed, True)
+        cost += grad * Prices.cheapest(Paid(costs), whole, u, "D", "DV", set())
+        cost += o * costs.cheapest(u, u + N, "D", "DVp", set(), updates != "after")
         ways.append(cost)
-    on_device, ways = min(ways), [1e300]
-    if g.host_update_time is not None:
-        lasts = g.host_update_time / seconds
-        rest = g.bytes and g.bytes / size * costs.cheapest(use, N + whole, "V", "V", needed, False)
-        for x in range(whole, 2 * L):
-            copied = costs.out[x] if x > whole else costs.made[x]
-            out = always + g.grad_bytes / size * (copied + costs.lam[whole + 1 : x + 1].sum()) + rest
-            if not g.bytes:
-                ways.append(out)
-            elif unpaid:
-                ways.append(out + g.bytes / size * costs.cheapest(2 * L - 1, use, "H", "Vv", {use}, True))
-                later = costs.cheapest(2 * L, use, "H", "V", {use}, False)
-                ways[-1] = min(ways[-1], out + g.bytes / size * later)
-            else:
-                for h in range(max(x, earliest), use):
-                    back = costs.cheapest(h, use, "H", "V", {use}, False)
-                    ways.append(out + costs.host[h % N] * lasts + g.bytes / size * back)
-    return np.array([on_device, min(ways)])
+    if g.host_update_time is None:
+        return min(ways), math.inf
+    return min(ways), always + served(g, costs, (whole, earliest, use), needed, scale)
+
+
+class Paid(Prices):
+    """The same prices where nothing crosses the step's end for less."""
+
+    def __init__(self, costs: Prices) -> None:
+        self.__dict__ |= costs.__dict__ | {"unpaid": 0.0}
+
+
+def served(
+    g: ParameterGroup, costs: Prices, at: tuple[int, int, int], needed: set[int], scale: tuple[float, float]
+) -> float:
+    """What a group costs that the host updates, beyond its gradient's bytes up to the last backward."""
+    (size, seconds), (whole, earliest, use), N = scale, at, costs.N
+    w, grad, paid, end = g.bytes / size, g.grad_bytes / size, 1 - costs.unpaid, N - 1
+    leaves = [
+        grad * ((costs.out[x] if x > whole else costs.made[x]) + costs.lam[whole + 1 : x + 1].sum())
+        for x in range(whole, end)
+    ]
+    if not g.bytes:
+        return min(leaves)
+    lam = np.concatenate([costs.lam, costs.lam])
+    held = lam[end : use + 1].sum()
+    raw = [min(costs.first_in[k % N], costs.r2[k % N], costs.r3[k % N]) * costs.in_rate for k in range(2 * N)]
+    ways = []
+    for flies in (False, True):
+        best = math.inf
+        for x, h, y in itertools.product(range(whole, end), range(earliest, use), range(whole, use)):
+            if not x <= h <= y or (y < end and not flies):
+                continue
+            late = flies and y >= end
+            back = raw[y] + held if late else costs.arrival(y, {use}) + lam[y + 1 : use + 1].sum()
+            served_so = leaves[x - whole] + costs.host[h % N] * g.host_update_time / seconds + w * back
+            best = min(best, served_so)
+        others = min(costs.arrival(y, {use}) + lam[y + 1 : use + 1].sum() for y in range(end, use))
+        ways.append(paid * best + (1 - paid) * (min(leaves) + w * (held if flies else others)))
+    return min(ways) + w * costs.cheapest(use, N + whole, "V", "V", needed)
 
 
 @given(
@@ -152,13 +200,14 @@ def test_the_dual_is_that_of_every_way_written_out(chain: Chain, seed: int, upda
     rates = limit / chain.d2h_bandwidth / seconds, limit / chain.h2d_bandwidth / seconds
     seen = []
     for _ in range(6):
-        prices = rng.random((7, 2 * L + 1)) * rng.choice([0.01, 0.1, 0.33], (7, 1)) * (rng.random((7, 2 * L + 1)) < 0.7)
-        prices[[2, 5]] *= chain.duplex
-        costs = Prices(prices, chain.duplex, chain.bidirectional_shares, *rates)
+        prices = rng.random((10, 2 * L + 1)) * rng.choice([0.01, 0.1, 0.33], (10, 1))
+        prices *= rng.random((10, 2 * L + 1)) < 0.7
+        prices[[2, 5, 8]] *= chain.duplex
+        prices[7:, [*range(L), 2 * L - 1, 2 * L]] = 0  # intervals with two parts
+        costs = Prices(prices, chain.duplex, chain.bidirectional_shares, *rates, unpaid)
         expected = float(costs.own[:-1] @ np.array(work)) / seconds - float(prices[0] @ room) / limit
         for group in chain.parameters:
-            paid, free = (group_written_out(group, L, costs, updates, way, (limit, seconds)) for way in (False, True))
-            expected += min((1 - unpaid) * paid + unpaid * free)
+            expected += min(group_written_out(group, L, costs, updates, (limit, seconds)))
         value, gradient = dual.at(prices)
         assert value == pytest.approx(expected, rel=1e-9, abs=1e-9)
         seen.append((prices, value, gradient))
@@ -172,25 +221,23 @@ def test_the_dual_is_that_of_every_way_written_out(chain: Chain, seed: int, upda
 def linear_program(dual: Dual, N: int, duplex: bool) -> float:
     """Nearly the dual's highest value, by cutting planes: each supergradient is a line that it lies below."""
     optimize = pytest.importorskip("scipy.optimize")
-    lines, right, best, x = [], [], -math.inf, np.zeros((7, N))
+    lines, right, best, x = [], [], -math.inf, np.zeros((10, N))
     part = np.hstack([np.eye(N)] * 3)
-    lanes = np.block(
-        [[np.zeros((N, N)), part, 0 * part, np.zeros((N, 1))], [np.zeros((N, N)), 0 * part, part, np.zeros((N, 1))]]
-    )
-    bounds = [(0, 1e4)] * N + ([(0, 1)] * N + [(0, 1 if duplex else 0)] * N + [(0, 1)] * N) * 2 + [(None, 1e6)]
+    lanes = np.hstack([np.zeros((3 * N, N)), np.kron(np.eye(3), part), np.zeros((3 * N, 1))])
+    bounds = [(0, 1e4)] * N + ([(0, 1)] * N + [(0, 1 if duplex else 0)] * N + [(0, 1)] * N) * 3 + [(None, 1e6)]
     for count in range(150):
         value, gradient = dual.at(x)
         if value > best:
             best, best_x = value, x
         lines.append(np.append(-gradient.ravel(), 1.0))
         right.append(value - float((gradient * x).sum()))
-        limits = np.array(right + [1.0] * (2 * N))
+        limits = np.array(right + [1.0] * (3 * N))
         found = optimize.linprog(
-            [0.0] * (7 * N) + [-1.0], np.vstack([*lines, lanes]), limits, bounds=bounds, method="highs"
+            [0.0] * (10 * N) + [-1.0], np.vstack([*lines, lanes]), limits, bounds=bounds, method="highs"
         )
         if not found.success or -found.fun - best < 1e-3 * best:
             break
-        highest = found.x[:-1].reshape(7, N)
+        highest = found.x[:-1].reshape(10, N)
         x = np.ascontiguousarray(highest if count % 3 == 0 else 0.3 * highest + 0.7 * best_x)
     return best
 
@@ -310,6 +357,16 @@ def test_one_of_two_weights_at_a_time() -> None:
     assert lower_bound(chain, 100) == pytest.approx(1 + 3 + 1 + 1 + 3 + 1)
     assert lower_bound(chain, 200) == pytest.approx(4.0)
     assert min_mem_limit(chain, "joint") == 100
+
+
+@pytest.mark.parametrize("out", [1e-3, 100.0])
+def test_a_stage_is_made_again_once_its_weights_are_there(out: float) -> None:
+    # At B 2 there is room for nothing else. Then w 1 comes in (3 s), and F 1 runs again (1 s), or abar 1 comes in (3 s).
+    # w 2 comes in during F 1 and after it.
+    frozen = (ParameterGroup((1,), 100), ParameterGroup((2,), 100))
+    chain = Chain((Stage("", 1.0, 1.0, 0, 100),) * 2, out, 100 / 3, parameters=frozen)
+    assert lower_bound(chain, 200, steps=math.inf) == pytest.approx(3 + 1 + 1 + 3 + 1 + 1)
+    assert solve(chain, 200, refine=0.05).meta["makespan"] == pytest.approx(10.0)
 
 
 def test_updates_after_the_step_stream_through_its_end() -> None:

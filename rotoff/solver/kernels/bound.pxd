@@ -22,6 +22,8 @@ cdef struct Problem:
     # its value.
     const double *own            # [k] of the operation
     const double *again          # [k] of what is made again
+    const double *late           # [k] of stage q, made again between B q+1 and B q
+    const double *before         # [k] price of a byte of ā_q that comes in between them
     const double *p_made
 
 
@@ -43,8 +45,10 @@ cdef struct Work:
     double *away       # [k] that, less total
     int32_t *leave_at
     double *held       # [k] bytes that begin to be held at cut k, less those that end before it
-    double *spent      # [k] seconds paid with `own`, with `again`, bytes with `p_made`
+    double *spent      # [k] seconds paid with `own`, with `again`, with `late`, bytes with `p_made`
     double *redone
+    double *redone_late
+    double *before      # bytes that come in at that price
     double *left
 
 

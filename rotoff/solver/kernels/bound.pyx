@@ -116,7 +116,7 @@ cdef inline void _computes(Problem *c, Work *w, Py_ssize_t k, double seconds, do
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
                        double *g_p, double *g_r, Second *g, Work *w) noexcept nogil:
     """The dual at these prices; its supergradient."""
-    cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, made_at, left_at, back_at, in_at, at
+    cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, moves, made_at, left_at, back_at, in_at, at
     cdef Way way, best_way
     cdef Py_ssize_t best_form
     cdef double value = 0.0, size, u, ends, late, slower, out, returned, cost, least, best, back, lowest, until
@@ -135,7 +135,8 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
         g_p[k] = 0.0 if parts else -c.work[k] * w.by_out[k]
         g_r[k] = -c.work[k] * w.by_in[k] if c.duplex and not parts else 0.0
         if parts:
-            w.spent[k], w.redone[k], w.left[k] = c.work[k], 0.0, 0.0
+            w.spent[k], w.redone[k], w.redone_late[k] = c.work[k], 0.0, 0.0
+            w.left[k] = w.before[k] = 0.0
         g.lam[k], g.r[k], g.alpha[k] = -c.room[k], -c.work[k] * (1.0 if parts else w.by_in[k]), 0.0
     w.held[n] = 0.0
     if c.out != NULL:
@@ -155,6 +156,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
     for q in range(c.L - 1, 0, -1):
         first = q        # F_{q+1}
         last = n - q - 1  # B_{q+1}
+        moves = last - first + (1 if parts else 2)  # of parts, what is made again in the last interval is late
         if w.arrive[first - 1] <= w.arrive[in_at]:
             in_at = first - 1
         if w.arrive[last - 1] < w.arrive[in_at]:
@@ -178,7 +180,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             # Leaving in the interval of F_q itself passes no cut.
             out = _least(size * p_made[first - 1] * c.out_rate, size * (w.leave[first] - total[first - 1]) - ends)
             back = size * (w.arrive[in_at] + until) - late
-            cost = size * (w.arrive[last] + total[last] + s.r[last] * c.in_rate)
+            cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
             returned = _least(back, cost)
             if out + returned < least:
                 least = out + returned
@@ -190,14 +192,14 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
                 if cost < least:
                     least = cost
                     way = AGAIN
-            cost = w.alpha[last] if parts else w.whole[last]
+            cost = c.late[last] if parts else w.whole[last]
             if cost * u < least:
                 least = cost * u
                 way = AGAIN_LATE
             # A lower bound: of the costs at the cuts in between, only that of leaving counts.
             cost = returned - late - ends
             if lowest * u + cost < least:
-                cost += _least_sum(w.alpha + first - 1, w.away + first - 1, u, size, last - first + 2)
+                cost += _least_sum(w.alpha + first - 1, w.away + first - 1, u, size, moves)
                 if cost < least:
                     least = cost
                     way = AGAIN_MOVES
@@ -221,12 +223,12 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             if best_way == AGAIN_LATE:
                 made_at = last
             elif best_way == AGAIN_MOVES:
-                made_at = first - 1 + _least_sum_at(w.alpha + first - 1, w.away + first - 1, u, size, last - first + 2)
+                made_at = first - 1 + _least_sum_at(w.alpha + first - 1, w.away + first - 1, u, size, moves)
             else:
                 at = first + _least_sum_at(w.alpha + first, w.minus + first, u, size, last - first)
                 if u * w.alpha[at] + size * w.minus[at] < w.alpha[first - 1] * u + size * w.minus[first - 1] - ends:
                     made_at = at
-            _computes(c, w, made_at, u, g_p, g_r, g, w.redone)
+            _computes(c, w, made_at, u, g_p, g_r, g, w.redone_late if best_way == AGAIN_LATE else w.redone)
             if best_way != AGAIN_LATE:
                 g.alpha[made_at] -= u
             if best_way != AGAIN_MOVES:
@@ -254,10 +256,14 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             g_p[left_at] += size * c.out_rate
         back_at = last
         until = total[last] + s.lam[last]
-        if size * (w.arrive[in_at] + until) - late <= size * (w.arrive[last] + total[last] + s.r[last] * c.in_rate):
+        cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
+        if size * (w.arrive[in_at] + until) - late <= cost:
             back_at = in_at
             g_lam[last] -= c.entry[q]
             g.lam[last] += size - c.entry[q]
+        elif parts:
+            w.before[last] += size
+            continue
         else:
             g.r[last] += size * c.in_rate
         if two:

@@ -23,6 +23,7 @@ cdef enum:
     STATE_LEAVES = 1
     GRADIENT_LEAVES = 2
     ON_HOST = 4
+    STEPS_ASIDE = 8     # w and g leave for updates of groups that begin at the same stage, too
 
 
 # A row of rotoff.solver.genes.GROUP.

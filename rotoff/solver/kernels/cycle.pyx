@@ -209,9 +209,13 @@ cdef void _uses(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             w.have[i] = 1
 
 
-cdef inline bint _apart(Groups *p, Cycle *s, int32_t k, int32_t after, int32_t before) noexcept nogil:
-    """Whether more lies between two positions of one step than updates of groups that begin at the stage of group k."""
+cdef inline bint _apart(Groups *p, Cycle *s, const int16_t *genes, int32_t k, int32_t after,
+                        int32_t before) noexcept nogil:
+    """Whether more lies between two positions of one step than updates of groups that begin at the stage of group k, or
+    the group leaves for those too."""
     cdef int32_t x
+    if genes[k * GENES + FLAGS] & STEPS_ASIDE:
+        return before - after > 1
     for x in range(after + 1, before):
         if s.at[x].act >= 0 or p.group[-1 - s.at[x].act].first != p.group[k].first:
             return True
@@ -238,7 +242,7 @@ cdef void _weights(Groups *p, Cycle *s, const int16_t *genes, int32_t k) noexcep
             s.gap[x].free_most = s.gap[x].in_least = s.group[k].update_at
     while s.use_next[u] >= 0:
         after, before = s.use[u].pos, s.use[s.use_next[u]].pos
-        if (mask >> s.use[u].bit) & 1 and _apart(p, s, k, after, before):
+        if (mask >> s.use[u].bit) & 1 and _apart(p, s, genes, k, after, before):
             _gap(s, v, after, before, made)
             made = -1
         u = s.use_next[u]
@@ -256,7 +260,7 @@ cdef void _gradient_and_state(Groups *p, Cycle *s, const int16_t *genes, int32_t
         _gap(s, g, whole, -1, whole)
         return
     _between(s, begun, at, group.g)
-    if flags & GRADIENT_LEAVES and _apart(p, s, k, whole, at):
+    if flags & GRADIENT_LEAVES and _apart(p, s, genes, k, whole, at):
         _gap(s, g, whole, at, whole)
     if group.o == 0:
         return

@@ -12,8 +12,8 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
 from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
-                                          STATE_LEAVES, Cycle, CycleGap, CycleValue, Event, Group, GroupPlaces, Groups,
-                                          Position, Use, cycle, on_device)
+                                          STATE_LEAVES, STEPS_ASIDE, Cycle, CycleGap, CycleValue, Event, Group,
+                                          GroupPlaces, Groups, Position, Use, cycle, on_device)
 from rotoff.solver.kernels.flow cimport PERIODS, ROUNDS, flow, host_peak
 from rotoff.solver.kernels.moves cimport below, mutate, unit
 from rotoff.solver.kernels.plan cimport Evaluator
@@ -126,7 +126,7 @@ cdef void _mutate_group(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state
     elif choice < 6:
         gene[FLAGS] ^= STATE_LEAVES
     elif choice < 7:
-        gene[FLAGS] ^= GRADIENT_LEAVES
+        gene[FLAGS] ^= GRADIENT_LEAVES if below(state, 2) else STEPS_ASIDE
     elif choice < 9:
         gene[FLAGS] ^= ON_HOST
     elif choice < 10:

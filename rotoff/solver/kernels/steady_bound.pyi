@@ -19,6 +19,7 @@ class Dual:
         cuts: np.ndarray,
         begun: np.ndarray,
         earliest: int,
+        after: bool,
         unpaid: float,
         shares: tuple[float, float],
     ) -> None: ...
