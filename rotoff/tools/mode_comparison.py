@@ -15,6 +15,7 @@ from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
+from ..io.cache import Cache
 from ..io.json_file import save_json
 from ..planning.memory_account import reported_bytes
 from ..planning.planner import least_limit, least_time, make_plan, plan_everything
@@ -24,6 +25,7 @@ from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
 from ..tensors.tree import flatten
 from .estimate import estimated
+from .kept_plan import find_plan, keep_plan, plan_key
 from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
 from .whole_device import EFFORT, HEAD, PlacedStep, placed_step, with_parameters
 
@@ -205,6 +207,7 @@ def plan(
     schedule: str = "1F1B",
     chunks: int = 1,
     ranks_per_link: int = 1,
+    cache_directory: str | os.PathLike[str] | bool | None = True,
     **kwargs: Any,
 ) -> PlannedModes | PlannedPipeline:
     """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
@@ -226,6 +229,8 @@ def plan(
             into `microbatches` along its first dimension. `mem_limit` is for each rank.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
             share a link to the host.
+        cache_directory: where the answer, unless it is a pipeline's, is kept for the next process; as for
+            `Checkpointable`.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
@@ -240,13 +245,50 @@ def plan(
     if pipeline is not None:
         ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
         return planned_pipeline(model, sample, kwargs, target, ranks, asked, usable, optimizer, host_bandwidth)
+    asked_for = (wanted, asked, optimizer, mem_slots, host_bandwidth)
+    cache = Cache.of(cache_directory)
+    key = plan_key(model, sample, kwargs, target, asked_for) if cache.directory is not None else None
+    if (known := find_plan(cache, key, _read)) is not None:
+        return known
+    found = _planned(model, sample, kwargs, target, *asked_for)
+    keep_plan(cache, key, _written(found))
+    return found
+
+
+def _written(found: PlannedModes) -> dict[str, Any]:
+    """`found` in JSON values."""
+    rows = {"rows": [*map(asdict, found.rows)], "placed": [*map(asdict, found.placed)]}
+    return {**vars(found), **rows, "chain": found.chain.to_dict()}
+
+
+def _read(written: dict[str, Any]) -> PlannedModes:
+    """The reverse of `_written`."""
+    rows, placed = (PlannedMode(**row) for row in written["rows"]), (PlacedStep(**row) for row in written["placed"])
+    return PlannedModes(
+        **{**written, "chain": Chain.from_dict(written["chain"]), "rows": tuple(rows), "placed": tuple(placed)}
+    )
+
+
+def _planned(
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Device,
+    modes: tuple[str, ...],
+    asked: int | None,
+    optimizer: str,
+    mem_slots: int,
+    host_bandwidth: float,
+) -> PlannedModes:
+    """The answer to a question that `plan` has checked."""
     profile = estimated(model, sample, kwargs, target)
     placed: tuple[PlacedStep, ...] = ()
+    usable = usable_bytes(target.memory_bytes)
     if asked is None and profile.chain.meta["parameter_bytes"]:
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
         placed = _placed_steps(chain, constant, usable, _batch(sample, kwargs))
     resident = resident_bytes(profile, optimizer)
-    return planned_modes(profile, target, asked, resident, placed, wanted, mem_slots)
+    return planned_modes(profile, target, asked, resident, placed, modes, mem_slots)
 
 
 def planned_modes(
