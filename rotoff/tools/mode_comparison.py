@@ -23,8 +23,9 @@ from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
+from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
-from .estimate import estimated
+from .estimate import check_module, estimated
 from .kept_plan import find_plan, keep_plan, plan_key
 from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
 from .whole_device import EFFORT, HEAD, PlacedStep, placed_step, with_parameters
@@ -238,13 +239,16 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target = find(device)
-    _check_optimizer(optimizer, host_bandwidth)
+    check_optimizer(optimizer)
+    _check_host_bandwidth(host_bandwidth)
+    parse_slots(mem_slots)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     usable = usable_bytes(target.memory_bytes)
     if pipeline is not None:
         ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
         return planned_pipeline(model, sample, kwargs, target, ranks, asked, usable, optimizer, host_bandwidth)
+    check_module(model)
     asked_for = (wanted, asked, optimizer, mem_slots, host_bandwidth)
     cache = Cache.of(cache_directory)
     key = plan_key(model, sample, kwargs, target, asked_for) if cache.directory is not None else None
@@ -326,9 +330,13 @@ def planned_modes(
     )
 
 
-def _check_optimizer(optimizer: str, host_bandwidth: float) -> None:
-    if optimizer not in OPTIMIZER_STATES:
+def check_optimizer(optimizer: str) -> None:
+    """Raise OptionError for an unknown optimizer."""
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZER_STATES:
         raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+
+
+def _check_host_bandwidth(host_bandwidth: float) -> None:
     if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
         raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
 

@@ -177,6 +177,15 @@ def test_bad_questions(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     for wrong in (["remat", "guess"], "guess", None):
         with pytest.raises(rotoff.OptionError, match="modes are 'joint', 'remat', 'offload'"):
             rotoff.plan(blocks, batch, modes=wrong)
+    with pytest.raises(rotoff.OptionError, match=r"optimizer is \['adam'\]; known ones are sgd"):
+        rotoff.plan(blocks, batch, optimizer=["adam"])
+    with pytest.raises(rotoff.OptionError, match="mem_slots is '50'; give a whole number"):
+        rotoff.plan(blocks, batch, mem_slots="50")
+    with pytest.raises(rotoff.OptionError, match="cache_directory is 3; give a directory"):
+        rotoff.plan(blocks, batch, cache_directory=3)
+    for name in ("plan", "estimate"):
+        with pytest.raises(rotoff.MeasureError, match=r"the model is a str; give a torch.nn.Module"):
+            getattr(rotoff, name)("gpt2", batch)
     with pytest.raises(rotoff.OptionError, match="modes is empty"):
         rotoff.plan(blocks, batch, modes=())
     with pytest.raises(rotoff.LimitError, match="looks like a fraction"):
