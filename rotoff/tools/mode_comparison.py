@@ -239,22 +239,29 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target = find(device)
-    check_optimizer(optimizer)
-    _check_host_bandwidth(host_bandwidth)
-    parse_slots(mem_slots)
+    _check(model, optimizer, host_bandwidth, mem_slots)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     usable = usable_bytes(target.memory_bytes)
     if pipeline is not None:
         ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
         return planned_pipeline(model, sample, kwargs, target, ranks, asked, usable, optimizer, host_bandwidth)
-    check_module(model)
-    asked_for = (wanted, asked, optimizer, mem_slots, host_bandwidth)
-    cache = Cache.of(cache_directory)
-    key = plan_key(model, sample, kwargs, target, asked_for) if cache.directory is not None else None
+    return _known(
+        model, sample, kwargs, target, Cache.of(cache_directory), (wanted, asked, optimizer, mem_slots, host_bandwidth)
+    )
+
+
+Question = tuple[tuple[str, ...], int | None, str, int, float]  # modes, mem_limit, optimizer, mem_slots, host_bandwidth
+
+
+def _known(
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], target: Device, cache: Cache, question: Question
+) -> PlannedModes:
+    """The answer in `cache`, else a new one, which is kept there."""
+    key = plan_key(model, sample, kwargs, target, question) if cache.directory is not None else None
     if (known := find_plan(cache, key, _read)) is not None:
         return known
-    found = _planned(model, sample, kwargs, target, *asked_for)
+    found = _planned(model, sample, kwargs, target, *question)
     keep_plan(cache, key, _written(found))
     return found
 
@@ -336,7 +343,10 @@ def check_optimizer(optimizer: str) -> None:
         raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
 
 
-def _check_host_bandwidth(host_bandwidth: float) -> None:
+def _check(model: nn.Module, optimizer: str, host_bandwidth: float, mem_slots: int) -> None:
+    check_module(model)
+    check_optimizer(optimizer)
+    parse_slots(mem_slots)
     if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
         raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
 
