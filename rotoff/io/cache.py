@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..errors import OptionError
 from .atomic_write import write_whole
 
 logger = logging.getLogger("rotoff")
@@ -42,7 +43,13 @@ class Cache:
 
     @classmethod
     def of(cls, directory: str | os.PathLike[str] | bool | None) -> Cache:
-        """The cache in `directory`; True: in the default directory. False or None: no cache."""
+        """The cache in `directory`; True: in the default directory. False or None: no cache.
+
+        Raises:
+            OptionError: for anything else.
+        """
+        if directory is not None and not isinstance(directory, (bool, str, os.PathLike)):
+            raise OptionError(f"cache_directory is {directory!r}; give a directory, True, or None for none")
         return cls(default_directory() if directory is True else (directory or None))
 
     def find(self, kind: str, key: Any) -> Any:

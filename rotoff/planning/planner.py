@@ -24,7 +24,7 @@ from ..runtime.execution_plan import ExecutionPlan, compile_sequence, slab_bytes
 from ..runtime.links.pinned import room_for_plan
 from ..solver import keep_all
 from ..solver.anneal import Budget, least_compute
-from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
+from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of_any, min_mem_limit
 from ..solver.in_flight import least_in_flight
 from ..solver.search import parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
@@ -273,7 +273,7 @@ def least_time(profile: Profile, request: Request, found: float = math.inf) -> f
     alone = min(map(least_compute, fitting))
     if found <= CLOSE * alone:
         return alone * (1 - SUM_ERROR)
-    return min(least_time_of(chain, limits[chain]) for chain in fitting)
+    return least_time_of_any({chain: limits[chain] for chain in fitting})
 
 
 def _ways(profile: Profile, request: Request) -> list[PlanVariant]:

@@ -10,9 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..capture.backward_roots import read_backward_from
+from ..capture.strategy import named
 from ..core.sizes import parse_bytes
+from ..core.steady_step import check_when
 from ..errors import OptionError
+from ..planning.request import check_limits, check_options
+from ..profile.selective.variants import read_forms
+from ..solver.in_flight import parse_in_flight
+from ..tensors.convolutions import read_conv_algorithms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +38,7 @@ class RotoffConfig:
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
     Raises:
-        LimitError: for a limit that is no number of bytes. OptionError: for an offload_dtype that names no dtype.
+        LimitError: for a limit that is no number of bytes, and for two limits. OptionError: for another bad value.
     """
 
     mem_limit: int | str | None = None
@@ -59,12 +67,26 @@ class RotoffConfig:
             limit = getattr(self, name)
             if limit is not None and not (name == "mem_limit" and limit == "auto"):
                 parse_bytes(limit, name)
+        if self.mem_limit is not None and self.device_limit is not None:
+            check_limits(self.mem_limit, self.device_limit, None, None, None, 1, False)
         if self.offload_dtype is not None and not isinstance(
             getattr(torch, str(self.offload_dtype), None), torch.dtype
         ):
             raise OptionError(
                 f"offload_dtype is {self.offload_dtype!r}; give the name of a torch dtype, such as float16"
             )
+        for name in ("interpolate", "check"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} is {getattr(self, name)!r}; give true or false")
+        check_options(self.mode, self.mem_slots, self.policy, self.options)
+        parse_in_flight(self.in_flight)
+        read_backward_from(self.backward_from)
+        read_forms(self.forms)
+        read_conv_algorithms(self.conv_algorithms)
+        if self.updates is not None:
+            check_when(self.updates)
+        if not isinstance(self.stages, (list, tuple)):  # names are compared with the model's
+            named(nn.Module(), self.stages)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RotoffConfig:
@@ -117,7 +139,7 @@ def _yaml(text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise OptionError(f"not YAML: {error}") from error
+        raise OptionError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
 def read_limits(

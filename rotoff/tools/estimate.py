@@ -9,6 +9,7 @@ from torch import nn
 from ..capture.strategy import read_sample
 from ..checkpointable import Checkpointable, refuse_planned
 from ..core.chain import Chain
+from ..errors import MeasureError
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import estimate_profile
 from ..profile.profile import Profile
@@ -33,8 +34,15 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
     return estimated(model, sample, kwargs, find(device)).chain
 
 
+def check_module(model: Any) -> None:
+    """Raise MeasureError if `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+
+
 def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
     """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`."""
+    check_module(model)
     args, kwargs = read_sample(model._model if isinstance(model, Checkpointable) else model, args, kwargs)
     if not isinstance(model, Checkpointable):
         refuse_planned(model)

@@ -16,8 +16,9 @@ from ..planning.planner import least_limit, least_time, make_plan
 from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
+from ..solver.slots import parse_slots
 from .estimate import estimated
-from .mode_comparison import PlannedModes, plan, planned_modes, resident_bytes, usable_bytes
+from .mode_comparison import PlannedModes, check_optimizer, plan, planned_modes, resident_bytes, usable_bytes
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused
@@ -139,6 +140,11 @@ def largest(
     for name, value in (("step", step), ("most", most)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise OptionError(f"{name} is {value!r}; give a whole number from 1")
+    if not callable(build) or isinstance(build, nn.Module):
+        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+    check_optimizer(optimizer)
+    _check_step_time(step_time)
+    parse_slots(mem_slots)
     if most < step:
         raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
     asked = None if mem_limit is None else parse_bytes(mem_limit)
@@ -154,6 +160,13 @@ def largest(
         planned=tried[low].planned() if low else None,
         tried={n * step: answer.works for n, answer in sorted(tried.items())},
     )
+
+
+def _check_step_time(step_time: float | None) -> None:
+    if step_time is not None and (
+        isinstance(step_time, bool) or not isinstance(step_time, (int, float)) or not step_time > 0
+    ):
+        raise OptionError(f"step_time is {step_time!r}; give seconds above 0, or None for any")
 
 
 def _searched(ask: Callable[[int], _Answer], last: int) -> dict[int, _Answer]:
@@ -209,7 +222,8 @@ def cheapest(
         InfeasibleError: if it trains on none of them; the message has a reason for each. OptionError: for an unknown
             device.
     """
-    targets = [find(device) for device in devices]
+    _check_step_time(step_time)
+    targets = [find(device) for device in ((devices,) if isinstance(devices, (str, Device)) else devices)]
     if not targets:
         raise OptionError("devices is empty; give at least one, such as rotoff.devices()")
     reasons, least = [], []

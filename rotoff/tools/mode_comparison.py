@@ -15,6 +15,7 @@ from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
+from ..io.cache import Cache
 from ..io.json_file import save_json
 from ..planning.memory_account import reported_bytes
 from ..planning.planner import least_limit, least_time, make_plan, plan_everything
@@ -22,8 +23,10 @@ from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
+from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
-from .estimate import estimated
+from .estimate import check_module, estimated
+from .kept_plan import find_plan, keep_plan, plan_key
 from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
 from .whole_device import EFFORT, HEAD, PlacedStep, placed_step, with_parameters
 
@@ -205,6 +208,7 @@ def plan(
     schedule: str = "1F1B",
     chunks: int = 1,
     ranks_per_link: int = 1,
+    cache_directory: str | os.PathLike[str] | bool | None = True,
     **kwargs: Any,
 ) -> PlannedModes | PlannedPipeline:
     """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
@@ -226,6 +230,8 @@ def plan(
             into `microbatches` along its first dimension. `mem_limit` is for each rank.
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
             share a link to the host.
+        cache_directory: where the answer, unless it is a pipeline's, is kept for the next process; as for
+            `Checkpointable`.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
@@ -233,20 +239,67 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target = find(device)
-    _check_optimizer(optimizer, host_bandwidth)
+    _check(model, optimizer, host_bandwidth, mem_slots)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     usable = usable_bytes(target.memory_bytes)
     if pipeline is not None:
         ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
         return planned_pipeline(model, sample, kwargs, target, ranks, asked, usable, optimizer, host_bandwidth)
+    return _known(
+        model, sample, kwargs, target, Cache.of(cache_directory), (wanted, asked, optimizer, mem_slots, host_bandwidth)
+    )
+
+
+Question = tuple[tuple[str, ...], int | None, str, int, float]  # modes, mem_limit, optimizer, mem_slots, host_bandwidth
+
+
+def _known(
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], target: Device, cache: Cache, question: Question
+) -> PlannedModes:
+    """The answer in `cache`, else a new one, which is kept there."""
+    key = plan_key(model, sample, kwargs, target, question) if cache.directory is not None else None
+    if (known := find_plan(cache, key, _read)) is not None:
+        return known
+    found = _planned(model, sample, kwargs, target, *question)
+    keep_plan(cache, key, _written(found))
+    return found
+
+
+def _written(found: PlannedModes) -> dict[str, Any]:
+    """`found` in JSON values."""
+    rows = {"rows": [*map(asdict, found.rows)], "placed": [*map(asdict, found.placed)]}
+    return {**vars(found), **rows, "chain": found.chain.to_dict()}
+
+
+def _read(written: dict[str, Any]) -> PlannedModes:
+    """The reverse of `_written`."""
+    rows, placed = (PlannedMode(**row) for row in written["rows"]), (PlacedStep(**row) for row in written["placed"])
+    return PlannedModes(
+        **{**written, "chain": Chain.from_dict(written["chain"]), "rows": tuple(rows), "placed": tuple(placed)}
+    )
+
+
+def _planned(
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Device,
+    modes: tuple[str, ...],
+    asked: int | None,
+    optimizer: str,
+    mem_slots: int,
+    host_bandwidth: float,
+) -> PlannedModes:
+    """The answer to a question that `plan` has checked."""
     profile = estimated(model, sample, kwargs, target)
     placed: tuple[PlacedStep, ...] = ()
+    usable = usable_bytes(target.memory_bytes)
     if asked is None and profile.chain.meta["parameter_bytes"]:
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
         placed = _placed_steps(chain, constant, usable, _batch(sample, kwargs))
     resident = resident_bytes(profile, optimizer)
-    return planned_modes(profile, target, asked, resident, placed, wanted, mem_slots)
+    return planned_modes(profile, target, asked, resident, placed, modes, mem_slots)
 
 
 def planned_modes(
@@ -284,9 +337,16 @@ def planned_modes(
     )
 
 
-def _check_optimizer(optimizer: str, host_bandwidth: float) -> None:
-    if optimizer not in OPTIMIZER_STATES:
+def check_optimizer(optimizer: str) -> None:
+    """Raise OptionError for an unknown optimizer."""
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZER_STATES:
         raise OptionError(f"optimizer is {optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+
+
+def _check(model: nn.Module, optimizer: str, host_bandwidth: float, mem_slots: int) -> None:
+    check_module(model)
+    check_optimizer(optimizer)
+    parse_slots(mem_slots)
     if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
         raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
 

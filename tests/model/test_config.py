@@ -77,6 +77,16 @@ def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> No
         ("- 6 GiB", "give names and values"),
         ("{mem_limit", "not YAML"),
         ("offload_dtype: half16", "offload_dtype is 'half16'"),
+        ("{mem_limit: 1 GiB, device_limit: 2 GiB}", "give one of them"),
+        ("mode: fast", "mode is 'fast'; it is one of joint, remat, offload"),
+        ("mem_slots: many", "mem_slots is 'many'; give a whole number"),
+        ("in_flight: 0", "in_flight is 0"),
+        ("stages: many", "stages is 'many'; give a number of stages"),
+        ("backward_from: 3.5", "backward_from is 3.5; give the key"),
+        ("conv_algorithms: fast", "conv_algorithms is 'fast'"),
+        ("updates: never", "updates is 'never'; give 'during' or 'after'"),
+        ("interpolate: 1", "interpolate is 1; give true or false"),
+        ("options: {refin: 2}", "refin"),
     ],
 )
 def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -> None:
@@ -85,6 +95,7 @@ def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -
     with pytest.raises(OptionError, match=sentence) as caught:
         RotoffConfig.load(tmp_path / "c.yaml")
     assert str(tmp_path / "c.yaml") in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_bad_limit_is_refused_at_once() -> None:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import busy, chains
+from oracles.chains import busy, chains, uneven
 from oracles.exhaustive import Search
 from oracles.link_price import link_price
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
-from rotoff.solver import keep_all
+from rotoff.solver import bounds, keep_all
 from rotoff.solver.bounds import largest_operation
 from rotoff.solver.kernels.bound import ascend
 
@@ -154,3 +154,17 @@ def test_the_bound_is_never_above_the_time_of_keeping_everything() -> None:
         chain = Chain(stages, 1e9, 10.0, 10)
         trace = simulate(chain, keep_all(chain))
         assert lower_bound(chain, trace.peak_bytes) <= trace.makespan
+
+
+def test_the_lowest_bound_of_several_chains_needs_few_long_ascents(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {}
+    for seed in range(4):
+        chain = uneven(seed, 8)
+        most = simulate(chain, keep_all(chain)).peak_bytes
+        limits[chain] = int(0.9 * min_mem_limit(chain, "joint") + 0.1 * most)
+    lowest = min(bounds.least_time_of(chain, limit) for chain, limit in limits.items())
+    long: list[object] = []
+    before = bounds.least_time_of
+    monkeypatch.setattr(bounds, "least_time_of", lambda *args: long.append(args) or before(*args))
+    assert bounds.least_time_of_any(limits) == lowest
+    assert len(long) < len(limits)

@@ -100,6 +100,17 @@ def test_bad_questions() -> None:
         rotoff.largest(rows, step=0)
     with pytest.raises(OptionError, match="most is 3, and sizes are multiples of 4"):
         rotoff.largest(rows, step=4, most=3)
+    with pytest.raises(OptionError, match="build is a Sequential; give a function of a size"):
+        rotoff.largest(blocks())
+    with pytest.raises(OptionError, match="optimizer is 'lion'; known ones are sgd"):
+        rotoff.largest(rows, optimizer="lion")
+    with pytest.raises(OptionError, match="mem_slots is 0"):
+        rotoff.largest(rows, mem_slots=0)
+    for seconds in (-1, "1 s", float("nan"), True):
+        with pytest.raises(OptionError, match=r"step_time is .*; give seconds above 0"):
+            rotoff.largest(rows, step_time=seconds)
+        with pytest.raises(OptionError, match=r"step_time is .*; give seconds above 0"):
+            rotoff.cheapest(*rows(8), devices=[SMALL], step_time=seconds)
 
 
 def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
@@ -108,6 +119,7 @@ def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
     fast = rotoff.Device("fast", 2**30, 1e12, {"float32": 1e13}, 1e9, 1e9)
     devices = [SMALL, slow, fast]
     assert rotoff.cheapest(model, x, devices=devices).device == "slow"
+    assert rotoff.cheapest(model, x, devices="V100").device == "V100"
     seconds = rotoff.plan(model, x, device=fast, modes="joint")["joint"].step_time
     assert rotoff.cheapest(model, x, devices=devices, step_time=seconds).device == "fast"
     with pytest.raises(

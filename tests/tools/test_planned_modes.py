@@ -48,7 +48,7 @@ def test_a_plan_as_fast_as_its_compute_needs_no_further_bound(
     def refuse(*_: object) -> float:
         raise AssertionError("the ascent takes a second, and this bound is known")
 
-    monkeypatch.setattr("rotoff.planning.planner.least_time_of", refuse)
+    monkeypatch.setattr("rotoff.planning.planner.least_time_of_any", refuse)
     fast = rotoff.Device("fast link", 80 * 2**30, 1e12, {"float32": 1e12}, 1e12, 1e12)
     found = rotoff.plan(blocks, batch, mem_limit="450 MiB", device=fast)
     assert found.mem_limit < found.keep_all_bytes
@@ -177,6 +177,15 @@ def test_bad_questions(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     for wrong in (["remat", "guess"], "guess", None):
         with pytest.raises(rotoff.OptionError, match="modes are 'joint', 'remat', 'offload'"):
             rotoff.plan(blocks, batch, modes=wrong)
+    with pytest.raises(rotoff.OptionError, match=r"optimizer is \['adam'\]; known ones are sgd"):
+        rotoff.plan(blocks, batch, optimizer=["adam"])
+    with pytest.raises(rotoff.OptionError, match="mem_slots is '50'; give a whole number"):
+        rotoff.plan(blocks, batch, mem_slots="50")
+    with pytest.raises(rotoff.OptionError, match="cache_directory is 3; give a directory"):
+        rotoff.plan(blocks, batch, cache_directory=3)
+    for name in ("plan", "estimate"):
+        with pytest.raises(rotoff.MeasureError, match=r"the model is a str; give a torch.nn.Module"):
+            getattr(rotoff, name)("gpt2", batch)
     with pytest.raises(rotoff.OptionError, match="modes is empty"):
         rotoff.plan(blocks, batch, modes=())
     with pytest.raises(rotoff.LimitError, match="looks like a fraction"):

@@ -23,6 +23,7 @@ from ...tensors.tree import flatten
 _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, torch.memory_format)
 _NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)  # known by their names
 _FUNCTIONS = 200  # the most that a digest follows
+HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class made by a class statement
 _SKIPPED = frozenset({"_parameters", "_buffers", "_modules"})
 
 
@@ -57,10 +58,18 @@ def _tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad
 
 
-class _Walk:
-    """Numbers the objects that it meets, so that the text shows sharing."""
+def described_whole(model: nn.Module, sample: Any) -> str:
+    """Return `structure` of `model` and `describe` of `sample`, in which objects of Python classes, such as
+    configurations, are written as their attributes."""
+    return f"{_Walk(objects=True).module(model)}\n{describe(sample)}"
 
-    def __init__(self) -> None:
+
+class _Walk:
+    """Numbers the objects that it meets, so that the text shows sharing. objects: whether those of any Python class are
+    written as their attributes; these may change later, unlike the settings of modules."""
+
+    def __init__(self, objects: bool = False) -> None:
+        self._objects = objects
         self._numbers: dict[int, int] = {}
         self._digests: dict[type, str] = {}  # of the forward of a class
         self._closures: set[int] = set()  # ids of those already written
@@ -93,7 +102,10 @@ class _Walk:
         return self._numbers.setdefault(id(thing), len(self._numbers))
 
     def _stored(self, tensor: torch.Tensor | None) -> str:
-        return "None" if tensor is None else f"{_tensor(tensor)}#{self._number(tensor)}"
+        if tensor is None:
+            return "None"
+        layout = tensor.stride() if self._objects and tensor.layout is torch.strided else ""
+        return f"{_tensor(tensor)}{layout}#{self._number(tensor)}"
 
     def _setting(self, value: Any) -> str:
         if isinstance(value, _PLAIN):
@@ -105,7 +117,9 @@ class _Walk:
         if isinstance(value, dict):
             return "{" + ",".join(f"{k!r}:{self._setting(v)}" for k, v in value.items()) + "}"
         if isinstance(value, (list, tuple, set, frozenset)):
-            return f"{type(value).__name__}[{','.join(map(self._setting, value))}]"
+            parts = map(self._setting, value)
+            ordered = sorted(parts) if isinstance(value, (set, frozenset)) else parts  # each process has its own order
+            return f"{type(value).__name__}[{','.join(ordered)}]"
         if isinstance(value, (type, *_NAMED)) or (isinstance(value, types.FunctionType) and value.__closure__ is None):
             return f"{getattr(value, '__module__', '')}.{value.__qualname__}"
         if isinstance(value, types.FunctionType):
@@ -114,7 +128,26 @@ class _Walk:
             return repr(value)
         if isinstance(value, types.MethodWrapperType):  # x.T is the __get__ of a descriptor
             return f"{value.__qualname__} of {value.__self__!r}"
+        if (
+            self._objects
+            and getattr(type(value), "__reduce_ex__", None) is object.__reduce_ex__
+            and hasattr(value, "__dict__")
+        ):
+            return self._attributes(value)
         return f"{type(value).__qualname__}@{id(value)}"
+
+    def _attributes(self, value: Any) -> str:
+        kind, known = type(value), id(value) in self._numbers
+        head = f"{kind.__module__}.{kind.__qualname__}#{self._number(value)}"
+        if known:
+            return head
+        slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+        of_python = all(base is object or base.__flags__ & HEAP_TYPE for base in kind.__mro__)
+        if slots or not of_python or isinstance(value, types.ModuleType):
+            return f"{kind.__qualname__}@{id(value)}"
+        # each process has its own hashes, of which transformers' GenerationConfig keeps one
+        settings = sorted((name, one) for name, one in vars(value).items() if not name.endswith("_hash"))
+        return f"{head}({','.join(f'{name}={self._setting(one)}' for name, one in settings)})"
 
     def _closure(self, function: types.FunctionType) -> str:
         """Describe a closure, such as ``torch.nn.functional.max_pool2d``: its code and what it closes over."""
@@ -167,6 +200,8 @@ def _code(forward: Any, owner: type) -> str:
                 own = own.fget
             around = function.__globals__.get(name)
             for found in (own, around):
+                if isinstance(found, (int, float, str, bytes)):
+                    digest.update(f"{name}={found!r}".encode())
                 module = getattr(found, "__module__", None) or ""
                 if isinstance(found, types.FunctionType) and module.partition(".")[0] == package != "torch":
                     todo.append(found)

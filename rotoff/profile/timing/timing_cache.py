@@ -116,7 +116,6 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
     described = structure([m for stage in stages for m in stage.modules])
     if "@" in described:
         return None
-    types = sorted({"cpu", device.type})
     return {
         "stages": [stage.name for stage in stages],
         "structure": described,
@@ -124,9 +123,18 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
         "device": [device.type, device_name(device)],
         "threads": torch.get_num_threads(),
         "versions": [__version__, torch.__version__],
+        **settings_of_torch(sorted({"cpu", device.type})),
+        "lives": [repr((stage.storages, stage.lives)) for stage in stages],
+        "cudnn": list(flags()) if device.type == "cuda" else [],
+        "more": [str(one) for one in more],
+    }
+
+
+def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
+    """Return PyTorch's settings that bytes and times depend on. types: of devices, for autocast."""
+    return {
         "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
         "precision": torch.get_float32_matmul_precision(),
-        "lives": [repr((stage.storages, stage.lives)) for stage in stages],
         "kernels": [
             torch.are_deterministic_algorithms_enabled(),
             torch.backends.mkldnn.enabled,
@@ -136,6 +144,4 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
             torch.is_autocast_cache_enabled(),
             str(torch.get_default_dtype()),  # of tensors made from numbers
         ],
-        "cudnn": list(flags()) if device.type == "cuda" else [],
-        "more": [str(one) for one in more],
     }

@@ -1,0 +1,126 @@
+"""Keeps the results of `rotoff.plan` on disk for the next process.
+
+An entry's key is what a result depends on, read without running the model: the model's structure, settings and code,
+the sample's shapes, the question, PyTorch's settings and the versions. Beside the result lies a list of the files of
+all Python modules that were loaded, PyTorch and the standard library excepted; if one of them has been edited, it is
+planned anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..capture.strategy import named
+from ..checkpointable import Checkpointable
+from ..io.cache import Cache
+from ..profile.estimate.devices import Device
+from ..profile.selective.graph import described_whole
+from ..profile.timing.timing_cache import settings_of_torch
+from ..version import __version__
+
+logger = logging.getLogger("rotoff")
+T = TypeVar("T")
+KIND = "step"
+Files = dict[str, tuple[str, int, int]]  # by module: its file, when it was written, and its size
+
+
+def plan_key(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device, asked: Iterable[Any]
+) -> dict[str, Any] | None:
+    """What the answer to a question depends on; None if another process could not recognise some of it.
+
+    Args:
+        args, kwargs: of `rotoff.plan`.
+        asked: the other arguments of `rotoff.plan`.
+    """
+    options = []
+    if isinstance(model, Checkpointable):
+        chosen, model = model._options, model._model
+        options = [repr(named(model, chosen.stages) or chosen.stages), repr(chosen.forms), repr(chosen.backward_from)]
+    text = described_whole(model, (args, kwargs))
+    interactive = "__main__." in text and getattr(sys.modules["__main__"], "__file__", None) is None
+    if _of_this_process(text, *options) or interactive:
+        return None
+    return {
+        "model": hashlib.sha256(text.encode()).hexdigest(),
+        "options": options,
+        "device": [str(sorted(value.items()) if name == "flops" else value) for name, value in vars(device).items()],
+        "asked": [str(value) for value in asked],
+        "torch": settings_of_torch(["cpu", "cuda"]),
+        "versions": [__version__, torch.__version__, platform.python_version()],
+    }
+
+
+def _of_this_process(*texts: str) -> bool:
+    """Whether one of `texts` identifies an object by its address."""
+    return any("@" in text or " at 0x" in text for text in texts)
+
+
+def find_plan(cache: Cache, key: dict[str, Any] | None, read: Callable[[Any], T]) -> T | None:
+    """The result kept for `key`, unless a file that it depends on has changed or the entry is damaged. read: makes it
+    from JSON values."""
+    kept = cache.find(KIND, key) if key is not None else None
+    if kept is None:
+        return None
+    try:
+        if kept["digest"] != _digest(kept["found"]):
+            raise ValueError("its digest is another one")
+        if not all(_unchanged(name, *file) for name, file in kept["files"].items()):
+            return None
+        found = read(kept["found"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        logger.warning("rotoff: a plan kept in %s is damaged and is ignored: %s", cache.directory, error)
+        return None
+    logger.info("rotoff: plan from the cache in %s", cache.directory)
+    return found
+
+
+def keep_plan(cache: Cache, key: dict[str, Any] | None, found: Any) -> None:
+    """Keep `found`, the result in JSON values, for `key`."""
+    if key is not None:
+        cache.keep(KIND, key, {"found": found, "digest": _digest(found), "files": _files()})
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _files() -> Files:
+    """The files of the loaded modules. Those of PyTorch and the standard library go by their version."""
+    packages = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
+    standard, own = sysconfig.get_path("stdlib") + os.sep, os.path.dirname(torch.__file__) + os.sep
+    found: Files = {}
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not isinstance(path, str) or path.startswith(own):
+            continue
+        if path.startswith(standard) and not path.startswith(packages):
+            continue
+        if (file := _written(path)) is not None:
+            found[name] = file
+    return found
+
+
+def _written(path: str) -> tuple[str, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:  # a module of an archive, or one whose file has gone
+        return None
+    return path, status.st_mtime_ns, status.st_size
+
+
+def _unchanged(name: str, path: str, written: int, size: int) -> bool:
+    """Whether the module still comes from that file, if it is loaded, and the file has not been written since."""
+    now = getattr(sys.modules.get(name), "__file__", None)
+    return now in (None, path) and _written(path) == (path, written, size)
