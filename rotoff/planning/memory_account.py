@@ -41,7 +41,7 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
     chosen = profile.keeping(plan.kept, plan.compact)
-    shared = shared_bytes(chosen.chain, carried, plan.sequence.ops)
+    shared = shared_bytes(chosen.chain, carried, plan.sequence)
     for n, event in enumerate(plan.trace.events):
         op, less = event.op, shared[n]
         if op.kind is OpKind.B:

@@ -482,24 +482,62 @@ def test_what_surrounds_a_step(step: Any) -> None:
 # -- bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
-@pytest.mark.parametrize("name", ["deep", "tied_language"])
+class Recurrent(nn.LSTM):
+    """One layer, of which only the outputs go on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+class Shared(nn.Module):
+    """A block that runs four times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(width, width), Residual(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(4):
+            x = self.block(x)
+        return self.last(x)
+
+
+SIZED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "deep": lambda: (nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(96, 96), nn.GELU())),
+                                   nn.Linear(96, 96)), torch.randn(128, 96)),
+    "tied": lambda: (Language(32, 1, 300), torch.randint(0, 300, (8, 16))),
+    "recurrent": lambda: (nn.Sequential(nn.Linear(48, 48), Recurrent(48), nn.Linear(48, 48), Recurrent(48)),
+                          torch.randn(8, 16, 48)),
+    "shared": lambda: (Shared(64), torch.randn(64, 64)),
+    "no biases": lambda: (nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), torch.randn(8, 96)),
+    "small": lambda: (nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), torch.randn(64, 24)),
+    "convolutions": lambda: (nn.Sequential(*(layer for n in (3, 16, 16) for layer in (
+                                nn.Conv2d(n, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()))),
+                             torch.randn(4, 3, 12, 12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("updates", ["after", "during", "everything fits"])
+@pytest.mark.parametrize("name", SIZED)
 @pytest.mark.grid
-def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
-    """The allocator's account of whole steps, the optimizer's included, and of what lies in private memory between
-    them: all of that is made within the account."""
+def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None:
+    """The allocator's account of whole steps, the first update included, and of what lies in private memory between
+    them: all of that is made within the account. Nothing is above the prediction, and it is at most 5 % too much."""
     torch.manual_seed(0)
-    if name == "deep":
-        model, x = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))),
-            torch.randn(256, 128),
-        )
-    else:
-        model, x = Language(64, 4, 300), torch.randint(0, 300, (8, 32))
+    model, x = SIZED[name]()
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    model.zero_grad()
     optimizers = adamw(list(model.parameters()))
-    limit = place(wrapped, optimizers, share)
-    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
+    options: dict[str, Any] = {"optimizer": optimizers, "refine": False}
+    limit: int | str = "1 TiB"
+    if updates != "everything fits":
+        options["updates"] = updates
+        limit = place(wrapped, optimizers, 0.2, updates=updates)
+        wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
     towards = torch.randn_like(model(x).detach()).flatten()
 
     def step() -> None:
@@ -511,24 +549,17 @@ def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
 
     def plan() -> None:
         own_again(model, optimizers)
-        wrapped.compute_sequence(device_limit=limit, optimizer=optimizers, refine=False)
-        for _ in range(2):
-            step()
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = buffer.clone()
+        wrapped.compute_sequence(device_limit=limit, **options)
 
     def steps() -> None:
         for _ in range(3):
             step()
 
-    assert peak_bytes(steps, before=plan) + x.nbytes <= wrapped.get_expected_memory() <= limit
-
-
-def test_the_gradient_of_a_tied_weight_is_charged_once() -> None:
-    """As that of its group, by the machine; not as one that autograd holds beside it."""
-    model, batch = made("tied_language")
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
-    place(wrapped, adamw(list(model.parameters())), 0.0)
-    machine = rotoff.simulate(wrapped.chain, wrapped.sequence).peak_bytes
-    assert wrapped.get_expected_memory() - machine <= wrapped.profile.replay_bytes
+    measured, expected = peak_bytes(steps, before=plan) + x.nbytes, wrapped.get_expected_memory()
+    assert 0.95 * expected <= measured <= expected
 
 
 # -- what is there, and what is refused

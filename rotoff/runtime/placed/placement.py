@@ -45,6 +45,7 @@ class PlacedPlan:
     resident: the values that the device holds between steps.
     on_both: those of which the host has a valid copy, too.
     moved: the groups whose parameters are moved within a step.
+    levels: the expected bytes of each operation.
     keep_gradients: the groups whose gradients stay on the device.
     early: parameters that lie on the host between steps and are prefetched when a step begins.
     outside: parameters that stay on the device.
@@ -56,12 +57,17 @@ class PlacedPlan:
     resident: frozenset[Value]
     on_both: frozenset[Value]
     moved: frozenset[int]
-    peak_bytes: int
+    levels: tuple[int, ...] = ()
     keep_gradients: frozenset[int] = frozenset()
     early: frozenset[Value] = frozenset()
     outside: tuple[nn.Parameter, ...] = ()
     during: bool = False
     room: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The expected peak."""
+        return max(self.levels)
 
     @property
     def host_bytes(self) -> int:
