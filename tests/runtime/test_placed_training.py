@@ -537,7 +537,7 @@ def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None
     if updates != "everything fits":
         options["updates"] = updates
         limit = place(wrapped, optimizers, 0.2, updates=updates)
-        wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
     towards = torch.randn_like(model(x).detach()).flatten()
 
     def step() -> None:
