@@ -464,9 +464,29 @@ def other_shapes(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tenso
     return usual(model, optimizers, n, (lambda: batch()[: 2 + n % 2]))
 
 
+def watched(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Hooks on the optimizer's steps look at gradients and parameters, and one of them fails."""
+    seen: list[torch.Tensor] = []
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            seen.extend(t.detach().sum() for p in group["params"] for t in (p, p.grad))
+        if n == 2 and len(seen) == 2 * len(list(model.parameters())):
+            raise RuntimeError("of the caller's")
+
+    handles = optimizers[0].register_step_pre_hook(look), optimizers[0].register_step_post_hook(look)
+    try:
+        usual(model, optimizers, n, batch)
+    except RuntimeError:
+        optimizers[0].zero_grad()
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen)
+
+
 STEPS = (
     clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, given_up,
-    looked_at, frozen_later, hooked, other_shapes,
+    looked_at, frozen_later, hooked, watched, other_shapes,
 )  # fmt: skip
 
 

@@ -144,12 +144,8 @@ class Placement:
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
         self._hooks = [
-            hook
-            for optimizer in self.optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(_weakly(me[0])),
-                optimizer.register_step_post_hook(_weakly(me[1])),
-            )
+            (one, one.register_step_pre_hook(_weakly(me[0])), one.register_step_post_hook(_weakly(me[1])))
+            for one in self.optimizers
         ]
 
     # -- between steps
@@ -192,6 +188,9 @@ class Placement:
                 ' zero_grad() before, or plan with updates="after"'
             )
         self._step = weakref.ref(step)
+        for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
+            optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
+            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
 
     def _follow(self, plan: PlacedPlan, host_bytes: int) -> None:
         new = [
@@ -247,8 +246,9 @@ class Placement:
         self._host.close()
         self._unguard()
         self.show()
-        for hook in self._hooks:
-            hook.remove()
+        for _, *hooks in self._hooks:
+            for hook in hooks:
+                hook.remove()
         for places in self._places.values() if resident else ():
             for tensor in (places.weight, places.gradient, *places.states(self._state(places.parameter))):
                 tensor.rest(resident=True)
