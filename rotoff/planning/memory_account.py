@@ -15,8 +15,12 @@ def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 
 def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
-    levels = _told(profile, plan, [event.memory for event in plan.trace.events])
-    return max(*levels, profile.prefix_peak_bytes)
+    return max(*simulated_levels(profile, plan), profile.prefix_peak_bytes)
+
+
+def simulated_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
+    """What the machine charges for each operation, in the terms of the user's limit."""
+    return _told(profile, plan, [event.memory for event in plan.trace.events])
 
 
 def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:

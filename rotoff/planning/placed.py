@@ -30,7 +30,7 @@ from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from ..tensors.storage import block_bytes, rounded
-from .memory_account import expected_levels, reported_bytes
+from .memory_account import expected_levels, reported_bytes, simulated_levels
 from .planner import plan_everything
 from .request import Request
 
@@ -133,8 +133,10 @@ def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
 
 
 def _told(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
-    """The expected bytes of each operation, of all that the device holds."""
-    return [level + _beside(profile, groups) for level in expected_levels(profile, plan)]
+    """The expected bytes of each operation, of all that the device holds. On CUDA they are those that the machine
+    charges, since gradients may stay longer while a thread of the host updates."""
+    levels = expected_levels if profile.device.type == "cpu" else simulated_levels
+    return [level + _beside(profile, groups) for level in levels(profile, plan)]
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:

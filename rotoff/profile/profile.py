@@ -181,9 +181,11 @@ class Profile:
         stages = []
         for stage, behaviour, placed in zip(self.chain.stages, self.behaviours, self.placed, strict=True):
             # with other algorithms, the peak may be elsewhere
-            spare = [placed.spare if recipe.algorithms is None else 0 for recipe in behaviour.forms]
+            # on CUDA, gradients of earlier stages may stay while a thread of the host updates
+            whole = placed.spare if self.device.type == "cpu" else 0
+            spare = [whole if recipe.algorithms is None else 0 for recipe in behaviour.forms]
             forms = tuple(map(charged, stage.forms, spare))
-            stages.append(replace(charged(stage, placed.spare), forms=forms))
+            stages.append(replace(charged(stage, whole), forms=forms))
         return replace(
             self,
             chain=replace(self.chain, stages=tuple(stages), parameters=parameters),
