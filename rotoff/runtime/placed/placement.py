@@ -189,8 +189,9 @@ class Placement:
             )
         self._step = weakref.ref(step)
         for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
-            optimizer._optimizer_step_pre_hooks.move_to_end(before.id)
-            optimizer._optimizer_step_post_hooks.move_to_end(after.id, last=False)
+            ordered: Any = optimizer  # its hooks are in ordered dictionaries
+            ordered._optimizer_step_pre_hooks.move_to_end(before.id)
+            ordered._optimizer_step_post_hooks.move_to_end(after.id, last=False)
 
     def _follow(self, plan: PlacedPlan, host_bytes: int) -> None:
         new = [
