@@ -367,11 +367,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         plan = self._timed_plan
         if self._shown is not None and self._shown[0] is plan:
             return self._shown[1]
-        if plan.placed is None:
-            levels = expected_levels(self.profile, plan)
-        else:
-            beside = plan.placed.peak_bytes - plan.trace.peak_bytes  # bytes that the machine does not charge
-            levels = [event.memory + beside for event in plan.trace.events]
+        levels = expected_levels(self.profile, plan) if plan.placed is None else plan.placed.levels
         peak = self.get_expected_memory()
         self._shown = (
             plan,
@@ -435,10 +431,12 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._timed_plan.trace.makespan
 
     def get_expected_memory(self) -> int:
-        """Expected peak of the planned step in bytes, in the terms of `mem_limit`: the simulated peak, less bytes known
-        to be freed by then or to be charged to several values."""
-        if self._plan.placed is not None:
-            return self._plan.placed.peak_bytes
+        """Expected peak of the planned step in bytes, in the terms of the limit: the simulated peak, less bytes known
+        to be freed by then or to be charged to several values. If everything fits a `device_limit`, it is the plain
+        model's in a loop that sets gradients to None between steps."""
+        request = self._courses.request
+        if request is not None and isinstance(request.planner, PlacedPlanner):
+            return request.planner.expected_bytes(self._latest.profile, self._plan)
         return expected_bytes(self._latest.profile, self._plan)
 
     def get_expected_host_memory(self) -> int:

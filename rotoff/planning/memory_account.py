@@ -15,8 +15,12 @@ def reported_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 
 def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
     """The machine's peak in the terms of the user's limit."""
-    levels = _told(profile, plan, [event.memory for event in plan.trace.events])
-    return max(*levels, profile.prefix_peak_bytes)
+    return max(*simulated_levels(profile, plan), profile.prefix_peak_bytes)
+
+
+def simulated_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
+    """What the machine charges for each operation, in the terms of the user's limit."""
+    return _told(profile, plan, [event.memory for event in plan.trace.events])
 
 
 def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
@@ -41,7 +45,7 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
     chosen = profile.keeping(plan.kept, plan.compact)
-    shared = shared_bytes(chosen.chain, carried, plan.sequence.ops)
+    shared = shared_bytes(chosen.chain, carried, plan.sequence)
     for n, event in enumerate(plan.trace.events):
         op, less = event.op, shared[n]
         if op.kind is OpKind.B:

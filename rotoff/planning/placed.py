@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,19 +18,19 @@ from ..core.sequence import OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..core.steady_step import at_rest, group_bytes
-from ..core.trace import Trace
 from ..errors import InfeasibleError
-from ..profile.optimizer_probe import OptimizerProbe
+from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.parameter_groups import FoundGroups, find_groups
 from ..profile.profile import Profile
 from ..report.summary import in_words
-from ..runtime.execution_plan import ExecutionPlan, compile_placed
+from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.placement import PlacedPlan
-from ..solver import solve
+from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
-from .memory_account import reported_bytes
+from ..tensors.storage import block_bytes, rounded
+from .memory_account import expected_levels, reported_bytes, simulated_levels
 from .planner import plan_everything
 from .request import Request
 
@@ -46,7 +47,7 @@ class PlacedPlanner:
 
     model: nn.Module
     optimizers: tuple[Optimizer, ...]
-    times: dict[Any, tuple[float, float, float]] = field(default_factory=dict, compare=False)
+    times: dict[Any, UpdateCosts] = field(default_factory=dict, compare=False)
 
     def __call__(self, profile: Profile, request: Request) -> ExecutionPlan:
         """The fastest plan found within the request's limit.
@@ -82,9 +83,21 @@ class PlacedPlanner:
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""
         groups = self.groups(profile, host=False)
-        step = reported_bytes(profile, plan_everything(profile, plain=True)) + profile.resident_input_bytes
-        update = sum(group.update_transient_bytes for group in groups.costs) + groups.outside_update_bytes
-        return groups.all_bytes + max(step, update)
+        step = reported_bytes(profile, plan_everything(profile, plain=True)) + groups.twice_bytes
+        return groups.placed_bytes + _beside(profile, groups) + max(step, groups.update_bytes)
+
+    def expected_bytes(self, profile: Profile, plan: ExecutionPlan) -> int:
+        """The expected peak of `plan`. That of the plain model is less than `keep_all_bytes` if no gradients are there
+        when a step begins."""
+        if plan.placed is not None:
+            return plan.placed.peak_bytes
+        groups = self.groups(profile, host=False)
+        profile = profile.placing(groups.costs)
+        everything = compile_sequence(profile.chain, keep_all(profile.chain, "after"))
+        levels = _told(profile, groups, replace(everything, keeps_all=True))
+        last = next(n for n, op in enumerate(everything.sequence) if op.kind is OpKind.B and op.stage == 1)
+        updating = groups.placed_bytes + _beside(profile, groups) + groups.update_bytes
+        return max(*levels[: last + 1], updating + profile.chain.output_bytes(len(profile.chain)))
 
 
 def _quick(request: Request) -> Request:
@@ -106,33 +119,58 @@ def _within_host(profile: Profile, request: Request) -> Request:
     return replace(request, options={**request.options, "host_limit": room})
 
 
+def _beside(profile: Profile, groups: FoundGroups) -> int:
+    """Bytes that the device holds throughout, beyond those of a step under a `mem_limit` and those of `groups`: the
+    batch, the caller's loss and its gradient, and what stays of the model."""
+    losses = 2 * rounded(8, block_bytes(profile.device))
+    return groups.outside_bytes - groups.twice_bytes + profile.batch_bytes + losses
+
+
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
-    """Bytes that the device holds throughout and that the machine does not charge."""
-    unmanaged = profile.unmanaged_bytes - groups.twice_bytes
-    return groups.outside_bytes + unmanaged + profile.snapshot_bytes + profile.replay_bytes * request.replays
+    """Bytes that the machine does not charge, at most."""
+    step = profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
+    return _beside(profile, groups) + step - profile.resident_input_bytes
+
+
+def _told(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
+    """The expected bytes of each operation, of all that the device holds. On CUDA they are those that the machine
+    charges, since gradients may stay longer while a thread of the host updates."""
+    levels = expected_levels if profile.device.type == "cpu" else simulated_levels
+    return [level + _beside(profile, groups) for level in levels(profile, plan)]
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
     """A plan of `groups` within `asked` bytes in all; None if none was found."""
-    chain = replace(profile.with_overhead().chain, parameters=groups.costs)
-    constant = _constant(profile, request, groups)
-    limit = room = asked - constant
+    plans = _plans(profile, request, groups, asked)
+    return next((plan for plan in plans if _peak(plan) <= asked), None)
+
+
+def _peak(plan: ExecutionPlan) -> int:
+    assert plan.placed is not None
+    return plan.placed.peak_bytes
+
+
+def _plans(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> Iterator[ExecutionPlan]:
+    """Plans of `groups` within `asked` bytes as the machine charges them. If one has a larger peak, the next gets so
+    much less."""
+    profile = profile.placing(groups.costs)
+    chain = profile.with_overhead().chain
+    limit = asked - _constant(profile, request, groups)
     for _ in range(TRIES):
         if limit < min_mem_limit(chain, request.mode, when(request)):
-            return None
+            return
         options = {**request.options, "updates": when(request)}
         try:
             sequence = solve(chain, limit, mode=request.mode, mem_slots=request.mem_slots, **options)
         except InfeasibleError:
-            return None
+            return
         trace = simulate(chain, sequence, updates=options["updates"])
         placed = _placed(profile, chain, groups, sequence, options["updates"] == "during")
-        peak = max(trace.peak_bytes, _after_backward(chain, groups, placed, sequence, trace))
-        if peak <= room:
-            placed = replace(placed, peak_bytes=peak + constant, room=max(0, room - _without_parameters(chain, placed)))
-            return compile_placed(chain, sequence, trace, placed)
-        limit -= peak - room
-    return None
+        plan = compile_placed(chain, sequence, trace, placed)
+        placed = replace(placed, levels=_levels(profile, groups, plan, placed))
+        room = asked - _constant(profile, request, groups) - _without_parameters(chain, placed)
+        yield replace(plan, placed=replace(placed, room=max(0, room)))
+        limit -= max(1, placed.peak_bytes - asked)
 
 
 def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
@@ -144,20 +182,18 @@ def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
     return most + sum(group_bytes(chain, v) for v in placed.resident)
 
 
-def _after_backward(chain: Chain, groups: FoundGroups, placed: PlacedPlan, sequence: Sequence, trace: Trace) -> int:
-    """Peak of the updates after the backward. A gradient stays for the caller to read, unless the host has a copy. On
-    a CPU, the temporaries of the host's updates count, too."""
-    last = max((op.kind is OpKind.B, n) for n, op in enumerate(sequence))[1]
-    if placed.during:
-        return trace.events[-1].memory + groups.outside_update_bytes
-    staying = most = 0
-    for event in trace.events[last:]:
-        k = event.op.stage
-        more = groups.first_bytes[k - 1] if event.op.kind is OpKind.H else 0
-        most = max(most, event.memory + staying + more)
-        if event.op.kind is OpKind.U and k in placed.keep_gradients:
-            staying += chain.group(k).grad_bytes
-    return most + groups.outside_update_bytes
+def _levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan, placed: PlacedPlan) -> tuple[int, ...]:
+    """The expected bytes of each operation. After the backward, a gradient stays for the caller to read, unless the
+    host has a copy. On a CPU, the temporaries of the host's updates count, too."""
+    levels, staying = _told(profile, groups, plan), 0
+    for n, op in enumerate(plan.sequence):
+        levels[n] += staying + (groups.first_bytes[op.stage - 1] if op.kind is OpKind.H else 0)
+        if op.kind is OpKind.U and op.stage in placed.keep_gradients and not placed.during:
+            staying += profile.chain.group(op.stage).grad_bytes
+    levels[-1] += groups.outside_update_bytes
+    resting = sum(at_rest(profile.chain, plan.sequence, plan.sequence.resident).device.values())
+    before = profile.prefix_peak_bytes + resting + _beside(profile, groups)
+    return max(levels[0], before), *levels[1:]
 
 
 def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Sequence, during: bool) -> PlacedPlan:
@@ -178,7 +214,6 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
         resident=resident - early,
         on_both=(resident - early) & frozenset(rest.host),
         moved=moved | {op.stage for op in sequence if op.of == "w"},
-        peak_bytes=0,
         keep_gradients=keep,
         early=early,
         outside=groups.outside,
@@ -188,18 +223,20 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
 
 def _least(profile: Profile, request: Request, found: Several[FoundGroups], whole: int) -> int:
     """The smallest limit for which a plan was found; `whole` if none was."""
-    limits = []
+    limits: list[int] = []
     quick = _quick(request)
     for groups in found:
-        chain = replace(profile.chain, parameters=groups.costs)
+        chain = profile.placing(groups.costs).chain
         constant = _constant(profile, request, groups)
         limit = min_mem_limit(chain, request.mode, when(request)) + constant
-        for _ in range(TRIES):
-            if plan_groups(profile, quick, groups, limit) is not None:
+        more = max(1, limit // 50)
+        while limit < min([whole, *limits]):
+            peaks = [_peak(plan) for plan in _plans(profile, quick, groups, limit)]
+            if any(peak <= limit for peak in peaks):
                 limits.append(limit)
                 break
-            limit += max(1, limit // 50)
-    return min(limits, default=whole)
+            limit, more = max(limit + more, min(peaks, default=0)), 2 * more
+    return min([whole, *limits])
 
 
 def _report(request: Request, plan: ExecutionPlan, profile: Profile, seconds: float) -> None:

@@ -131,6 +131,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "replay_bytes": max,
         "prefix_peak_bytes": max,
         "made_input_bytes": max,
+        "batch_bytes": max,
         "no_forms": first,
         "rng_bytes": max,
         "freed_before_backward": each(min),
@@ -139,6 +140,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "freed_early": alike_or((), each(parts(FreedEarly))),
         "returned": alike_or((), each(parts(FreedEarly))),
         "held_late": longest,
+        "placed": own,  # a group of processes does not place parameters
         "spare_bytes": each(each(min)),
         "outside_bytes": each(min),
         "output_retention": each(max),

@@ -12,24 +12,29 @@ from collections.abc import Collection, Mapping
 from itertools import count
 
 from ..core.chain import Chain
-from ..core.sequence import FORWARDS, Op, OpKind, Value
+from ..core.sequence import FORWARDS, UPDATES, OpKind, Sequence, Value
 from ..core.simulator import Machine
+from ..core.steady_step import at_rest
 from ..profile.memory.skips import Skip
 
 Storages = Mapping[Skip, int]  # the storage of each skip in a value, by number
 
 
-def shared_bytes(chain: Chain, skips: Collection[Skip], operations: Collection[Op]) -> list[int]:
+def shared_bytes(chain: Chain, skips: Collection[Skip], operations: Sequence) -> list[int]:
     """For each operation, a lower bound of the bytes that are charged more than once on the device.
 
     skips: the skips that values carry in `chain`. operations: a legal sequence.
     """
     if not skips:  # as in most models; saves a run of the machine
         return [0] * len(operations)
-    machine, new = Machine(chain), count()
+    machine, new = Machine(chain, rest=at_rest(chain, operations.ops, operations.resident)), count()
     lying: dict[Value, Storages] = {}  # for each value on the device
     found = []
     for op in operations:
+        if op.of or op.kind in UPDATES:  # of parameters
+            found.append(sum(_twice(skip, lying.values()) for skip in skips))
+            machine.step(op)
+            continue
         within = [skip for skip in skips if skip.first <= op.stage <= skip.last]
         both = 0
         if op.kind in FORWARDS:

@@ -18,6 +18,7 @@ from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
 from ..profile.measure import Progress
+from ..profile.optimizer_probe import UpdateCosts
 from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
 from ..runtime.replay import ReplayState
@@ -109,7 +110,7 @@ class Specializations:
         self.request: Request | None = None
         self.latest: Specialization | None = None
         self.lets_go = False
-        self.update_times: dict[Any, tuple[float, float, float]] = {}
+        self.update_times: dict[Any, UpdateCosts] = {}
         self.meter = CourseMeter(root, model, options, links, group, cache)
         self._model = model
         self._group = group

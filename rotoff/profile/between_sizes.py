@@ -38,7 +38,7 @@ OF_FIRST = ("meta", *LinkRates._fields, "copy_bandwidth", "overhead_times", "hos
 PLACES = ("first", "last", "until", "early_stop", "outputs", "saved", "kept", "copied")
 TIMES = ("forward_time", "backward_time", "tail_time")  # of a stage
 # fields that are subtracted from others: where they are too high, too little is charged
-SPARED = ("freed_before_backward", "spare_bytes", "twice_bytes", "returned")
+SPARED = ("freed_before_backward", "placed", "spare_bytes", "twice_bytes", "returned")
 
 _REDONE = attrgetter("stop", "functions", "single", "whole")  # the fields of a recipe that say what its redo runs
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -12,6 +12,7 @@ from typing import Any
 from ..core.chain import Stage
 from .measured import Measured
 from .memory.gradients import Charge
+from .profile import PlacedBackward
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,33 @@ class ChargedStage:
     def _charged(self, one: Any, beside: int = 0, **more: int) -> Any:
         """Return a stage or form with the bytes and seconds of its ``B`` in this chain. beside: further bytes that it
         holds."""
-        transient = self._while_copying(one.backward_transient_bytes) + self._beside + beside - self.made.nbytes
+        sums = max(0, self._peak()) - max(0, *(levels.peak() for levels in self.measured.levels))
+        peak = self._while_copying(one.backward_transient_bytes + sums)
+        transient = peak + self._beside + beside - self.made.nbytes
         time = one.backward_time + self.copying
         return replace(one, backward_time=time, backward_transient_bytes=max(0, transient), **more)
+
+    def _peak(self, staying: Collection[int] = ()) -> int:
+        """Return the peak of the backward once the outputs are freed. staying: as for `Levels.peak`."""
+        return max(levels.peak(staying, self.measured.summing) for levels in self.measured.levels)
 
     @property
     def freed_before_backward(self) -> int:
         """Bytes by which ``B`` stays below what the machine charges for it."""
-        return max(0, self._machine_bytes - self._while_copying(self.measured.begun_bytes) - self._beside)
+        return max(0, self._machine_bytes - self._while_copying(self._peak()) - self._beside)
+
+    @property
+    def placed(self) -> PlacedBackward:
+        """What changes if the machine charges parameters' gradients from the ``B`` that makes them first."""
+        spare, freed = [], []
+        for levels in self.measured.levels:
+            first = levels.sizes.keys() - self.measured.adding
+            charged = sum(levels.sizes[n] for n in first)
+            peak = levels.peak(first, self.measured.summing)
+            spare.append(charged + max(0, levels.peak((), self.measured.summing)) - max(0, peak))
+            freed.append(charged - peak - self._beside)
+        machine = max(self.made.nbytes, self._machine_bytes - min(spare))
+        return PlacedBackward(min(spare), max(0, machine + min(freed)))
 
     @property
     def output_retention(self) -> int:
@@ -62,10 +82,9 @@ class ChargedStage:
 
     @property
     def _beside(self) -> int:
-        """Bytes that ``B`` holds beyond those measured alone: shared storages of δ_i, copies of noncontiguous
-        gradients, and sums of gradients."""
-        copies = self.measured.other_layout_bytes if self.own.layout else 0
-        return self.own.shared + copies + self.measured.grad_accumulation_bytes
+        """Bytes that ``B`` holds beyond those measured alone: shared storages of δ_i, and copies of noncontiguous
+        gradients."""
+        return self.own.shared + (self.measured.other_layout_bytes if self.own.layout else 0)
 
     def _while_copying(self, peak: int) -> int:
         """Return the larger of `peak` and the bytes held while gradients are copied at the end of a backward."""

@@ -28,14 +28,14 @@ from ..tensors.storage import View
 from .measure import merged_as
 from .memory.eager_memory import FreedEarly, HeldLate
 from .memory.skips import Skip
-from .profile import Compact, Profile
+from .profile import Compact, PlacedBackward, Profile
 
 KIND = "profile"
 _RECORDS: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        Argument, Behaviour, Chain, Compact, Constant, Form, FreedEarly, HeldLate, Profile, Recipe, Skip, Stage,
-        Stored, Unread, OverheadTimes, View,
+        Argument, Behaviour, Chain, Compact, Constant, Form, FreedEarly, HeldLate, PlacedBackward, Profile, Recipe,
+        Skip, Stage, Stored, Unread, OverheadTimes, View,
     )
 }  # fmt: skip
 _OTHERS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -133,7 +134,8 @@ def _profile(
     chain = charged_stages(measured, gradients)
     compact, copy_bandwidth = _compact(walk, meter, known) if timed else (None, None)
     starts = walk.starts
-    given = {storage_key(t) for t in flatten(batch)[0]}
+    batch_tensors = flatten(batch)[0]
+    given = {storage_key(t) for t in batch_tensors}
     returned = measured[-1].own_gradient_bytes
     losses = [_loss_bytes(nbytes, device) for nbytes in returned]
     runs = [(m.aliasing, m.behaviour) for m in measured]
@@ -154,7 +156,9 @@ def _profile(
         replay_bytes=replay_bytes([m.behaviour for m in measured], meter.rng_bytes),
         rng_bytes=meter.rng_bytes,
         freed_before_backward=tuple(one.freed_before_backward for one in chain),
+        placed=tuple(one.placed for one in chain),
         made_input_bytes=meter.storage_bytes([t for t in starts if storage_key(t) not in given]),
+        batch_bytes=meter.storage_bytes(batch_tensors),
         prefix_peak_bytes=_prefix_peak(walk.prefix, batch, meter),
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips(runs),
@@ -220,10 +224,9 @@ def _walked(
         )
     stages = groups[prefix:]
     read = _with_buffers_read([one.timed() for one in measured], stages)
-    joined = zip(read, _grad_accumulation_bytes(stages, shared_parameters(stages)), strict=True)
     tables = {storage_key(buffer) for group in groups[:prefix] for *_, buffer in group.buffers()}
     starts = [t for t in flatten(start)[0] if storage_key(t) not in tables]  # a view of a buffer takes no bytes
-    return Walk(groups[:prefix], stages, [replace(m, grad_accumulation_bytes=n) for m, n in joined], starts)
+    return Walk(groups[:prefix], stages, _with_sums(read, stages), starts)
 
 
 @contextmanager
@@ -340,15 +343,17 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
     return found
 
 
-def _grad_accumulation_bytes(stages: Sequence[StageModule], shared: Collection[torch.nn.Parameter]) -> list[int]:
-    """Return, for each stage, the bytes of the largest parameter gradient that its backward adds to a waiting one:
-    autograd adds the two into a third tensor, one parameter at a time."""
-    waiting: set[torch.nn.Parameter] = set()
+def _with_sums(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:
+    """Return `measured` with the parameters whose gradients are added to those of later stages. Autograd adds the first
+    two into a third tensor, and others to that one in place, unless they are sparse."""
+    parts: Counter[torch.nn.Parameter] = Counter()
     found = []
-    for stage in reversed(stages):
-        own = {parameter for parameter in stage.parameters() if parameter in shared}
-        found.append(max((parameter.nbytes for parameter in own & waiting), default=0))
-        waiting |= own
+    for one, stage in zip(reversed(measured), reversed(stages), strict=True):
+        own = stage.parameters()
+        adding = frozenset(n for n, parameter in enumerate(own) if parts[parameter])
+        summing = frozenset(n for n in adding if parts[own[n]] == 1 or any(n in levels.sparse for levels in one.levels))
+        parts.update(own)
+        found.append(replace(one, adding=adding, summing=summing))
     return found[::-1]
 
 

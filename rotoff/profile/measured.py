@@ -11,6 +11,7 @@ import torch
 from ..core.chain import Stage
 from ..tensors.stage import Behaviour, StageModule
 from .memory.allocator import AllocationLog
+from .memory.backward_memory import Levels
 from .memory.gradients import GradientPlace
 from .memory.skips import StorageAliasing
 from .timing.stage_timing import Timings
@@ -53,9 +54,10 @@ class Measured:
         gradients: where the backward leaves the gradient of each input tensor; None if there is none.
         own_gradient_bytes: of each output tensor's gradient by itself; 0 if there is none.
         aliasing: which tensors share storages.
-        begun_bytes, output_retention: of the backward, as in `BackwardBytes`.
+        levels, output_retention: of the backward, as in `BackwardBytes`.
         other_layout_bytes: what the backward holds more if it receives gradients in another layout than their tensors'.
-        grad_accumulation_bytes: what it holds more while a parameter's gradient is added to that of another stage.
+        adding: numbers of the parameters whose gradients it adds to those of later stages.
+        summing: those of them whose sum is a third tensor.
         held_bytes: what stays whatever a plan drops (`dropped`).
         holds_others: whether inputs or outputs are among those.
         no_forms: why the stage has no smaller forms; empty if it has some.
@@ -72,10 +74,11 @@ class Measured:
     gradients: tuple[GradientPlace | None, ...]
     own_gradient_bytes: tuple[int, ...]
     aliasing: StorageAliasing
-    begun_bytes: int
+    levels: tuple[Levels, ...]
     output_retention: int
     other_layout_bytes: int = 0
-    grad_accumulation_bytes: int = 0
+    adding: frozenset[int] = frozenset()
+    summing: frozenset[int] = frozenset()
     held_bytes: int = 0
     holds_others: bool = False
     no_forms: str = ""

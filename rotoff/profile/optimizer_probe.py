@@ -6,9 +6,9 @@ import copy
 import statistics
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,21 @@ _OTHER = (
 )
 
 
+class UpdateCosts(NamedTuple):
+    """What an update takes for each byte of a parameter.
+
+    Attributes:
+        alone: bytes if the optimizer updates no other before it.
+        left: bytes that it holds while it updates the next one.
+        together: bytes if it updates several at once; 0 if it does not.
+    """
+
+    seconds: float
+    alone: float
+    left: float
+    together: float
+
+
 class OptimizerProbe:
     """Measures the optimizers that update a model.
 
@@ -42,9 +57,7 @@ class OptimizerProbe:
         OptionError: if an optimizer does not update each parameter by itself, or needs a closure.
     """
 
-    def __init__(
-        self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, tuple[float, float, float]]
-    ) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, UpdateCosts]) -> None:
         self._device = device
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._states: dict[Any, dict[str, torch.Tensor]] = {}
@@ -79,20 +92,29 @@ class OptimizerProbe:
                 total += self._room_of(torch.empty(shape, dtype=tensor.dtype, device="meta"))
         return total
 
+    def scalar_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes of the other tensors that the optimizer keeps for `parameters`, such as step counts, which
+        are not placed."""
+        kept = (self._state(p).values() for p in parameters if self.updates(p))
+        return sum(t.nbytes for tensors in kept for t in tensors if t.numel() == 1)
+
     def _room_of(self, tensor: torch.Tensor) -> int:
         return rounded(room_of(tensor), block_bytes(self._device))
 
     def update_time(self, parameters: Sequence[nn.Parameter], host: bool = False) -> float:
         """Return the seconds of updating `parameters`. host: on the host's processor."""
         device = torch.device("cpu") if host else self._device
-        return sum(self._timed(p, device)[0] * p.nbytes for p in parameters if self.updates(p))
+        return sum(self._timed(p, device).seconds * p.nbytes for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return what updating `parameters` takes beside them, their gradients and their states."""
-        timed = [(self._timed(p, self._device), p.nbytes) for p in parameters if self.updates(p)]
-        alone = max((found[1] * nbytes for found, nbytes in timed), default=0.0)
-        together = sum(found[2] * nbytes for found, nbytes in timed)
-        return int(max(alone, together)) + _SCALARS * len(parameters)
+        most = together = left = 0.0
+        for p in filter(self.updates, parameters):
+            found = self._timed(p, self._device)
+            most = max(most, left + found.alone * p.nbytes)
+            together += found.together * p.nbytes
+            left = found.left * p.nbytes
+        return int(max(most, together)) + _SCALARS * len(parameters)
 
     def _key(self, parameter: nn.Parameter) -> Any:
         _, group = self._group[id(parameter)]
@@ -126,15 +148,15 @@ class OptimizerProbe:
             self._states[key] = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
         return self._states[key]
 
-    def _timed(self, parameter: nn.Parameter, device: torch.device) -> tuple[float, float, float]:
-        """Return seconds and bytes per byte of a parameter, and the bytes if the optimizer updates several parameters
-        at once."""
+    def _timed(self, parameter: nn.Parameter, device: torch.device) -> UpdateCosts:
+        """Return what updating a byte of a parameter takes."""
         key = device, type(self._group[id(parameter)][0]), self._key(parameter)
         if key not in self._times:
             self._state(parameter)
             shape = (_TIMED,) if parameter.dim() < 2 else (_TIMED // 512, 512, *(1 for _ in parameter.shape[2:]))
-            large = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2)]
-            one, both = self._stand_in(parameter, large[:1]), self._stand_in(parameter, large)
+            large = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
+            made = [self._stand_in(parameter, large[:count]) for count in (1, 2, 3)]
+            one = made[0]
             own_step(one)
             seconds = []
             for _ in range(_REPEATS):
@@ -143,12 +165,12 @@ class OptimizerProbe:
                 own_step(one)
                 finish(device)
                 seconds.append(time.perf_counter() - began)
-            own_step(both)
-            allocator = DeviceAllocator(device)
-            alone, together = (allocator.log(partial(own_step, made))[1].peak() for made in (one, both))
-            nbytes = large[0].nbytes
-            several = together / (2 * nbytes) if together > 1.5 * alone else 0.0
-            self._times[key] = statistics.median(seconds) / nbytes, alone / nbytes, several
+            for several in made[1:]:
+                own_step(several)
+            allocator, nbytes = DeviceAllocator(device), large[0].nbytes
+            alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
+            together = three / 3 if three > two + 0.5 * alone else 0.0
+            self._times[key] = UpdateCosts(statistics.median(seconds) / nbytes, alone, two - alone, together)
         return self._times[key]
 
     def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:

@@ -24,8 +24,9 @@ class FoundGroups:
     Attributes:
         costs: for the chain.
         placed: the parameters of each group.
-        outside_bytes: of the parameters that stay on the device, with gradients, optimizer states and buffers.
-        outside_update_bytes: what updating those takes.
+        outside_bytes: of the parameters that stay on the device, with gradients and optimizer states; and of buffers
+            and states that are scalars.
+        outside_update_bytes: what updating those takes. update_bytes: what updating all at once takes.
         first_bytes: for each group, the most that the first update of one of its parameters takes and leaves behind; 0
             unless host and device are one.
         outside: the parameters that stay on the device.
@@ -36,14 +37,15 @@ class FoundGroups:
     placed: tuple[PlacedGroup, ...]
     outside_bytes: int
     outside_update_bytes: int
+    update_bytes: int
     first_bytes: tuple[int, ...]
     outside: tuple[nn.Parameter, ...]
     twice_bytes: int
 
     @property
-    def all_bytes(self) -> int:
-        """The bytes of all parameters, gradients, optimizer states and buffers."""
-        return self.outside_bytes + sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.costs)
+    def placed_bytes(self) -> int:
+        """The bytes of all parameters, gradients and optimizer states that can be placed."""
+        return sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.costs)
 
 
 def find_groups(
@@ -100,11 +102,11 @@ def find_groups(
         here = updated and device.type == "cpu"
         first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if here else 0)
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
-    outside_bytes = sum(buffers.values())
+    outside_bytes = sum(buffers.values()) + probe.scalar_bytes(every)
     outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
-    update = probe.update_bytes(outside)
+    updates = probe.update_bytes(outside), probe.update_bytes(every)
     twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))
-    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, update, tuple(first), tuple(outside), twice)
+    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside), twice)
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.chain import Chain, Form, Stage
+from ..core.parameters import ParameterGroup
 from ..runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ..tensors.convolutions import Algorithms
 from ..tensors.stage import Behaviour, StageModule
@@ -51,6 +52,18 @@ class Compact(NamedTuple):
     freed_before_backward: tuple[int, ...]
 
 
+class PlacedBackward(NamedTuple):
+    """The ``B`` of a stage if the machine charges the gradients of parameters.
+
+    Attributes:
+        spare: bytes of these that do not come on top of the stage's transient bytes.
+        freed: bytes by which ``B`` then stays below what the machine charges (`Profile.freed_before_backward`).
+    """
+
+    spare: int
+    freed: int
+
+
 @dataclass(frozen=True)
 class Profile:
     """A measured model. `common.RULES` says how processes agree on each field. Tuples have an entry for each stage.
@@ -64,6 +77,7 @@ class Profile:
         replay_bytes: the most that snapshots take in a step that runs stages twice.
         prefix_peak_bytes: the peak of the prefix, including its output (the chain's input).
         made_input_bytes: the part of a_0 that the prefix makes.
+        batch_bytes: of the model's input.
         outside_bytes: what the chain charges in a stage's forward for a prefix that the model's code partly runs there.
         no_forms: why the stage has no smaller forms.
         rng_bytes: of one state of the generators, on the device.
@@ -73,6 +87,7 @@ class Profile:
         freed_early: storages that the plain model frees in its forward.
         returned: storages that the model returns and nobody saves.
         held_late: storages that the plain model holds longer than the chain does.
+        placed: changes to each ``B`` if the chain has parameters (`placing`).
         spare_bytes: how much the charge while a stage runs exceeds its need, in ``F_all`` and ``F_ck``
             (`skips.StorageAliasing.spare`).
         output_retention: what ``B`` needs more if its outputs are not freed.
@@ -100,10 +115,12 @@ class Profile:
     replay_bytes: int
     prefix_peak_bytes: int = 0
     made_input_bytes: int = 0
+    batch_bytes: int = 0
     outside_bytes: tuple[int, ...] = ()
     no_forms: tuple[str, ...] = ()
     rng_bytes: int = 0
     freed_before_backward: tuple[int, ...] = ()
+    placed: tuple[PlacedBackward, ...] = ()
     skips: tuple[Skip, ...] = ()
     freed_early: tuple[FreedEarly, ...] = ()
     returned: tuple[FreedEarly, ...] = ()
@@ -155,6 +172,26 @@ class Profile:
             compact=None,
         )
 
+    def placing(self, parameters: tuple[ParameterGroup, ...]) -> Profile:
+        """Return this for steps that move `parameters`; their gradients are then charged by the machine."""
+
+        def charged(one: Any, spare: int) -> Any:
+            return replace(one, backward_transient_bytes=max(0, one.backward_transient_bytes - spare))
+
+        stages = []
+        for stage, behaviour, placed in zip(self.chain.stages, self.behaviours, self.placed, strict=True):
+            # with other algorithms, the peak may be elsewhere
+            # on CUDA, gradients of earlier stages may stay while a thread of the host updates
+            whole = placed.spare if self.device.type == "cpu" else 0
+            spare = [whole if recipe.algorithms is None else 0 for recipe in behaviour.forms]
+            forms = tuple(map(charged, stage.forms, spare))
+            stages.append(replace(charged(stage, whole), forms=forms))
+        return replace(
+            self,
+            chain=replace(self.chain, stages=tuple(stages), parameters=parameters),
+            freed_before_backward=tuple(one.freed for one in self.placed),
+        )
+
     def with_overhead(self) -> Profile:
         """Return this with the interpreter's overhead in the stages' times; on CUDA, only in stages that wait for the
         host."""
@@ -187,8 +224,7 @@ class Profile:
         these stages."""
         behaviours = {i: self.behaviours[i - 1] for i in replayed}
         return {
-            i: 2 * self.rng_bytes + sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes
-            for i, b in behaviours.items()
+            i: self.rng_bytes + sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for i, b in behaviours.items()
         }
 
     @property
@@ -199,9 +235,9 @@ class Profile:
 
 
 def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
-    """Return what replays hold beside values: clones of buffers for one replay at a time, two states of the generators,
+    """Return what replays hold beside values: clones of buffers for one replay at a time, a state of the generators,
     and what its graph keeps out of reach of hooks and autocast's casts of its weights."""
-    return max(sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for b in behaviours) + 2 * rng_bytes
+    return max(sum(buffer_bytes(b)) + b.unmanaged_bytes + b.cast_bytes for b in behaviours) + rng_bytes
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:

@@ -72,7 +72,7 @@ class ByteMeter:
             gradients=back.places,
             own_gradient_bytes=forward.own_gradient_bytes,
             aliasing=forward.aliasing._replace(spare=(max(0, -kept_above), max(0, -dropped_above))),
-            begun_bytes=back.begun,
+            levels=back.levels,
             output_retention=back.staying,
             other_layout_bytes=other_layout_bytes,
             held_bytes=self._held_bytes(run, dropping, unmanaged, forward.outputs),
@@ -152,11 +152,11 @@ class ByteMeter:
         back = backward_bytes(self.allocator, run)
         if run.last:  # a loss may give expanded gradients, which take no bytes until a kernel copies them
             alone = backward_bytes(self.allocator, run, expanded)
-            levels = ((getattr(alone, name) - sum(gradient_bytes), name) for name in ("peak", "begun", "staying"))
-            most = {name: max(level, getattr(back, name)) for level, name in levels}
+            expected = sum(gradient_bytes)
+            levels = *back.levels, *(one.shifted(-expected) for one in alone.levels)
             pairs = zip(back.places, alone.places, strict=True)
             places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
-            return back._replace(**most, places=places), 0
+            return BackwardBytes(levels, max(back.staying, alone.staying - expected), places), 0
         if all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension has one layout
             return back, 0
         layouts = [permuted] if all(t.is_contiguous() for t in outputs) else [permuted, contiguous]

@@ -109,7 +109,7 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
         traffic = 2 * group.bytes + group.grad_bytes + 2 * group.state_bytes
         return replace(group, update_time=traffic / rate, host_update_time=traffic / host_bandwidth)
 
-    chain = replace(profile.chain, parameters=tuple(timed(group) for group in found.costs))
+    chain = profile.placing(tuple(timed(group) for group in found.costs)).chain
     unused = profile.chain.meta["parameter_bytes"] - sum(p.nbytes for p in model.parameters())
     constant = found.outside_bytes + found.outside_update_bytes + max(0, unused) - found.twice_bytes
     return chain, constant + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes

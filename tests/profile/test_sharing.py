@@ -25,7 +25,7 @@ CARRIED = Skip(1, 3, 10, ((0,), (0,), (0,)), ((), (), (), ()))  # made by stage 
 
 def shared(text: str) -> dict[str, int]:
     ops = rotoff.Sequence.from_text(text.split("; ")).ops
-    found = shared_bytes(CHAIN, [CARRIED], ops)
+    found = shared_bytes(CHAIN, [CARRIED], rotoff.Sequence(ops))
     assert len(found) == len(ops)
     return {f"{n} {op}": nbytes for n, (op, nbytes) in enumerate(zip(ops, found, strict=True)) if nbytes}
 

@@ -24,6 +24,7 @@ from allocated import peak_bytes
 from models import ALL, Attention, Residual, fresh, same
 from torch import nn
 from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack
 
 import rotoff
 from rotoff.core.sequence import w
@@ -464,9 +465,29 @@ def other_shapes(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tenso
     return usual(model, optimizers, n, (lambda: batch()[: 2 + n % 2]))
 
 
+def watched(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Hooks on the optimizer's steps look at gradients and parameters, and one of them fails."""
+    seen: list[torch.Tensor] = []
+
+    def look(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            seen.extend(t.detach().sum() for p in group["params"] for t in (p, p.grad))
+        if n == 2 and len(seen) == 2 * len(list(model.parameters())):
+            raise RuntimeError("of the caller's")
+
+    handles = optimizers[0].register_step_pre_hook(look), optimizers[0].register_step_post_hook(look)
+    try:
+        usual(model, optimizers, n, batch)
+    except RuntimeError:
+        optimizers[0].zero_grad()
+    for handle in handles:
+        handle.remove()
+    return torch.stack(seen)
+
+
 STEPS = (
     clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, given_up,
-    looked_at, frozen_later, hooked, other_shapes,
+    looked_at, frozen_later, hooked, watched, other_shapes,
 )  # fmt: skip
 
 
@@ -482,23 +503,61 @@ def test_what_surrounds_a_step(step: Any) -> None:
 # -- bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.6])
-@pytest.mark.parametrize("name", ["deep", "tied_language"])
+class Recurrent(nn.LSTM):
+    """One layer, of which only the outputs go on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+class Shared(nn.Module):
+    """A block that runs four times."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(width, width), Residual(width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(4):
+            x = self.block(x)
+        return self.last(x)
+
+
+SIZED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "deep": lambda: (nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(96, 96), nn.GELU())),
+                                   nn.Linear(96, 96)), torch.randn(128, 96)),
+    "tied": lambda: (Language(32, 1, 300), torch.randint(0, 300, (8, 16))),
+    "recurrent": lambda: (nn.Sequential(nn.Linear(48, 48), Recurrent(48), nn.Linear(48, 48), Recurrent(48)),
+                          torch.randn(8, 16, 48)),
+    "shared": lambda: (Shared(64), torch.randn(64, 64)),
+    "no biases": lambda: (nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), torch.randn(8, 96)),
+    "small": lambda: (nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), torch.randn(64, 24)),
+    "convolutions": lambda: (nn.Sequential(*(layer for n in (3, 16, 16) for layer in (
+                                nn.Conv2d(n, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()))),
+                             torch.randn(4, 3, 12, 12)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("updates", ["after", "during", "everything fits"])
+@pytest.mark.parametrize("name", SIZED)
 @pytest.mark.grid
-def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
-    """The allocator's account of whole steps, the optimizer's included, and of what lies in private memory between
-    them: all of that is made within the account."""
+def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None:
+    """The allocator's account of whole steps, the first update included, and of what lies in private memory between
+    them: all of that is made within the account. Nothing is above the prediction, and it is at most 5 % too much."""
     torch.manual_seed(0)
-    if name == "deep":
-        model, x = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(8))),
-            torch.randn(256, 128),
-        )
-    else:
-        model, x = Language(64, 4, 300), torch.randint(0, 300, (8, 32))
+    model, x = SIZED[name]()
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    model.zero_grad()
     optimizers = adamw(list(model.parameters()))
-    limit = place(wrapped, optimizers, share)
+    options: dict[str, Any] = {"optimizer": optimizers, "refine": False}
+    limit: int | str = "1 TiB"
+    if updates != "everything fits":
+        options["updates"] = updates
+        limit = place(wrapped, optimizers, 0.2, updates=updates)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
     towards = torch.randn_like(model(x).detach()).flatten()
 
@@ -511,24 +570,17 @@ def test_no_step_holds_more_than_predicted(name: str, share: float) -> None:
 
     def plan() -> None:
         own_again(model, optimizers)
-        wrapped.compute_sequence(device_limit=limit, optimizer=optimizers, refine=False)
-        for _ in range(2):
-            step()
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                module._buffers[key] = buffer.clone()
+        wrapped.compute_sequence(device_limit=limit, **options)
 
     def steps() -> None:
         for _ in range(3):
             step()
 
-    assert peak_bytes(steps, before=plan) + x.nbytes <= wrapped.get_expected_memory() <= limit
-
-
-def test_the_gradient_of_a_tied_weight_is_charged_once() -> None:
-    """As that of its group, by the machine; not as one that autograd holds beside it."""
-    model, batch = made("tied_language")
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
-    place(wrapped, adamw(list(model.parameters())), 0.0)
-    machine = rotoff.simulate(wrapped.chain, wrapped.sequence).peak_bytes
-    assert wrapped.get_expected_memory() - machine <= wrapped.profile.replay_bytes
+    measured, expected = peak_bytes(steps, before=plan) + x.nbytes, wrapped.get_expected_memory()
+    assert 0.95 * expected <= measured <= expected
 
 
 # -- what is there, and what is refused
@@ -566,6 +618,17 @@ def test_with_room_for_everything_nothing_is_done() -> None:
     assert model._plan.keeps_all
     assert model._steps.placement is None
     assert not optimizers[0]._optimizer_step_pre_hooks
+    assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
+    seen: list[Any] = []
+
+    def look(*_: object) -> None:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        seen.append((_get_current_function_mode_stack(), torch._C._len_torch_dispatch_stack(), hooks))
+
+    handle = model[3].register_forward_hook(look)
+    model(x)
+    handle.remove()
+    assert seen == [([], 0, None)]
     model.compute_sequence(device_limit=model.keep_all_memory, optimizer=optimizers)
     assert model._plan.keeps_all
     model.compute_sequence(device_limit=model.keep_all_memory - 1, optimizer=optimizers, refine=False)
@@ -799,8 +862,8 @@ def test_a_forked_process_is_refused() -> None:
 
 
 def test_a_copy_that_fails() -> None:
-    """The disk fails once, in each copy of a step: the caller is told, nothing is lost, and the next step trains as the
-    plain model does."""
+    """The disk is full once, in each copy of a step and its update: the caller is told what has been updated, no
+    parameter is lost or half updated, and the next step trains as the plain model does."""
     model, optimizers, x = small()
     place(model, optimizers, 0.2)
     added_up(model, optimizers, x)
@@ -811,29 +874,43 @@ def test_a_copy_that_fails() -> None:
         nonlocal left
         left -= 1
         if left == -1:
-            raise OSError(5, "injected")
+            raise OSError(28, "injected")
         own[name](file, data, offset)
 
-    for at in itertools.count():
-        left = at
+    def plainly() -> list[nn.Parameter]:
+        """What a step of the plain model makes of the present parameters and states."""
         plain = copy.deepcopy(model._model)
         twin = adamw(list(plain.parameters()))
         twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+        added_up(plain, twin, x)
+        return list(plain.parameters())
+
+    partly = 0
+    for at in itertools.count(0, 2):
+        left, told = at, ""
+        rows = [(p, p.detach().clone(), new) for p, new in zip(model.parameters(), plainly(), strict=True)]
         with ExitStack() as stack:
             for name in own:
                 stack.enter_context(mock.patch.object(HostFile, name, functools.partialmethod(failing, name=name)))
             try:
                 model(x).sum().backward()
+                optimizers[0].step()
             except rotoff.ExecutionError as error:
                 assert "injected" in str(error)
-            else:
-                break
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+                told = "".join(getattr(error, "__notes__", ()))
         optimizers[0].zero_grad()
+        if left >= 0:
+            break
+        assert all(torch.equal(p, old) or torch.equal(p, new) for p, old, new in rows)
+        changed = sum(not torch.equal(p, old) for p, old, _ in rows)
+        if 0 < changed < len(rows):
+            assert f"had updated {changed};" in told or sys.version_info < (3, 11)
+            partly += 1
+        after = plainly()
         added_up(model, optimizers, x)
-        added_up(plain, twin, x)
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+        assert all(map(torch.equal, model.parameters(), after))
     assert at > 10
+    assert partly
 
 
 def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: int, error: BaseException) -> bool:

@@ -1,14 +1,15 @@
-"""Bytes really allocated while something runs, by means that rotoff does not use: the profiler's flat list of memory
-events, a count of the storages alive, and one after every operation."""
+"""Bytes really allocated while something runs: by the profiler's memory events, by a count of the storages alive, and by
+one after every operation."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,13 +24,26 @@ def peak_bytes(run: Callable[[], object], before: Callable[[], object] = bool) -
         with record_function("run"):
             pass
         run()
-    events = profiler.kineto_results.events()
-    began = max(e.start_ns() for e in events if e.name() == "run")
+    began = max(e.start_ns() for e in profiler.kineto_results.events() if e.name() == "run")
     level = most = 0
-    for at, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+    held: dict[int, int] = {}
+    for at, address, size in sorted(_memory_events(profiler), key=lambda event: event[0]):
+        if size < 0 and held.pop(address, None) is None:
+            continue  # of a block from before, whose size the profiler may know from an earlier run
         most = max(most, level) if at >= began else 0
         level += size
+        held |= {address: size} if size > 0 else {}
     return max(most, level)
+
+
+def _memory_events(profiler: profile) -> Iterator[tuple[int, int, int]]:
+    """Time, address and bytes of each allocation; negative bytes of each release."""
+    todo = list(profiler.kineto_results.experimental_event_tree())
+    while todo:
+        event = todo.pop()
+        todo += event.children
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
 def live_bytes() -> int:

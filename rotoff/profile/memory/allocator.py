@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -112,25 +113,13 @@ class AllocationLog:
             events.append(event)
         return replace(self, events=tuple(reversed(events)))
 
-    def peak(self, shortened: dict[int, str] | None = None) -> int:
+    def peak(self) -> int:
         """Return the most bytes held at once, above those at the start.
 
         Releases of blocks allocated before the log began are not counted: log their allocation, then look `after` a
         mark.
-
-        Args:
-            shortened: addresses of blocks alive at the end, with the mark at which each counts as freed.
         """
-        ends: dict[str, int] = {}  # mark -> bytes that it gives back
-        alive = self.live()
-        for ptr, mark in (shortened or {}).items():
-            if ptr in alive:
-                ends[mark] = ends.get(mark, 0) + alive[ptr]
-        level = most = 0
-        for event in self.events:
-            level += event.size - (ends.pop(event.mark, 0) if event.mark else 0)
-            most = max(most, level)
-        return most
+        return max(accumulate((event.size for event in self.events), initial=0))
 
 
 class Allocator(Protocol):

@@ -17,14 +17,71 @@ from .gradients import GradientPlace, Layout
 Gradients = tuple[torch.Tensor | None, ...]
 
 
+class Ends(NamedTuple):
+    """The gradients of parameters that a backward has made.
+
+    Attributes:
+        addresses: where each lies, with the parameter's number. sparse: the numbers of those that are sparse.
+    """
+
+    addresses: dict[int, int]
+    sparse: frozenset[int]
+
+
+class Levels(NamedTuple):
+    """The bytes that a backward holds from moment to moment.
+
+    Attributes:
+        spans: for each time up to the moment at which a parameter's gradient is complete, the most bytes, the bytes at
+            its end, and the parameter's number (None: the backward's end). They count every gradient to the end.
+        sizes: bytes of the gradients, by the parameter's number. sparse: those that are sparse.
+    """
+
+    spans: tuple[tuple[int, int, int | None], ...]
+    sizes: Mapping[int, int]
+    sparse: frozenset[int]
+
+    @classmethod
+    def of(cls, log: AllocationLog, ends: Ends, start: int = 0) -> Levels:
+        """Return those of a log. ends: of `log_backward`. start: the level at its start."""
+        alive, sizes, spans = log.live(), dict[int, int](), []
+        for ptr, n in ends.addresses.items():
+            sizes[n] = sizes.get(n, 0) + alive.get(ptr, 0)
+        level = most = start
+        for event in log.events:
+            level += event.size
+            most = max(most, level)
+            if event.mark.isdecimal():
+                spans.append((most, level, int(event.mark)))
+                most = level
+        return cls((*spans, (most, level, None)), sizes, ends.sparse)
+
+    def peak(self, staying: Collection[int] = (), summed: Collection[int] = ()) -> int:
+        """Return the most bytes.
+
+        Args:
+            staying: parameters whose gradients stay to the end. Any other belongs to the resident bytes once it is
+                complete: what is new is added to these.
+            summed: parameters whose gradients are added to others in a third tensor.
+        """
+        gone, most = 0, self.spans[0][0]
+        for top, end, n in self.spans:
+            most = max(most, top - gone)
+            if n is not None and n not in staying:
+                most = max(most, end - gone + self.sizes.get(n, 0)) if n in summed else most
+                gone += self.sizes.get(n, 0)
+        return most
+
+    def shifted(self, nbytes: int) -> Levels:
+        """Return these `nbytes` higher."""
+        return self._replace(spans=tuple((top + nbytes, end + nbytes, n) for top, end, n in self.spans))
+
+
 def log_backward(
     allocator: Allocator, parameters: Sequence[torch.nn.Parameter], step: Callable[[], Gradients]
-) -> tuple[Gradients, AllocationLog, dict[int, str]]:
-    """Log `step`, which runs a backward and returns gradients; those of `parameters` come last.
-
-    The third result is the argument of `AllocationLog.peak`. A parameter's gradient belongs to the resident bytes, but
-    the new value that is added to it exists until its hook leaves a mark, and counts until then.
-    """
+) -> tuple[Gradients, AllocationLog, Ends]:
+    """Log `step`, which runs a backward and returns gradients; those of `parameters` come last. A hook leaves a mark
+    when one of these is complete."""
     hooks = [p.register_hook(lambda _, n=n: allocator.mark(str(n))) for n, p in enumerate(parameters)]
     try:
         grads, log = allocator.log(step)
@@ -32,24 +89,28 @@ def log_backward(
         for hook in hooks:
             hook.remove()
     fresh = grads[len(grads) - len(parameters) :]
-    ends = {allocator.address(piece): str(n) for n, g in enumerate(fresh) if g is not None for piece in pieces(g)}
-    return grads, log, ends
+    made = [(n, g) for n, g in enumerate(fresh) if g is not None]
+    addresses = {allocator.address(piece): n for n, g in made for piece in pieces(g)}
+    return grads, log, Ends(addresses, frozenset(n for n, g in made if g.layout is not torch.strided))
 
 
 class BackwardBytes(NamedTuple):
     """Bytes of a backward above ā and δ_i.
 
     Attributes:
-        peak: from the start of ``B``.
-        begun: the peak once the outputs are freed; may be negative.
+        levels: once the outputs are freed; may be negative. Several if gradients of other layouts take other bytes.
         staying: the peak if the outputs are not freed.
         places: where the gradient of each input lies; None if there is none.
     """
 
-    peak: int
-    begun: int
+    levels: tuple[Levels, ...]
     staying: int
     places: tuple[GradientPlace | None, ...]
+
+    @property
+    def peak(self) -> int:
+        """The peak from the start of ``B``."""
+        return max(0, *(one.peak() for one in self.levels))
 
 
 def backward_bytes(
@@ -85,10 +146,9 @@ def backward_bytes(
     log = allocator.as_requested(log, [piece for g in grads if g is not None for piece in pieces(g)])
     rest = log.after("backward")
     begun = rest.after("begun")
-    given_back = rest.level() - begun.level()
-    staying = rest.without_release(made).peak(ends)
+    staying = Levels.of(rest.without_release(made), ends).peak()
     places = tuple(_places(allocator, leaves, grads, dict(incoming), untouched))
-    return BackwardBytes(rest.peak(ends), given_back + begun.peak(ends), staying, places)
+    return BackwardBytes((Levels.of(begun, ends, rest.level() - begun.level()),), staying, places)
 
 
 def _places(

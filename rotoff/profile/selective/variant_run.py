@@ -18,7 +18,7 @@ from ...runtime.interpreter import Step
 from ...tensors.recipe import Recipe
 from ...tensors.stage import Behaviour
 from ...tensors.tree import flatten
-from ..memory.backward_memory import Gradients, log_backward
+from ..memory.backward_memory import Gradients, Levels, log_backward
 from ..timing.context import MeasurementContext
 from ..timing.harness import Run, backward, handed_over, ones
 
@@ -84,7 +84,8 @@ class VariantRun:
         live = forward.live()
         saved = sum(kept[ptr] for ptr in live if ptr in kept)
         transient = max(0, forward.peak() - sum(live.values()) - self._carried_bytes)
-        return Form(saved + self._carried_bytes, backward_time, transient, log.after("backward").peak(ends))
+        peak = Levels.of(log.after("backward"), ends).peak()
+        return Form(saved + self._carried_bytes, backward_time, transient, peak)
 
 
 def _plan_of_one(*before: Op) -> ExecutionPlan:

@@ -45,6 +45,7 @@ class PlacedPlan:
     resident: the values that the device holds between steps.
     on_both: those of which the host has a valid copy, too.
     moved: the groups whose parameters are moved within a step.
+    levels: the expected bytes of each operation.
     keep_gradients: the groups whose gradients stay on the device.
     early: parameters that lie on the host between steps and are prefetched when a step begins.
     outside: parameters that stay on the device.
@@ -56,12 +57,17 @@ class PlacedPlan:
     resident: frozenset[Value]
     on_both: frozenset[Value]
     moved: frozenset[int]
-    peak_bytes: int
+    levels: tuple[int, ...] = ()
     keep_gradients: frozenset[int] = frozenset()
     early: frozenset[Value] = frozenset()
     outside: tuple[nn.Parameter, ...] = ()
     during: bool = False
     room: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The expected peak."""
+        return max(self.levels)
 
     @property
     def host_bytes(self) -> int:
@@ -138,12 +144,8 @@ class Placement:
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
         self._hooks = [
-            hook
-            for optimizer in self.optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(_weakly(me[0])),
-                optimizer.register_step_post_hook(_weakly(me[1])),
-            )
+            (one, one.register_step_pre_hook(_weakly(me[0])), one.register_step_post_hook(_weakly(me[1])))
+            for one in self.optimizers
         ]
 
     # -- between steps
@@ -186,6 +188,10 @@ class Placement:
                 ' zero_grad() before, or plan with updates="after"'
             )
         self._step = weakref.ref(step)
+        for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
+            ordered: Any = optimizer  # its hooks are in ordered dictionaries
+            ordered._optimizer_step_pre_hooks.move_to_end(before.id)
+            ordered._optimizer_step_post_hooks.move_to_end(after.id, last=False)
 
     def _follow(self, plan: PlacedPlan, host_bytes: int) -> None:
         new = [
@@ -241,8 +247,9 @@ class Placement:
         self._host.close()
         self._unguard()
         self.show()
-        for hook in self._hooks:
-            hook.remove()
+        for _, *hooks in self._hooks:
+            for hook in hooks:
+                hook.remove()
         for places in self._places.values() if resident else ():
             for tensor in (places.weight, places.gradient, *places.states(self._state(places.parameter))):
                 tensor.rest(resident=True)
