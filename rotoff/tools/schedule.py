@@ -93,7 +93,7 @@ def _read(schedule: Any) -> tuple[list[Any], Order]:
             continue
         if action.computation_type.name not in _KINDS:
             raise OptionError(
-                f"{name} splits the backward ({action}), and rotoff's saved tensors allow only one pass; use {WHOLE}"
+                f"{name} splits the backward ({action}), and each part would make all values again; use {WHOLE}"
             )
         found.append(Task(action.stage_index, _KINDS[action.computation_type.name], action.microbatch_index))
     if not any(task.backward for task in found):
