@@ -145,10 +145,10 @@ def test_parameters_that_stream_both_ways_are_planned_for_what_the_link_does() -
 @pytest.mark.parametrize("with_parameters", [False, True])
 def test_two_halves_of_a_link_are_worth_one_lane(with_parameters: bool) -> None:
     """At half of the rate each, both directions at once do what one lane does after the other."""
-    chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 100) for _ in range(8)), 40.0, 60.0, 10)
+    chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 100) for _ in range(8)), 32.0, 48.0, 10)
     if with_parameters:
         chain = replace(chain, parameters=tuple(ParameterGroup((i,), 50, 50, 100, 0.1, 0.5) for i in range(1, 9)))
-    halves = replace(chain, d2h_bidirectional_bandwidth=20.0, h2d_bidirectional_bandwidth=30.0)
+    halves = replace(chain, d2h_bidirectional_bandwidth=16.0, h2d_bidirectional_bandwidth=24.0)
     limit = min_mem_limit(chain) + 100
     free, busy, one = (
         lower_bound(c, limit, steps=math.inf if with_parameters else 4)

@@ -156,8 +156,8 @@ def refused() -> None:
     found = []
     for one in (plain, wrapped):  # a split backward works, only slowly
         torch.manual_seed(2)
-        output = one(x)
-        given, groups = stage_backward_input((output,), [torch.ones_like(output)], [x], one.parameters())
+        output = one(own := x.detach().requires_grad_())
+        given, groups = stage_backward_input((output,), [torch.ones_like(output)], [own], one.parameters())
         stage_backward_weight(one.parameters(), groups)
         found.append([*given, *(parameter.grad for parameter in one.parameters())])
     say(f"bare: equal {all(map(torch.equal, *found))}")
