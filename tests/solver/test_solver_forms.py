@@ -134,7 +134,7 @@ def test_language_blocks_lose_much_of_their_overhead(mode: str, share: float, mo
     assert with_forms <= most * before
 
 
-@pytest.mark.parametrize("part", [0.25, 0.35])
+@pytest.mark.parametrize("part", [pytest.param(0.25, marks=pytest.mark.slow), 0.35])
 def test_joint_is_as_fast_as_recompute_where_nothing_can_move(part: float) -> None:
     """Bytes need hours on this link, and both are near the bound."""
     chain = replace(with_forms(heterogeneous(11, 70)), d2h_bandwidth=1e3, h2d_bandwidth=1e3)

@@ -146,7 +146,14 @@ def test_a_cut_is_the_best_of_all(stages: int, blocks: int) -> None:
         assert after.input_bytes == before.output_bytes(len(before))
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1F1B", 1), ("GPipe", 1), ("Interleaved1F1B", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        ("1F1B", 1),
+        pytest.param("GPipe", 1, marks=pytest.mark.slow),
+        pytest.param("Interleaved1F1B", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str, chunks: int) -> None:
     pipeline = Pipeline(cut(transformer(8), 4 * chunks), orders(schedule, 4, 8, chunks), ranks_per_link=2, beside=3)
     everything = pipeline.keep_everything()
