@@ -117,8 +117,8 @@ class Step:
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
         self._backward = 0  # stage whose B autograd is running
+        self._task: int | None = None  # autograd's number of the last backward that has used this graph
         self._again = False  # whether this backward leaves a graph that another one may use
-        self._rests = False  # whether a backward has ended and left such a graph
         self._closed = False
         self._failed = False
         self._span: record_function | None = None  # of the running operation, if a profiler is active
@@ -384,15 +384,18 @@ class Step:
 
     def advance_to(self, i: int) -> None:
         """Run all operations before ``B i``, which autograd then runs."""
-        if self._backward == i and not self._closed:
+        task = torch._C._current_graph_task_id()
+        if self._backward == i and self._task == task and not self._closed:
             return
-        if self._closed or i > self._last:
+        if self._closed or (self._placement is not None and self._task not in (None, task)):
             raise ExecutionError(self._why if self._failed else AGAIN)
         if torch.is_grad_enabled():
             raise ExecutionError(TWICE)
+        if self._task != task:
+            self._begin_pass(task)
+        if i > self._last:
+            raise ExecutionError(AGAIN)
         try:
-            if not self._backward:
-                self._begin_pass()
             while True:
                 self._end_backward()
                 while (op := self._plan.sequence.ops[self._next]).kind is not OpKind.B or op.stage > self._last:
@@ -414,31 +417,36 @@ class Step:
             self._give_up()
             raise
 
-    def _begin_pass(self) -> None:
-        """Autograd has begun a backward. If an earlier one has used the graph, all values are made again."""
-        Variable._execution_engine.queue_callback(self._end_pass)
-        self._again = self._placement is None and torch._C._autograd._get_current_graph_task_keep_graph()
-        if self._rests:
-            self._rests = False
+    def _begin_pass(self, task: int) -> None:
+        """Autograd has begun backward `task`. If an earlier one has used the graph, all values are made again."""
+        if self._task is not None:
+            self._rest()  # an error of the caller's may have stopped the earlier one
             self._link = None if self._take is None else self._take()
             self._held = HeldValues(self._link)
             self._held[a(0)] = Held((a(0), "input"), [])
+        Variable._execution_engine.queue_callback(self._end_pass)
+        self._task = task
+        self._again = self._placement is None and torch._C._autograd._get_current_graph_task_keep_graph()
 
     def _end_pass(self) -> None:
         """Autograd has ended a backward. Where another one may follow, only the values are released."""
         if self._placement is not None or not (self._again or any(run.has_graph() for run in self._runs.values())):
             self.close()
         elif not self._closed:
-            self._release(complete=self._backward == 1)
-            for run in self._runs.values():
-                run.pause()
-            self._rests, self._next, self._backward, self._last = True, 0, 0, max(self._runs)
+            self._rest()
+
+    def _rest(self) -> None:
+        """Release the values, but not the graph."""
+        self._release(complete=self._backward == 1)
+        for run in self._runs.values():
+            run.pause()
+        self._next, self._backward, self._last = 0, 0, max(self._runs)
 
     def _begin_backward(self, op: Op) -> None:
         i, index = op.stage, self._next
         self._next += 1
         self._backward = i
-        self._runs[i].in_backward, self._runs[i].frees = True, self._again
+        self._runs[i].task, self._runs[i].frees = self._task, self._again
         self._held.touch(op, [abar(i), self._held.input_of(i)], [])
         if i < self._last:
             self._held.consume(abar(i))
@@ -470,7 +478,7 @@ class Step:
     @property
     def closed(self) -> bool:
         """Whether the backward has run or the step was aborted."""
-        return self._closed or self._rests
+        return self._closed or (self._task is not None and not self._backward)
 
     def abandon(self) -> None:
         """Abort this step, because another step or an update of the parameters begins."""

@@ -34,6 +34,9 @@ BESIDE = (
 )
 
 
+current_task = torch._C._current_graph_task_id  # -1 outside of a backward
+
+
 class InputRef(NamedTuple):
     """A saved view of the stage's input, looked up when the backward reads it."""
 
@@ -82,7 +85,7 @@ class Backward(Protocol):
 class StageRun:
     """State of stage i in a step, from its first forward to its backward.
 
-    in_backward: whether its ``B`` runs, so that its saved tensors may be read. frees: whether a slot is emptied when it
+    task: autograd's number of the backward in which its ``B`` runs, so that its saved tensors may be read. frees: whether a slot is emptied when it
     has been read, because autograd keeps the graph. brought: by storage, the parameters that
     the plan moved to the device for its first run. recipe: of the smaller form in which ā exists, if any. stored: by
     number, the slots that this form stores, held here in case the graph releases them. kept: by number, outputs in skip
@@ -92,7 +95,8 @@ class StageRun:
         tape: records the calls. requires_grad: of each input tensor. replay: restores random numbers and buffers.
     """
 
-    in_backward = frees = False
+    task: int | None = None
+    frees = False
     recipe: Recipe | None = None
     own: Sequence[bool] = ()
     _open_hooks: saved_tensors_hooks | None = None
@@ -134,7 +138,7 @@ class StageRun:
 
     def pause(self) -> None:
         """End a backward; another one through the same graph may follow."""
-        self.in_backward = False
+        self.task = None
         self.stored.clear()
         for ref in self._slots:
             if ref is not None and (slot := ref()) is not None:
@@ -199,7 +203,7 @@ class StageRun:
             return InputRef(place, None if view == whole[place] else view)
 
         def unpack(packed: Packed) -> torch.Tensor:
-            if self.in_backward and type(packed) is Slot and not self.frees:
+            if type(packed) is Slot and not self.frees and self.task == current_task():
                 tensor = packed.tensor
                 if tensor is not None and tensor._version == packed.version:
                     return tensor
@@ -232,8 +236,8 @@ class StageRun:
 
     def _read(self, packed: Packed, step: Backward) -> torch.Tensor:
         """Return the tensor that autograd saved as `packed`."""
-        if not self.in_backward:
-            if torch._C._current_graph_task_id() == -1:
+        if self.task != (task := current_task()):
+            if task == -1:
                 raise ExecutionError(
                     f"what stage {self.tape.name!r} saved can only be read by its backward under rotoff"
                 )

@@ -12,6 +12,7 @@ from allocated import live_bytes, peak_bytes
 from models import ALL, fresh, plain, same, train
 from planned_steps import smallest, step_peak, with_sequence
 from random_programs import random_sequence
+from torch import nn
 
 import rotoff
 from rotoff.runtime import interpreter, stage_tape
@@ -167,6 +168,45 @@ def test_another_backward_without_retain_graph_and_a_double_one_are_refused_in_a
         output.backward()
     with pytest.raises(rotoff.ExecutionError, match="create_graph"):
         torch.autograd.grad(wrapped(batch()).sum(), list(wrapped.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize("name", ["residual", "convolutional"])
+def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_the_plain_model(
+    name: str, mode: str
+) -> None:
+    """Whichever stage the error stopped it in, twice in a row; without retain_graph, the next is refused."""
+
+    def gradients(run: nn.Module, at: int, retain: bool = True) -> list[torch.Tensor]:
+        left = [2]
+
+        def stop(gradient: torch.Tensor) -> None:
+            left[0] -= 1
+            if left[0] >= 0:
+                raise KeyError("of the caller")
+
+        handle = model[at].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+        torch.manual_seed(1)
+        output = run(batch()).sum()
+        handle.remove()
+        for _ in range(2):
+            with pytest.raises(KeyError, match="of the caller"):
+                output.backward(retain_graph=retain)
+        output.backward(retain_graph=True)
+        output.backward()
+        return [p.grad for p in run.parameters()]
+
+    for at in range(len(fresh(name)[0])):
+        model, batch = fresh(name)
+        expected = gradients(model, at)
+        model, batch = fresh(name)
+        wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+        wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+        assert same(gradients(wrapped, at), expected), at
+        if at < len(model) - 1:
+            with pytest.raises((rotoff.ExecutionError, RuntimeError, AssertionError), match="retain_graph"):
+                gradients(wrapped, at, retain=False)
+        wrapped.close()
 
 
 @pytest.mark.parametrize("name", sorted({*ALL} - {"stateful"}))  # whose graph keeps what no hook sees
