@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -83,6 +84,22 @@ class Course:
     def rows(self) -> tuple[tuple[Any, ...], ...]:
         """The calls without what they read, as plain tuples, which Python takes apart faster; and one that follows."""
         return *(tuple(call)[:-1] for call in self.calls), (None, OUTSIDE, (), (), False)
+
+    @cached_property
+    def entry_rows(self) -> tuple[tuple[Any, int, bool], ...]:
+        """The calls of modules in order: the module, the call that comes next (-1 if the module is called as a whole),
+        and whether this call belongs to another stage than the one before it. And one that follows."""
+        stages = list(accumulate((call.stage for call in self.calls), lambda last, stage: stage or last, initial=1))
+        found: list[tuple[Any, int, bool]] = []
+        for (module, _), k in self.entries.items():
+            whole = module is None or module in self.whole or compiled(module)
+            found.append((module, -1 if whole else k, k < len(self.calls) and stages[k + 1] != stages[k]))
+        return *found, (None, -1, False)
+
+    @cached_property
+    def order(self) -> dict[Entry, int]:
+        """The place of each call of a module among `entries`."""
+        return {entry: n for n, entry in enumerate(self.entries)}
 
     @cached_property
     def starts(self) -> dict[int, int]:

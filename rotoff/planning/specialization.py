@@ -19,9 +19,9 @@ from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
 from ..profile.measure import Progress
 from ..profile.optimizer_probe import UpdateCosts
-from ..runtime.interpreter import Step
 from ..runtime.links.pool import LinkPool
 from ..runtime.replay import ReplayState
+from ..runtime.step import Step
 from ..runtime.taped_forward import TapedForward
 from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.rng import Generators

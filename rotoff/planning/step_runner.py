@@ -19,11 +19,11 @@ from ..capture.sharding import gathers
 from ..capture.unrepeatable import compiled
 from ..errors import OptionError
 from ..runtime.execution_plan import ExecutionPlan
-from ..runtime.interpreter import Step
 from ..runtime.links.base import Link
 from ..runtime.links.pool import LinkPool, new_link
 from ..runtime.memory_check import MemoryChecker
 from ..runtime.placed.placement import Placement
+from ..runtime.step import Step
 from ..runtime.step_times import Recording, StepTimes
 from ..tensors.storage import block_bytes
 from ..tensors.tree import leaves

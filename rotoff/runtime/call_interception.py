@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,29 +38,24 @@ def following(live: LiveForward) -> Iterator[None]:
         _FOLLOWED.live = before
 
 
-def _rotoff_called(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    live = _FOLLOWED.live
-    if live is None or live.inside:
-        return _own_call(module, *args, **kwargs)
-    return live.called(_own_call, module, *args, **kwargs)
-
-
 def as_call_of(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Return `run()`, which the present `LiveForward` sees as a call of `module`."""
     live = _FOLLOWED.live
-    return run() if live is None else live.called(lambda _: run(), module)
+    return run() if live is None else live.called(module, (), {}, run)
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return _rotoff_called(self, args, kwargs)
+    live = _rotoff_followed.live  # type: ignore[name-defined]  # noqa: F821
+    if live is None or live.inside:
+        return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
+    return live.called(self, args, kwargs)
 
 
 # This replaces the code of ``nn.Module.__call__``, not the attribute. When the attribute is set, Python visits all
 # subclasses, which takes a millisecond, and clears their method caches; from 3.13 on it stops caching after a thousand
 # times.
 _CALL: Any = vars(nn.Module)["_wrapped_call_impl"]
-_own_call = FunctionType(_CALL.__code__, _CALL.__globals__)
-_CALL.__globals__[_rotoff_called.__name__] = _rotoff_called
+_CALL.__globals__["_rotoff_followed"] = _FOLLOWED
 
 
 def _apply(apply: Any) -> Any:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Container
 from functools import cache, lru_cache
 
 import torch
 
+from ..capture.collectives import several_processes
 from ..tensors.storage import local
+from .stage_tape import TAG, Var
+
+LETTING_GO = 0.2  # seconds
 
 
 def key_of(tensor: torch.Tensor) -> int:
     """Return a key that identifies the tensor's storage; the tensor's id if it has none."""
     try:
-        return local(tensor).untyped_storage()._cdata
+        return (tensor if type(tensor) is torch.Tensor else local(tensor)).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return id(tensor)
 
@@ -50,3 +56,65 @@ def _number(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     room = torch.frombuffer(bytearray(dtype.itemsize), dtype=torch.uint8)  # Python's own: no step is charged for it
     number = (room if device.type == "cpu" else room.to(device)).view(dtype)[0]
     return number.fill_(value).detach()
+
+
+class Frames:
+    """The tensors that one forward makes: the frames of the model's own code may hold them.
+
+    every: all of them. resident: storages from before the stages, by key.
+    """
+
+    def __init__(self, resident: Container[int]) -> None:
+        self.every: list[Var] = []
+        self._hollowed: list[Var] = []
+        self._resident = resident
+
+    def hollow(self, var: Var) -> None:
+        """Free the bytes of a tensor that a frame may still hold."""
+        tensor = var()
+        if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
+            return
+        if tensor.requires_grad and tensor.is_leaf:  # the graph holds it, since it is to get a gradient
+            return
+        base = tensor._base
+        if base is not None:  # the graph of a view holds it
+            known = vars(base).get(TAG)
+            if (known is None or known.gone) and key_of(base) not in self._resident:
+                empty(base)
+        empty(tensor)
+        var.hollow = var.gone = True
+        self._hollowed.append(var)
+
+    def fill(self, var: Var, content: torch.Tensor) -> None:
+        """Make `content` the bytes of a tensor."""
+        tensor = var()
+        if tensor is not None:
+            if var.hollow or key_of(tensor) != key_of(content):
+                tensor.data = content
+            if tensor._base is None:  # if it is the base of views, its bytes are no longer only for them
+                var.gone = False
+        var.hollow = False
+
+    def held(self) -> list[Var]:
+        """Return, at the end of the forward, the hollow tensors that something still holds."""
+        self.every = [var for var in self.every if var() is not None]
+        for var in self.every:
+            tensor = var()
+            if tensor is not None and not var.gone and tensor._base is not None:  # its base shares its bytes
+                whole_base(tensor)
+                if (known := vars(tensor._base).get(TAG)) is not None:
+                    known.hollow = False
+        if several_processes():  # the thread of a collective lets go of its tensors a moment after it has ended
+            end = time.monotonic() + LETTING_GO
+            while any(var.hollow and var() is not None for var in self._hollowed) and time.monotonic() < end:
+                time.sleep(1e-4)
+        return list(dict.fromkeys(var for var in self._hollowed if var.hollow and var() is not None))
+
+    def forget(self) -> None:
+        """Remove this forward's marks from all tensors that are left."""
+        for var in self.every:
+            if (tensor := var()) is not None:
+                whole_base(tensor)
+                vars(tensor).pop(TAG, None)
+                vars(tensor).pop(GEOMETRY, None)
+        self.every.clear()

@@ -12,7 +12,6 @@ that differs belong to the open stage. If a call reads a hollow tensor after all
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -20,21 +19,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..capture.collectives import several_processes
 from ..capture.course import OUTSIDE, Course
-from ..capture.places import Places, is_exact
-from ..capture.tape import name_of
 from ..capture.unrepeatable import compiled
 from ..tensors.autocast import Autocast
 from ..tensors.convolutions import Algorithms, forward_by
-from ..tensors.eager_mode import EagerFunctionMode, without
+from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
-from .hollowing import GEOMETRY, empty, key_of, whole_base
+from .hollowing import Frames
+from .on_course import UNEXPECTED, OnCourse
 from .placed.lending import Lender
 from .reads import Reads, is_among
-from .stage_tape import NESTED, TAG, VALUES, Around, Seeded, StageTape, Var, replaced, tensors_in, tensors_of
-from .torch_calls import KNOWN, Known, find, same_call
+from .stage_tape import NESTED, TAG, VALUES, Around, Origin, Seeded, StageTape, Var, replaced, tensors_in, tensors_of
+from .torch_calls import KNOWN, Known, find
 
 
 class Stages(Protocol):
@@ -47,16 +44,13 @@ class Stages(Protocol):
         """Return the contents of hollow tensors."""
 
 
-_Before = tuple[Sequence[int], Sequence[Tensor], bool]  # versions, tensors that will change, whether it draws
-
 RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
 NOTHING_EXPECTED = Course()
-LETTING_GO = 0.2  # seconds
 _ITER = Tensor.__iter__
 is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 
-class LiveForward(EagerFunctionMode):
+class LiveForward(OnCourse):
     """Follows one forward of the model.
 
     Attributes:
@@ -65,13 +59,10 @@ class LiveForward(EagerFunctionMode):
         entered: the input tensors of the open stage.
         seen: whether a replay will save again what autograd saves now.
         dead: whether the course expects nobody to need the result of the present call.
-        saved, saved_shapes: the tensors that autograd saved in the open stage.
-        on_course: whether the last call was an expected one.
-        as_measured: whether the open stage has made exactly the expected calls so far.
-        astray: a hash of all deviations from the course; None if there were none.
-        unknown: whether calls were made that the course does not contain; False if calls were only left out.
+        saved: for each tensor that autograd saved in the open stage, as of `StageRun`.
         inside: whether calls run without being recorded.
         reads: which tensors from before the stages the calls read and change.
+        frames: the tensors that the calls make.
         kept_more: whether something still held a hollow tensor when the forward ended.
         fills: whether such tensors are filled again; False if the stages' modules are run one by one.
     """
@@ -81,73 +72,56 @@ class LiveForward(EagerFunctionMode):
     def __init__(
         self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]
     ) -> None:
-        super().__init__()
+        super().__init__(course or NOTHING_EXPECTED)
         self.tape = StageTape("")
         self.outside = StageTape("masks and tables")
         self.fills = course is not None
-        course = course or NOTHING_EXPECTED
-        self.reads = Reads(course.storages)
+        self.reads = Reads(self.course.storages)
+        self.frames = Frames(self.reads.resident)
         self.entered: set[Var] = set()
         self.autocast_before: Autocast | None = None  # when the stage began; None if it was off
         self.seen = self.dead = False
         self.saved: list[Any] = []
-        self.saved_shapes: list[Any] = []
-        self.on_course = self.as_measured = True
-        self.astray: int | None = None
-        self.unknown = False
-        self._places = Places()
-        self._skipped: list[int] = []  # tensors whose last uses were in calls that the forward left out
         self.kept_more = False
         self.algorithms: Algorithms | None = None  # of convolutions
-        self.opaque_stages = course.opaque_stages
-        self._whole = course.whole
         self.instead: dict[Var, torch.Tensor] = {}  # the tensor that calls get in place of a stage's input
         self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
         self.lender: Lender | None = None  # lends other parameters from the host
-        self._course = course
-        self._token = object()  # identifies this forward in its `Var`s
+        self._token = object()  # identifies this forward
+        self._origin: Origin = (self._token, OUTSIDE)  # of what the open stage makes
+        self._outside: Origin = self._origin
         self._stages = stages
         self._generators = generators
         self._drawn: tuple[object, ...] | None = None  # mark of the generators after the stage's last random call
         self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
-        self._stage = OUTSIDE
-        self._position = 0
-        self._calls, self._count, self._held = course.calls, len(course.calls), course.held
-        self._rows = course.rows
-        self._numbered: dict[int, Var] = {}
-        self._dying: tuple[int, ...] = ()
-        self._hollowed: list[Var] = []
-        self._vars: list[Var] = []
         self.inside = False
-        self._unusual = False  # whether every call in the open stage needs `_before` and `_after`
-        self._within = int(course is NOTHING_EXPECTED)  # depth of calls of modules that the course has as one call
+        self._unusual = False  # whether every call in the open stage goes through `_carefully`
+        self._within = int(self.course is NOTHING_EXPECTED)
         self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
         for tensor in given:
             self.reads.note_resident(tensor)
-            self._tag(tensor, OUTSIDE).stays = True
+            self._tag(tensor, self._outside).stays = True
 
     # -- stages
 
     def begin_stage(self, stage: int, tape: StageTape, begun: Callable[[], tuple[object, ...]]) -> None:
         """Open a stage; `begun` returns the mark of the generators at its start."""
-        self._stage = stage
+        self._stage, self._origin = stage, (self._token, stage)
         self._drawn, self._begun = None, begun
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
-        self._unusual = bool(
-            self.instead or self.brought or self.lender or self.reads.changing or self.algorithms is not None
-        )
+        self._unusual = bool(self.instead or self.brought or self.lender or self.algorithms is not None)
         for copy in self.brought.values():
             if vars(copy).pop(TAG, None) is not None:  # another stage's
                 setattr(copy, RETURNED, True)
         # what belongs to no stage may come first
-        start = self._course.starts.get(stage, self._position)
-        between = {call.stage for call in self._calls[self._position : start]}
+        start = self.course.starts.get(stage, self._position)
+        between = {row[1] for row in self._rows[self._position : start]}
         self.as_measured = self._position <= start and between <= {OUTSIDE}
         if self._skipped:
             skipped, self._skipped = self._skipped, []
-            self._dying = tuple([n for n in skipped if self._numbered.get(n) not in self.entered])
+            self._dying = [n for n in skipped if self._numbered.get(n) not in self.entered]
             self._let_go_all()
 
     def has_returned(self, copy: torch.Tensor) -> bool:
@@ -157,9 +131,9 @@ class LiveForward(EagerFunctionMode):
     def crossing(self, stage: int) -> list[tuple[Var, int]]:
         """Return the tensors that enter the stage after `stage`, and their places among its measured outputs."""
         found: dict[Var, int] = {}
-        numbers = list(self._course.crossing[stage - 1])
-        if self._position > self._course.starts.get(stage + 1, self._position):  # what its first calls would have made
-            numbers += [(n, -1) for n, _ in self._course.alive(self._position)]
+        numbers = list(self.course.crossing[stage - 1])
+        if self._position > self.course.starts.get(stage + 1, self._position):  # what its first calls would have made
+            numbers += [(n, -1) for n, _ in self.course.alive(self._position)]
         for n, at in numbers:
             var = self._numbered.get(n)
             if var is not None and (var.stage == self._stage or var in self.entered):
@@ -167,70 +141,29 @@ class LiveForward(EagerFunctionMode):
         for var in found:
             if var.hollow:
                 self._refill([var])
-        return [(var, at) for var, at in found.items() if var.tensor() is not None]
+        return [(var, at) for var, at in found.items() if var() is not None]
 
-    def made_by(self, stage: int) -> dict[Var, int]:
-        """Return the tensors that the course expects as outputs of `stage`, and their places among these."""
-        found = [(self._numbered.get(n), at) for n, at in self._course.crossing[stage - 1]]
-        return {var: at for var, at in found if var is not None}
-
-    def handed(self, outputs: list[torch.Tensor]) -> list[tuple[Var, int]]:
+    def handed(self, outputs: Sequence[torch.Tensor]) -> list[tuple[Var, int]]:
         """Return those of a stage's `outputs` that were made in a stage, and their places."""
         found: dict[Var, int] = {}
         for at, tensor in enumerate(outputs):
-            var = vars(tensor).get(TAG)
-            if var is not None and var.step is self._token and var.stage != OUTSIDE:
+            var = self._known(tensor)
+            if var is not None and var.stage != OUTSIDE:
                 found.setdefault(var, at)
         return list(found.items())
-
-    def hollow(self, var: Var) -> None:
-        """Free the bytes of a tensor that the model's code may still hold."""
-        tensor = var.tensor()
-        if tensor is None or var.stays or var.hollow or tensor.is_conj() or tensor.is_neg():
-            return
-        if tensor.requires_grad and tensor.is_leaf:  # the graph holds it, since it is to get a gradient
-            return
-        base = tensor._base
-        if base is not None:  # the graph of a view holds it
-            known = vars(base).get(TAG)
-            if (known is None or known.gone) and key_of(base) not in self.reads.resident:
-                empty(base)
-        empty(tensor)
-        var.hollow = var.gone = True
-        self._hollowed.append(var)
-
-    def fill(self, var: Var, content: torch.Tensor) -> None:
-        """Make `content` the bytes of a tensor."""
-        tensor = var.tensor()
-        if tensor is not None and (var.hollow or key_of(tensor) != key_of(content)):
-            tensor.data = content
-        var.hollow = False
-        _has_its_own(var)
 
     def finish(self) -> None:
         """End the forward: fill the hollow tensors that something still holds."""
         self._dying, self.instead = (), {}  # a view holds its base
-        if self._position < self._count:
-            self._skip_to(self._count)
-        self._vars = [var for var in self._vars if var.tensor() is not None]
-        for var in self._vars:
-            tensor = var.tensor()
-            if tensor is not None and not var.gone and tensor._base is not None:  # its base shares its bytes
-                whole_base(tensor)
-                if (known := vars(tensor._base).get(TAG)) is not None:
-                    known.hollow = False
-        if several_processes():  # the thread of a collective lets go of its tensors a moment after it has ended
-            end = time.monotonic() + LETTING_GO
-            while any(var.hollow and var.tensor() is not None for var in self._hollowed) and time.monotonic() < end:
-                time.sleep(1e-4)
-        held = list(dict.fromkeys(var for var in self._hollowed if var.hollow and var.tensor() is not None))
+        if self._position < len(self.course.calls):
+            self._skip_to(len(self.course.calls))
+        held = self.frames.held()
         self.kept_more = bool(held)
         self._refill(held)
 
     def results(self, result: Any, stage: int) -> list[tuple[Var, int]]:
         """Return the tensors in `result` that the last `stage` made."""
-        found = dict.fromkeys(vars(tensor).get(TAG) for tensor in tensors_of(result))
-        return [(var, -1) for var in found if var is not None and var.stage == stage]
+        return [(var, -1) for var, _ in self.handed(tensors_of(result)) if var.stage == stage]
 
     def forget(self) -> None:
         """Remove this forward's marks from all tensors that are left."""
@@ -238,21 +171,27 @@ class LiveForward(EagerFunctionMode):
         self.reads.forget()
         self._aliases, self.reads = {}, Reads({})  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
-        for var in self._vars:
-            if (tensor := var.tensor()) is not None:
-                whole_base(tensor)
-                vars(tensor).pop(TAG, None)
-                vars(tensor).pop(GEOMETRY, None)
+        self.frames.forget()
 
     def _refill(self, every: Sequence[Var]) -> None:
-        held = [(var, tensor) for var in every if (tensor := var.tensor()) is not None]
+        held = [(var, tensor) for var in every if (tensor := var()) is not None]
         if not held:
             return
         self.on_course = self.as_measured = False
-        for (var, tensor), content in zip(held, self._stages.restore([var for var, _ in held]), strict=True):
-            tensor.data = content
-            var.hollow, var.stays = False, True
-            _has_its_own(var)
+        for (var, _), content in zip(held, self._stages.restore([var for var, _ in held]), strict=True):
+            self.frames.fill(var, content)
+            var.stays = True
+
+    def _let_go_all(self) -> None:
+        """Hollow the tensors that no later call needs."""
+        numbers, self._dying = self._dying, ()
+        for number in numbers:
+            if (var := self._numbered.pop(number, None)) is not None and var() is not None:
+                self._let_go(var)
+
+    def _let_go(self, var: Var) -> None:
+        if self.astray is None or var not in self._numbered.values():  # it may also have the number of another
+            self.frames.hollow(var)
 
     # -- calls
 
@@ -272,113 +211,92 @@ class LiveForward(EagerFunctionMode):
                 function = known.instead
         self.inside = True  # if a wrapper called this, the mode is still active
         try:
-            return self._followed(function, known, args, kwargs)
+            row = self._rows[self._position]
+            if row[0] is not function or self._within or not self.on_course:
+                row = self._expected(function, args, kwargs)
+            if self._dying and row is not UNEXPECTED:
+                self._let_go_all()
+            if row[1] != self._stage and row[1]:
+                self._stages.enter(row[1])
+            return self._followed(function, known, args, kwargs, row)
         finally:
             self.inside = False
 
     def _followed(
-        self, function: Callable[..., Any], known: Known, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], row: tuple[Any, ...]
     ) -> Any:
-        """Run and record a call. One long function for speed: what only few calls need is in other functions."""
-        k, token, reads = self._position, self._token, self.reads
-        if self._within:
-            k = -1
-        elif not self.on_course or self._rows[k][0] is not function:
-            k = self._expected_at(function, args, kwargs)
-        stage, numbers, dead = self._stage, None, False
-        if k >= 0:
-            for number in self._dying:
-                if (old := self._numbered.pop(number, None)) is not None and old.tensor() is not None:
-                    self._let_go(old)
-            _, stage, numbers, last_uses, dead = self._rows[k]
-            if stage != self._stage and stage != OUTSIDE:
-                self._stages.enter(stage)
-        if reads.pending:
-            reads.pending = []
-        foreign: list[Tensor] = []  # those that the open stage has not made
-        named = []
-        for one in args:
+        """Run and record a call. What only few calls need is in other functions."""
+        _, stage, numbers, last_uses, dead = row
+        if stage is None:
+            stage = self._stage
+        origin, tape, reads = (
+            (self._origin, self.tape, self.reads) if stage else (self._outside, self.outside, self.reads)
+        )
+        foreign: list[Tensor] = []  # those that the open stage has not made, but for parameters
+        named, saved, constants = list(args), len(self.saved), len(tape.constants)
+        for n, one in enumerate(args):
             kind = type(one)
-            if (
-                kind is Tensor
-                and (var := one.__dict__.get(TAG)) is not None
-                and var.step is token
-                and var.stage == stage != OUTSIDE
-                and not (var.hollow or var.dead)
-            ):  # made by the open stage, and not hollow
-                named.append(var)
-            elif kind in VALUES:
-                named.append(one)
-            else:
-                named.append(self._reference(foreign, stage, one))
+            if kind is Tensor and (var := one.__dict__.get(TAG)) is not None and var.origin is origin and stage:
+                named[n] = var
+                if var.hollow or var.dead:
+                    self._reference(foreign, stage, one)
+            elif kind not in VALUES:
+                named[n] = self._reference(foreign, stage, one)
         named_kwargs = kwargs and {n: self._reference(foreign, stage, one) for n, one in kwargs.items()}
-        written: Sequence[Tensor] = ()
-        careful = not known.ordinary or self._unusual or (kwargs and "out" in kwargs)
-        if careful:
-            given = tensors_in(args, kwargs)
-            args, kwargs, before = self._before(function, known, args, kwargs, given, stage)
-        grad, saved = is_grad_enabled(), len(self.saved)
+        careful = self._unusual or not known.ordinary or (kwargs and "out" in kwargs)
+        grad, written = is_grad_enabled(), False
         self.seen, self.dead = stage != OUTSIDE, dead
         try:
-            result = self._run(function, args, kwargs) if careful or self.timed else function(*args, **kwargs)
+            if not careful and not (foreign and reads.changing and reads.are_changing(foreign)):
+                result = self._run(function, args, kwargs) if self.timed else function(*args, **kwargs)
+            else:
+                result, written = self._carefully(function, known, args, kwargs, stage)
         except BaseException:
-            del self.saved[saved:], self.saved_shapes[saved:]  # the model may catch the error and go on
+            del self.saved[saved:]  # the model may catch the error and go on
+            tape.forget_since(constants)
             raise
         finally:
             self.seen = False
-        if careful:
-            result, written = self._after(known, result, given, before)
-        if (
-            type(result) is Tensor
-            and TAG not in (attributes := result.__dict__)
-            and not (foreign and is_among(result, foreign))
-        ):
-            var = attributes[TAG] = Var(token, stage, result)
-            self._vars.append(var)
+        if type(result) is Tensor and TAG not in result.__dict__ and not (foreign and is_among(result, foreign)):
+            var = result.__dict__[TAG] = Var(result)
+            var.origin = origin
+            self.frames.every.append(var)
             made: Sequence[Var | None] = (var,)
         else:
-            made, new = self._made(tensors_of(result), given if careful else tensors_in(args, kwargs), stage)
-            var = made[0] if made else None
+            var = None
+            made, new = self._made(tensors_of(result), tensors_in(args, kwargs), origin)
             if not written and not new:
+                tape.forget_since(constants)
                 return result  # a query, or no work: x.to(x.dtype)
-        if not self._within:
-            if numbers is not None and len(made) == len(numbers):
-                if len(numbers) == 1 and var is not None and numbers[0] is not None:
-                    self._numbered[numbers[0]] = var
-                    var.stays = var.stays or numbers[0] in self._held
-                elif numbers:
-                    self._number(numbers, made)
-                self._position, self._dying = k + 1, last_uses
-            else:
-                self._leave_course(function)
-            self._places.calls.append(function)
-        if foreign and reads.pending and not written:
-            reads.note()
-        if dead:
-            self.tape.needs_dead |= bool(written)  # other calls may read what this one changed
-            for one in made:
-                if one is not None:
-                    one.dead, one.stays = True, one.stays or stage == OUTSIDE
-            if stage == OUTSIDE:  # no replay makes it
-                return result
+        if var is not None and numbers is not None and len(numbers) == 1 and (number := numbers[0]) not in self._held:
+            if number is not None:
+                self._numbered[number] = var
+            self._position, self._dying = self._position + 1, last_uses
+            self._log.append(function)
+        elif not self._within:
+            self._made_next(numbers, made, function)
+        if dead and self._made_for_nothing(made, stage, written):
+            return result
         around = None
-        if not grad or is_any_autocast_enabled() or self.autocast_before or known.attention:
+        if not grad or self.autocast_before or known.attention or is_any_autocast_enabled():
             around = Around.of(grad, self.autocast_before, known.attention)
-        tape = self.outside if stage == OUTSIDE else self.tape
         tape.calls.append((function, named, named_kwargs, made, around, dead))
         return result
 
-    def _before(
-        self,
-        function: Any,
-        known: Known,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        given: list[Tensor],
-        stage: int,
-    ) -> tuple[tuple[Any, ...], dict[str, Any], _Before]:
-        """Prepare a call that may change tensors, draw random numbers or get other tensors than the model's own.
-        Returns the arguments to use, and what `_after` needs."""
+    def _made_for_nothing(self, made: Sequence[Var | None], stage: int, written: bool) -> bool:
+        """Note that a dead call has made tensors; returns whether no replay makes them."""
+        self.tape.needs_dead |= written  # other calls may read what this one changed
+        for one in made:
+            if one is not None:
+                one.dead, one.stays = True, one.stays or stage == OUTSIDE
+        return stage == OUTSIDE
+
+    def _carefully(
+        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int
+    ) -> tuple[Any, bool]:
+        """Run a call that may change tensors, draw random numbers or get other tensors than the model's own. Returns
+        its result, and whether it has changed anything."""
+        given = tensors_in(args, kwargs)
         if self.instead or self.brought or self.lender:
             if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
                 self.lender.lend(function.parameters())
@@ -390,18 +308,14 @@ class LiveForward(EagerFunctionMode):
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))
-        return args, kwargs, (versions, written, draws)
-
-    def _after(self, known: Known, result: Any, given: list[Tensor], before: _Before) -> tuple[Any, Sequence[Tensor]]:
-        """Return the result of a call that `_before` has prepared, and all tensors that the call has changed."""
-        versions, written, draws = before
+        result = self._run(function, args, kwargs)
         if versions and versions != versions_of(given):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
         if (self.instead or self.brought) and not written:
             result = self._unaliased(result, given)
-        return result, written
+        return result, bool(written)
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:
@@ -417,130 +331,89 @@ class LiveForward(EagerFunctionMode):
         with forward_by(self.algorithms):
             return function(*args, **kwargs)
 
-    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``nn.Module.__call__``."""
-        if self._within or module not in self._course.modules:
-            return self._enter(original, module, args, kwargs)
-        entry = self._places.enter(module)
-        try:
-            k = self._course.entries.get(entry, -1)
-            if k > self._position or (k == self._position and not self.on_course):
-                self._skip_to(k)
-            elif k == self._position and k < self._count and self._calls[k].stage not in (OUTSIDE, self._stage):
-                self._begin_at(k)
-            return self._enter(original, module, args, kwargs)
-        finally:
-            self._places.leave()
-
-    def _enter(
-        self, original: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
     ) -> Any:
+        """Replaces the call of a module. run: called instead of the module's own code, if given."""
+        row, compiled_call = self._entries[self._next_entry], module._compiled_call_impl
+        own = run or compiled_call or module._call_impl
+        if row[0] is module and row[1] == self._position and self.on_course and not (self._within or compiled_call):
+            self._next_entry += 1
+            self._log.append(row)
+            try:
+                if row[2]:
+                    self._begin_next()
+                return own(*args, **kwargs)
+            finally:
+                self._log.append(None)
+        if self._within or module not in self.course.modules:
+            return self._enter(own, module, args, kwargs)
+        try:
+            if self._enter_module(module):
+                self._begin_next()
+            return self._enter(own, module, args, kwargs)
+        finally:
+            self._log.append(None)
+
+    def _enter(self, own: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._is_whole(module):
-            return original(module, *args, **kwargs)
+            return own(*args, **kwargs)
         if self._is_opaque(module):
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
             return self.call(module, args, kwargs)
-        k = self._position
-        expected = self.on_course and not self._within and k < self._count and self._calls[k].function is module
+        row = self._rows[self._position]
+        expected = self.on_course and not self._within and row[0] is module
         if expected:
-            self._begin_at(k)
+            self._begin_next()
         self._within += 1
         try:
-            result = original(module, *args, **kwargs)
+            result = own(*args, **kwargs)
         finally:
             self._within -= 1
-        self._places.calls.append(module)
         if expected:
-            outputs, numbers = tensors_of(result), self._calls[k].outputs
-            if len(outputs) == len(numbers):
-                made, _ = self._made(outputs, (), self._stage)
-                self._number(numbers, made)
-                self._position, self._dying = k + 1, self._calls[k].last_uses
-            else:
-                self._leave_course(module)
+            made, _ = self._made(tensors_of(result), (), self._origin)
+            self._made_next(row[2], made, module)
+        else:
+            self._log.append(module)
         return result
 
-    def _begin_at(self, k: int) -> None:
-        """Prepare for call `k` of the course, which may begin another stage."""
+    def _begin_next(self) -> None:
+        """Prepare for the next call of the course, which may begin another stage."""
         self.inside = True
         self._let_go_all()
-        if (stage := self._calls[k].stage) not in (OUTSIDE, self._stage):
+        if (stage := self._rows[self._position][1]) not in (OUTSIDE, self._stage):
             self._stages.enter(stage)
         self.inside = False
 
-    # -- other courses
-
-    def _expected_at(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the place in the course of the next call, which is of `function`; -1 if the course has none."""
-        k, calls = self._position, self._calls
-        if self.on_course and k < self._count and same_call(calls[k].function, function):
-            return k
-        for key in self._places.keys(function):
-            at = self._course.places.get(key, -1)
-            if at < k or not same_call(calls[at].function, function):
-                continue
-            if is_exact(key) or self._reads_the_same(calls[at].reads, args, kwargs):
-                self._skip_to(at)
-                return at
-        return -1
-
-    def _skip_to(self, k: int) -> None:
-        """Note that the forward left out the calls up to `k`. Tensors whose last use was there take the numbers of
-        tensors of equal size that these calls would have made."""
-        for numbers in (self._dying, *(call.last_uses for call in self._calls[self._position : k])):
-            self._skipped.extend(numbers)
-        self._dying = ()
-        if k > self._position:
-            self.astray = hash((self.astray, self._position, k))
-            self.as_measured = False
-            left = [var for n in sorted(self._skipped) if (var := self._numbered.get(n)) is not None and not var.hollow]
-            for number, nbytes in self._course.alive(k):
-                if number not in self._numbered and (found := _of_size(left, nbytes)) is not None:
-                    left.remove(found)
-                    self._numbered[number] = found
-        self._position, self.on_course = k, True
-
-    def _reads_the_same(self, numbers: tuple[int | None, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        given = [vars(tensor).get(TAG) for tensor in tensors_of((args, kwargs))]
-        made = [None if var is None or var.stage == OUTSIDE else var for var in given]
-        known = [None if number is None else self._numbered.get(number) for number in numbers]
-        return made == [None if var is None or var.stage == OUTSIDE else var for var in known]
-
-    def _leave_course(self, function: Any) -> None:
-        if self.on_course:
-            self.astray = hash((self.astray, self._position, name_of(function)))
-        self.on_course = self.as_measured = False
-        self.unknown = True
-
     def _is_whole(self, module: nn.Module) -> bool:
-        return module in self._whole or compiled(module)
+        return module in self.course.whole or compiled(module)
 
     def _is_opaque(self, module: nn.Module) -> bool:
-        return module in self._course.opaque or compiled(module)
+        return module in self.course.opaque or compiled(module)
 
     def applied(self, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replaces the call of a custom or a scripted Function."""
         return apply(*args, **kwargs) if self.inside else self.call(apply, args, kwargs)
 
-    # -- what a call reads, makes and changes
+    # -- what a call reads and makes
 
     def _reference(self, given: list[torch.Tensor], stage: int, leaf: Any) -> Any:
-        """Return what the tape holds in place of one leaf of the arguments."""
+        """Return what the tape holds in place of one leaf of the arguments; a tensor other than a parameter is added to
+        `given`."""
         if not isinstance(leaf, Tensor):
             kind = type(leaf)
-            if kind in VALUES:
-                return leaf
-            if kind is tuple and VALUES.issuperset(map(type, leaf)):
+            if kind in VALUES or (kind is tuple and VALUES.issuperset(map(type, leaf))):
                 return leaf
             if kind in NESTED or isinstance(leaf, (tuple, dict)):
                 return replaced(leaf, partial(self._reference, given, stage))
             if kind is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
                 return Seeded(leaf)
             return leaf
-        given.append(leaf)
+        if type(leaf) is not nn.Parameter:
+            given.append(leaf)
         var: Var | None = leaf.__dict__.get(TAG)
-        if var is None or var.step is not self._token:
+        if var is None or var.origin[0] is not self._token:
             return self.reads.constant(leaf) if stage != OUTSIDE else leaf
         if var.hollow:
             self._refill([var])
@@ -556,43 +429,30 @@ class LiveForward(EagerFunctionMode):
             self._aliases[var] = self.reads.constant(alias)
         return alias
 
-    def _made(self, outputs: Sequence[Tensor], given: Sequence[Tensor], stage: int) -> tuple[list[Var | None], bool]:
+    def _known(self, tensor: Tensor) -> Var | None:
+        var: Var | None = tensor.__dict__.get(TAG)
+        return None if var is None or var.origin[0] is not self._token else var
+
+    def _made(
+        self, outputs: Sequence[Tensor], given: Sequence[Tensor], origin: Origin
+    ) -> tuple[list[Var | None], bool]:
         """Return the `Var`s of a call's `outputs`, and whether any output is not among its inputs `given`."""
         found: list[Var | None] = []
         new = False
         for tensor in outputs:
-            var = tensor.__dict__.get(TAG)
-            if var is not None and var.step is not self._token:
-                var = None
+            var = self._known(tensor)
             if not is_among(tensor, given):
                 new = True
-                var = var or self._tag(tensor, stage)
+                var = var or self._tag(tensor, origin)
             found.append(var)
         return found, new
 
-    def _number(self, numbers: tuple[int | None, ...], made: Sequence[Var | None]) -> None:
-        for number, var in zip(numbers, made, strict=True):
-            if number is not None and var is not None:
-                self._numbered[number] = var
-                if number in self._held:
-                    var.stays = True
-
-    def _tag(self, tensor: torch.Tensor, stage: int) -> Var:
-        var = Var(self._token, stage, tensor)
+    def _tag(self, tensor: torch.Tensor, origin: Origin) -> Var:
+        var = Var(tensor)
+        var.origin = origin
         setattr(tensor, TAG, var)
-        self._vars.append(var)
+        self.frames.every.append(var)
         return var
-
-    def _let_go_all(self) -> None:
-        """Hollow the tensors that no later call needs."""
-        numbers, self._dying = self._dying, ()
-        for number in numbers:
-            if (var := self._numbered.pop(number, None)) is not None and var.tensor() is not None:
-                self._let_go(var)
-
-    def _let_go(self, var: Var) -> None:
-        if self.astray is None or var not in self._numbered.values():  # it may also have the number of another
-            self.hollow(var)
 
     def _unaliased(self, result: Any, given: Sequence[Tensor]) -> Any:
         """Return the original tensor if a call returned the stand-in that it was given for it."""
@@ -614,19 +474,6 @@ class LiveForward(EagerFunctionMode):
             return self.instead.get(var, leaf)
 
         return replaced(args, alias), replaced(kwargs, alias)
-
-
-def _has_its_own(var: Var) -> None:
-    """Note that a tensor was filled itself: if it is the base of views, its bytes are no longer only for them."""
-    tensor = var.tensor()
-    if tensor is not None and tensor._base is None:
-        var.gone = False
-
-
-def _of_size(every: list[Var], nbytes: int) -> Var | None:
-    return next(
-        (var for var in every if (t := var.tensor()) is not None and t.untyped_storage().nbytes() == nbytes), None
-    )
 
 
 def put(generators: Generators, copies: list[torch.Generator]) -> None:

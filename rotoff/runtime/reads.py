@@ -22,10 +22,9 @@ class Reads:
     Attributes:
         tape: the tape of the open stage.
         resident: storages from before the stages, by key, with weak references, so that no new storage gets the same
-            key. Those of parameters stay from step to step.
+            key. Those of parameters and of buffers that a stage changes stay from step to step.
         places: by key of a storage, the position of the open stage's input that lies there.
         changing: ids of the buffers that the open stage changes.
-        pending: constants that the present call reads: tensor, version and, for parameters, `requires_grad`.
         detaches: whether constants are detached from the graph before the stages.
     """
 
@@ -38,7 +37,6 @@ class Reads:
         self._lasting = len(resident)
         self.places: dict[int, int] = {}
         self.changing: set[int] = set()
-        self.pending: list[tuple[Tensor, int, bool | None]] = []
         self._all: list[tuple[StageTape, Tensor]] = []  # each constant with the tape that reads it
         self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}  # the same by storage, filled on demand
 
@@ -46,11 +44,11 @@ class Reads:
         if (key := key_of(tensor)) not in self.resident:
             strided = tensor.layout is torch.strided
             self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if strided else None
-            if not strided or type(tensor) is not nn.Parameter:
+            if not strided or (type(tensor) is not nn.Parameter and id(tensor) not in self.changing):
                 self._brief.append(key)
 
     def forget(self) -> None:
-        """End the forward: keep only the storages of parameters."""
+        """End the forward: keep only the storages that a later one is likely to meet."""
         for key in self._brief:
             self.resident.pop(key, None)
         if len(self.resident) > self._lasting:  # modules that gather their parameters make others in each step
@@ -69,12 +67,14 @@ class Reads:
             if self.changing:
                 watched = [t for t in given if id(t) in self.changing]  # the call may change or only read these
         if written or watched:
-            if stage != OUTSIDE:
-                self.note()
             for tensor in (*written, *watched) if known.content else ():
                 whole_base(tensor)
                 self._keep_before(tensor)
         return written
+
+    def are_changing(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the open stage changes one of these."""
+        return any(id(one) in self.changing for one in tensors)
 
     def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
         """Return the tensors of a custom Function's call in those places that an earlier call of it changed."""
@@ -82,26 +82,24 @@ class Reads:
         return [tensor for n, tensor in enumerate(given) if n in places]
 
     def constant(self, tensor: Tensor) -> Tensor:
-        """Return what the tape holds for a tensor from before the stage, and note that the present call reads it."""
+        """Return what the tape holds for a tensor from before the stage, and note that the stage reads it."""
+        constants = self.tape.constants
         if tensor.grad_fn is not None and self.detaches:  # a replay must not reach its graph
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
-        if id(tensor) not in self.tape.constants:
-            is_parameter = type(tensor) is nn.Parameter or isinstance(tensor, nn.Parameter)  # isinstance is slow
-            self.pending.append((tensor, version_of(tensor), tensor.requires_grad if is_parameter else None))
-            self.note_resident(tensor)
+        if id(tensor) not in constants:
+            is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # isinstance is slow
+            version = 0 if tensor.is_inference() else tensor._version
+            constants[id(tensor)] = tensor, version, tensor.requires_grad if is_parameter else None
+            self._all.append((self.tape, tensor))
+            if type(tensor) is not nn.Parameter or tensor.untyped_storage()._cdata not in self.resident:
+                self.note_resident(tensor)
         return tensor
-
-    def note(self) -> None:
-        """Add the constants that the present call reads to the tape."""
-        tape = self.tape
-        for read in self.pending:
-            tape.constants.setdefault(id(read[0]), read)
-            self._all.append((tape, read[0]))
 
     def _readers_of(self, key: int) -> list[tuple[StageTape, Tensor]]:
         """Return the constants that lie in a storage, each with the tape that reads it."""
-        for one in self._all:
-            self._readers.setdefault(key_of(one[1]), []).append(one)
+        for tape, tensor in self._all:
+            if id(tensor) in tape.constants:
+                self._readers.setdefault(key_of(tensor), []).append((tape, tensor))
         self._all.clear()
         return self._readers.get(key, [])
 
@@ -116,7 +114,7 @@ class Reads:
         if key in self.places:
             del self.places[key]
             for var in self.tape.inputs:
-                one = var.tensor()
+                one = var()
                 if one is not None and key_of(one) == key and var not in self.tape.before:
                     self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
 
@@ -132,9 +130,8 @@ class Reads:
         if unknown and known.owner is not None:
             WRITERS.setdefault(known.owner, set()).update(places)
         for key in {key_of(t) for t in unknown}:
-            for tape in (self.tape, *(tape for tape, _ in self._readers_of(key))):
-                if tape is not self.tape or key in self.places or any(key_of(t) == key for t, *_ in self.pending):
-                    tape.lost = known.name
+            for tape in (*([self.tape] if key in self.places else ()), *(tape for tape, _ in self._readers_of(key))):
+                tape.lost = known.name
         return [*expected, *changed]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,6 +52,11 @@ class Resident(NamedTuple):
     version: int
 
 
+# the constructor of a NamedTuple is Python code
+_input_ref: Callable[[tuple[int, View | None]], InputRef] = partial(tuple.__new__, InputRef)
+_resident: Callable[[tuple[torch.Tensor, int]], Resident] = partial(tuple.__new__, Resident)
+
+
 class Dead(NamedTuple):
     """A saved tensor of a dead call; it was dropped."""
 
@@ -65,6 +71,7 @@ class BroughtRef(NamedTuple):
     view: View
 
 
+Saved = tuple[weakref.ref[Slot], torch.Size, torch.dtype]  # of a tensor that autograd saved
 Packed = Slot | InputRef | Resident | Dead | BroughtRef
 
 
@@ -85,11 +92,11 @@ class Backward(Protocol):
 class StageRun:
     """State of stage i in a step, from its first forward to its backward.
 
-    task: autograd's number of the backward in which its ``B`` runs, so that its saved tensors may be read. frees: whether a slot is emptied when it
-    has been read, because autograd keeps the graph. brought: by storage, the parameters that
-    the plan moved to the device for its first run. recipe: of the smaller form in which ā exists, if any. stored: by
-    number, the slots that this form stores, held here in case the graph releases them. kept: by number, outputs in skip
-    connections that are kept in place. own: for each output, whether the stage made its bytes.
+    task: autograd's number of the backward in which its ``B`` runs, so that its saved tensors may be read. frees:
+    whether a slot is emptied when it has been read, because autograd keeps the graph. brought: by storage, the
+    parameters that the plan moved to the device for its first run. recipe: of the smaller form in which ā exists, if
+    any. stored: by number, the slots that this form stores, held here in case the graph releases them. kept: by number,
+    outputs in skip connections that are kept in place. own: for each output, whether the stage made its bytes.
 
     Args:
         tape: records the calls. requires_grad: of each input tensor. replay: restores random numbers and buffers.
@@ -120,8 +127,7 @@ class StageRun:
         self._behaviour = behaviour
         self._requires_grad = requires_grad
         self._replay = replay
-        self._slots: list[weakref.ref[Slot] | None] = []  # for each saved tensor; None if it is not the stage's own
-        self._shapes: list[tuple[torch.Size, torch.dtype] | None] = []  # of each saved tensor, likewise
+        self._saved: list[Saved | None] = []  # for each saved tensor; None if it is not the stage's own
         self._made: list[tuple[torch.Size, torch.dtype]] = []  # of each output
         self._kept_saved: dict[int, torch.Tensor] = {}  # tensors that autograd saved in skip connections kept in place
         self.brought: dict[int, PlacedTensor] = {}
@@ -130,7 +136,7 @@ class StageRun:
         """Return the slots that make up ā in addition to the outputs."""
         if self.recipe is not None:
             return [weakref.ref(slot) for slot in self.stored.values()]
-        return [ref for ref in self._slots if ref is not None]
+        return [one[0] for one in self._saved if one is not None]
 
     def has_graph(self) -> bool:
         """Whether autograd still has tensors that it saved in the first run, which a backward may read."""
@@ -140,8 +146,8 @@ class StageRun:
         """End a backward; another one through the same graph may follow."""
         self.task = None
         self.stored.clear()
-        for ref in self._slots:
-            if ref is not None and (slot := ref()) is not None:
+        for one in self._saved:
+            if one is not None and (slot := one[0]()) is not None:
                 slot.tensor = None
 
     def end(self) -> None:
@@ -165,9 +171,9 @@ class StageRun:
         self.recipe = recipe
         live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
         kept_keys, whole = {key_of(given[n]) for n in staying}, [View.of(t) for t in given]
-        live.saved, live.saved_shapes = slots, shapes = self._slots, self._shapes
+        live.saved = saved = self._saved
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
-        kinds, reference, whole_kept = self._behaviour.saved, weakref.ref, keep and recipe is None
+        staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not live.seen:  # no replay will run this code
@@ -175,32 +181,27 @@ class StageRun:
             if live.dead:
                 self._dead += 1
                 return Dead(self._dead - 1)
-            n, key = len(slots), tensor.untyped_storage()._cdata
-            if key in brought:
-                slots.append(None)
-                shapes.append(None)
-                return BroughtRef(brought[key], View.of(tensor))
+            n, key, kind = len(saved), tensor.untyped_storage()._cdata, None
             place = places.get(key)
-            kind = kinds[n] if n < len(kinds) and live.as_measured else SavedKind.OWN
-            stays = kind is SavedKind.KEPT or key in kept_keys
-            if place is None and not stays and key not in resident and kind is not SavedKind.RESIDENT:
-                shapes.append((tensor.shape, tensor.dtype))
-                tensor = tensor.detach()
-                slot = Slot(tensor if whole_kept and not (live.as_measured and n in for_nothing) else None)
+            if live.as_measured:
+                kind = staying_kinds.get(n)
+            if place is None and kind is None and not (key in resident or key in kept_keys or key in brought):
+                slot = Slot(tensor.detach() if keeps and not (n in for_nothing and live.as_measured) else None)
+                saved.append((reference(slot), tensor.shape, tensor.dtype))
                 if recipe is not None:
-                    self._store(recipe, n, tensor, slot)
-                slots.append(reference(slot))
+                    self._store(recipe, n, tensor.detach(), slot)
                 return slot
-            slots.append(None)
-            shapes.append(None)
+            saved.append(None)
+            if key in brought:
+                return BroughtRef(brought[key], View.of(tensor))
             if place is None:
-                if not tensor.is_leaf or not isinstance(tensor, torch.nn.Parameter):  # isinstance is slow for others
+                if type(tensor) is torch.Tensor or not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter)):
                     tensor = tensor.detach()
-                if stays:
+                if kind is SavedKind.KEPT or key in kept_keys:
                     self._kept_saved[n] = tensor
-                return Resident(tensor, tensor._version)
+                return _resident((tensor, tensor._version))
             view = View.of(tensor)
-            return InputRef(place, None if view == whole[place] else view)
+            return _input_ref((place, None if view == whole[place] else view))
 
         def unpack(packed: Packed) -> torch.Tensor:
             if type(packed) is Slot and not self.frees and self.task == current_task():
@@ -216,7 +217,7 @@ class StageRun:
     def close(self, outputs: Sequence[torch.Tensor], kept: Collection[int]) -> None:
         """End the first run. kept: positions of `outputs` in skip connections that are kept in place."""
         self.cease()
-        self._as_measured = [slot is not None for slot in self._slots] == self._behaviour.own_saved
+        self._as_measured = [one is not None for one in self._saved] == self._behaviour.own_saved
         if self._as_measured:
             self._early_stop = self._behaviour.early_stop
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
@@ -286,7 +287,7 @@ class StageRun:
         """
         enough = self._early_stop if alone else 0
         inputs, places = self._detached(given)
-        slots, shapes, count = self._slots, self._shapes, 0
+        saved, count = self._saved, 0
         if keep:
             self.recipe = recipe
             self.stored.clear()
@@ -296,11 +297,12 @@ class StageRun:
             if self.tape.running_dead:
                 return
             n, count = count, count + 1
-            if n >= len(slots):
+            if n >= len(saved):
                 raise self._changed()
-            if (ref := slots[n]) is None:
+            if (one := saved[n]) is None:
                 return
-            if shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
+            ref, shape, dtype = one
+            if shape != tensor.shape or dtype is not tensor.dtype or storage_key(tensor) in places:
                 raise self._changed()
             tensor = tensor.detach() if tensor.requires_grad else tensor
             if recipe is not None:
@@ -315,7 +317,7 @@ class StageRun:
                 made = self.tape.run(inputs)
         except Redone:
             return []
-        if count != len(slots) or [(tensor.shape, tensor.dtype) for tensor in made] != self._made:
+        if count != len(saved) or [(tensor.shape, tensor.dtype) for tensor in made] != self._made:
             raise self._changed()
         outputs = [tensor.detach() for tensor in made]
         for n, tensor in self.kept.items():
@@ -336,9 +338,10 @@ class StageRun:
         def pack(tensor: torch.Tensor) -> None:
             nonlocal count
             n, count = count, count + 1
-            if (ref := self._slots[n]) is None:
+            if (one := self._saved[n]) is None:
                 return
-            if self._shapes[n] != (tensor.shape, tensor.dtype) or storage_key(tensor) in places:
+            ref, shape, dtype = one
+            if shape != tensor.shape or dtype is not tensor.dtype or storage_key(tensor) in places:
                 raise self._changed()
             if n not in stored and (slot := ref()) is not None:
                 slot.put(tensor.detach() if tensor.requires_grad else tensor)

@@ -24,23 +24,27 @@ from ..tensors.storage import copied, version_of
 TAG = "_rotoff_var"  # the attribute in which a tensor holds its `Var`
 
 
-class Var:
-    """Stands for a tensor of a step on its tapes. An attribute of the tensor holds it, and copies and pickles as None.
+Origin = tuple[object, int]  # of a tensor: see `Var`
 
-    step: identifies the forward. stage: the stage that made the tensor, 0 if it belongs to none. tensor: a weak
-    reference to the tensor that the model's own code has. dead: whether the course expected nobody to need it.
-    hollow: whether its bytes are freed now; gone: whether they have been freed before, even if `hollow` is False
-    because a view of it was filled. stays: whether its bytes must not be freed.
+
+class Var(weakref.ref[torch.Tensor]):
+    """Stands for a tensor of a step on its tapes; a weak reference to the tensor that the model's own code has. An
+    attribute of the tensor holds it, and copies and pickles as None.
+
+    origin: what identifies the forward, and the stage that made the tensor, 0 if it belongs to none. dead: whether the
+    course expected nobody to need it. hollow: whether its bytes are freed now; gone: whether they have been freed
+    before, even if `hollow` is False because a view of it was filled. stays: whether its bytes must not be freed.
     """
 
-    __slots__ = ("__weakref__", "dead", "gone", "hollow", "stage", "stays", "step", "tensor")
+    __slots__ = ("__dict__", "origin")
 
-    def __init__(self, step: object, stage: int, tensor: torch.Tensor) -> None:
-        self.step = step
-        self.stage = stage
-        self.tensor = weakref.ref(tensor)
-        self.hollow = self.gone = self.dead = False
-        self.stays = False
+    origin: Origin
+    dead = hollow = gone = stays = False
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+    @property
+    def stage(self) -> int:
+        return self.origin[1]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -104,6 +108,11 @@ class StageTape:
         self.constants: dict[int, tuple[torch.Tensor, int, bool | None]] = {}
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.name = name
+
+    def forget_since(self, count: int) -> None:
+        """Forget the constants after the first `count`: the call that reads them is not on the tape."""
+        while len(self.constants) > count:
+            self.constants.popitem()
 
     def run(
         self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False

@@ -214,18 +214,18 @@ class TapedForward:
         Raises:
             MeasureError: if one of them cannot be exchanged.
         """
-        for var, tensor in self._exchanged:
-            _put_in_place(var, tensor)
+        pairs = [(held, tensor) for var, tensor in self._exchanged if (held := var()) is not None]
+        # each `Var` is a weak reference, and swapping needs tensors without any
+        self._tape, self._leaves, self._stashed = _WholeTape(""), [], []
+        self._told.clear()
         self._exchanged.clear()
+        while pairs:
+            _put_in_place(*pairs.pop(0))
 
 
-def _put_in_place(var: Var, tensor: torch.Tensor) -> None:
+def _put_in_place(held: torch.Tensor, tensor: torch.Tensor) -> None:
     """Turn the tensor that something still holds into the one that the step made."""
-    held = var.tensor()
-    if held is None:
-        return
     told = _attributes(held)
-    var.tensor = lambda: None  # type: ignore[assignment]
     own = tensor.view_as(tensor) if tensor.grad_fn is not None else tensor  # swapping needs one without references
     try:
         torch.utils.swap_tensors(held, own)

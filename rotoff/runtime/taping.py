@@ -70,7 +70,7 @@ class _Reads(Reads):
             return written
         for key in self.tape.before.keys() - before:
             what = self.tape.before[key][0]
-            if (tensor := what.tensor() if isinstance(what, Var) else what) is not None:
+            if (tensor := what() if isinstance(what, Var) else what) is not None:
                 self._guessed.append((key, tensor, version_of(tensor)))
         return ()
 
@@ -162,16 +162,18 @@ class Taping(LiveForward):
 
     def _node(self, node: Any, tensor: Tensor) -> Any:
         """Return a stand-in for the autograd node that made `tensor`."""
-        var: Var | None = vars(tensor).get(TAG)
-        if var is None or var.step is not self._token or var.stage != FIRST:
+        var = self._known(tensor)
+        if var is None or var.stage != FIRST:
             return node  # it belongs to the caller's graph
         if _asks() == "torch.autograd.graph":  # C++ code there needs the real node
             self.untaped = "it asks for nodes of its graph"
             return node
         return Node(self, node, tensor)
 
-    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``nn.Module.__call__``."""
+    def called(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
+    ) -> Any:
+        """Replaces the call of a module."""
         begin, drawn, number = len(self.tape.calls), other_generators(), self._entered
         self._entered += 1
         given = tensors_of((args, kwargs))
@@ -179,7 +181,7 @@ class Taping(LiveForward):
         opaque = self._is_opaque(module)
         self._around.append(around)
         try:
-            result = super().called(original, module, *args, **kwargs)
+            result = super().called(module, args, kwargs, run)
         finally:
             self._around.pop()
             if hidden := self._hidden is around:
@@ -189,7 +191,7 @@ class Taping(LiveForward):
             del self.tape.calls[begin:]
             self.spans = [span for span in self.spans if span.number < number]
             reference = partial(self._reference, [], FIRST)
-            made, _ = self._made(tensors_of(result), given, FIRST)
+            made, _ = self._made(tensors_of(result), given, self._origin)
             named = replaced(args, reference), replaced(kwargs, reference)
             self.tape.calls.append((module, *named, made, None, False))
         if opaque or hidden:
@@ -210,8 +212,8 @@ class Taping(LiveForward):
 
     def left(self) -> list[Var]:
         """Return the tensors of this forward's graph that something still holds."""
-        vars_here = [var for var in self._vars if var.stage == FIRST]
-        return [var for var in vars_here if (tensor := var.tensor()) is not None and tensor.requires_grad]
+        vars_here = [var for var in self.frames.every if var.stage == FIRST]
+        return [var for var in vars_here if (tensor := var()) is not None and tensor.requires_grad]
 
     def settle(self) -> None:
         """End the forward: drop the hooks that it has removed again, and the copies that are not needed."""

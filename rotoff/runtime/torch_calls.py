@@ -77,22 +77,6 @@ class Known:
     name: for messages.
     """
 
-    __slots__ = (
-        "attention",
-        "content",
-        "draws",
-        "fact",
-        "instead",
-        "name",
-        "ordinary",
-        "owner",
-        "returns_itself",
-        "vague",
-        "watched",
-        "writes",
-        "written",
-    )
-
     def __init__(
         self, function: Any, written: Written | None, fact: bool = False, owner: Any = None, instead: Any = None
     ) -> None:

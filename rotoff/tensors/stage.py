@@ -142,6 +142,11 @@ class Behaviour:
     for_nothing: frozenset[int] = frozenset()
 
     @cached_property
+    def staying(self) -> dict[int, SavedKind]:
+        """The saved tensors that stay where they are, by position, although they are no views of an input."""
+        return {n: kind for n, kind in enumerate(self.saved) if kind in (SavedKind.RESIDENT, SavedKind.KEPT)}
+
+    @cached_property
     def own_saved(self) -> list[bool]:
         """For each saved tensor, whether it is the stage's own."""
         return [kind is SavedKind.OWN for kind in self.saved]

@@ -15,7 +15,7 @@ from torch import nn
 
 import rotoff
 from rotoff.core.sequence import OpKind
-from rotoff.runtime.interpreter import Step
+from rotoff.runtime.step import Step
 
 
 @pytest.mark.parametrize("name", ALL)

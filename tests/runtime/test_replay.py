@@ -44,6 +44,33 @@ def test_a_stage_that_draws_and_puts_the_generator_back() -> None:
     )
 
 
+class Asks(nn.Module):
+    """Asks a buffer for a number, which is then a part of what Python did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh() * float(self.scale)
+
+
+def test_a_buffer_that_no_call_of_a_replay_reads_may_change_before_the_backward() -> None:
+    def gradients(model: nn.Sequential, run: nn.Module) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        loss = run(torch.randn(4, 16, requires_grad=True)).sum()
+        model[1].scale.fill_(7.0)
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    model = nn.Sequential(nn.Linear(16, 16), Asks(), nn.Linear(16, 4))
+    again = copy.deepcopy(model)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(4, 16, requires_grad=True), repeats=1)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))
+    assert same(gradients(model, wrapped), gradients(again, again))
+    wrapped.close()
+
+
 def test_a_stage_that_begins_to_draw_after_it_was_measured() -> None:
     """Stochastic depth whose rate grows from 0: as many tensors are saved, of the same shapes."""
 

@@ -14,7 +14,7 @@ from ...core.chain import Chain, Form, Stage
 from ...core.sequence import Op, OpKind
 from ...core.sequence import Sequence as Plan
 from ...runtime.execution_plan import ExecutionPlan, compile_sequence
-from ...runtime.interpreter import Step
+from ...runtime.step import Step
 from ...tensors.recipe import Recipe
 from ...tensors.stage import Behaviour
 from ...tensors.tree import flatten

@@ -26,10 +26,10 @@ from ...core.chain import Chain, Stage
 from ...core.sequence import Op
 from ...core.sequence import Sequence as Operations
 from ...runtime.execution_plan import compile_sequence
-from ...runtime.interpreter import Step
 from ...runtime.live import LiveForward
 from ...runtime.overhead import OverheadTimes
 from ...runtime.stage_tape import Var
+from ...runtime.step import Step
 from ...tensors.stage import Behaviour, StageModule
 from ...tensors.tree import flatten
 from .harness import Run, backward, get_edges, ones
