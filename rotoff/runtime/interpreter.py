@@ -139,18 +139,6 @@ class Interpreter:
         self._held.drop(op.value)
         self._hollow(op.stage)
 
-    _METHODS = {
-        OpKind.F_ALL: _f_all,
-        OpKind.F_SEL: _f_sel,
-        OpKind.F_CK: _f_ck,
-        OpKind.F_NONE: _f_none,
-        OpKind.OFFLOAD: _offload,
-        OpKind.FREE: _free,
-        OpKind.PREFETCH: _prefetch,
-        OpKind.WAIT: _wait,
-        OpKind.DROP: _drop,
-    }
-
     def _forward(self, op: Op, keep: bool, recipe: Recipe | None) -> None:
         """Run stage i again. keep: keep what autograd saves; only a part of it if `recipe` is given."""
         i = op.stage
@@ -177,7 +165,7 @@ class Interpreter:
                         self._let_go(op.stage)
                     self._placement.operate(op)
                 else:
-                    self._METHODS[op.kind](self, op)
+                    getattr(self, f"_{op.kind.name.lower()}")(op)
         except Exception as error:
             of_parameters = op.of or op.kind in UPDATES
             what = f"group {op.stage} of the parameters" if of_parameters else f"stage {self._stage_name(op.stage)!r}"
