@@ -14,7 +14,6 @@ from random_programs import random_sequence
 from torch import nn
 
 import rotoff
-from rotoff.core.sequence import OpKind
 from rotoff.runtime.step import Step
 
 
@@ -72,6 +71,6 @@ def test_an_interpreter_that_forgets_to_give_back_is_noticed(op: str, monkeypatc
     text += [f"B {i}" for i in range(L, 1, -1)]
     text[text.index("B 2") : text.index("B 2")] = ["prefetch abar 1", "wait abar 1"]
     with_sequence(wrapped, rotoff.Sequence.from_text([*text, "B 1"]))
-    monkeypatch.setitem(Step._METHODS, OpKind(op), lambda self, op: None)
+    monkeypatch.setattr(Step, f"_{op}", lambda self, op: None)
     with pytest.raises(rotoff.ExecutionError, match=f"after op {L} .{op} abar 1.*of abar 1 and the machine charges 0"):
         wrapped(batch())
