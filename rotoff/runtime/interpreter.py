@@ -417,6 +417,8 @@ class Step:
     def _begin_pass(self) -> None:
         """Autograd has begun a backward. If an earlier one has used the graph, all values are made again."""
         Variable._execution_engine.queue_callback(self._end_pass)
+        if self._placement is not None:
+            self._placement.backward_begins()
         self._again = self._placement is None and torch._C._autograd._get_current_graph_task_keep_graph()
         if self._rests:
             self._rests = False
