@@ -105,9 +105,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             invalid.
     """
 
-    _own = frozenset(
-        {"_options", "_check", "_group", "_cache", "_links", "_courses", "_steps", "_warned", "_shown"}
-    )
+    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_steps", "_warned", "_shown"})
 
     def __init__(
         self,
@@ -485,7 +483,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 return self._planned(plain, args, kwargs)
             else:
                 self._warn_once(
-                    "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs as the plain one, without its limit"
+                    "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
         with self.streamed():
             return plain(*args, **kwargs)
