@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
 from .capture import strategy
@@ -104,9 +105,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             invalid.
     """
 
-    _own = frozenset(
-        {"_options", "_check", "_group", "_cache", "_links", "_courses", "_steps", "_said_no_limit", "_shown"}
-    )
+    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_steps", "_warned", "_shown"})
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
         self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
         self._steps = StepRunner(self._courses, self._links, self._options, self._check)
-        self._said_no_limit = False
+        self._warned: set[str] = set()
         self._shown: tuple[ExecutionPlan, Sequence] | None = None
         weakref.finalize(self, self._links.close)
 
@@ -471,27 +470,33 @@ class Checkpointable(RotorNames, ModuleProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
         plain = self._courses.meter.plain or self._model
-        if not self.training or not torch.is_grad_enabled() or self._courses.request is None:
-            if self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self._say_no_limit()
-            with self.streamed():
-                return plain(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return _left_alone(self, plain, args, kwargs)
-        return self._planned(plain, args, kwargs)
+        if self.training and torch.is_grad_enabled():
+            if torch.compiler.is_compiling():
+                if self._courses.request is not None:
+                    return _left_alone(self, plain, args, kwargs)
+            elif self._courses.request is None:
+                self._warn_once(
+                    "rotoff: this Checkpointable trains as the plain model, since it has no limit; call"
+                    " compute_sequence(mem_limit)"
+                )
+            elif peek_interpreter_stack() is None:
+                return self._planned(plain, args, kwargs)
+            else:
+                self._warn_once(
+                    "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
+                )
+        with self.streamed():
+            return plain(*args, **kwargs)
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
         them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
         return self._steps.streamed()
 
-    def _say_no_limit(self) -> None:
-        if not self._said_no_limit:
-            self._said_no_limit = True
-            logger.warning(
-                "rotoff: this Checkpointable trains as the plain model, since it has no limit; call"
-                " compute_sequence(mem_limit)"
-            )
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""

@@ -192,3 +192,26 @@ def test_a_block_mapped_by_torch_func_runs_as_its_own_code() -> None:
     wrapped = planned(model)
     assert same(gradients(wrapped), expected)
     wrapped.close()  # torch 2.15 holds on to what has been mapped
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](x.cos())[0],
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x.cos(),)),
+    "vmap": lambda model, x: torch.func.vmap(model)(x),
+    "gradients of each sample": lambda model, x: torch.func.vmap(
+        torch.func.grad(lambda weights, row: torch.func.functional_call(model, weights, row).sum()), in_dims=(None, 0)
+    )({name: p.detach() for name, p in model.named_parameters()}, x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_inside_a_transform_of_torch_func_the_plain_model_runs(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)]), torch.randn(32, 16)
+    expected, trained = TRANSFORMS[name](model, x), gradients(model)
+    wrapped = planned(model)
+    for _ in range(2):
+        got = TRANSFORMS[name](wrapped, x)
+        assert same(list(got.values()), list(expected.values())) if isinstance(got, dict) else same([*got], [*expected])
+    assert caplog.text.count("inside torch.func") == 1
+    assert same(gradients(wrapped), trained)

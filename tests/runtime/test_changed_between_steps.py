@@ -123,7 +123,7 @@ class Hidden(Net):
 
 
 @pytest.mark.parametrize("mode", ["remat", "offload"])
-@pytest.mark.parametrize("how", ["retain_grad", "register_hook"])
+@pytest.mark.parametrize("how", ["retain_grad", "register_hook", "grad", "inputs"])
 def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
     plain = Hidden()
     model = rotoff.Checkpointable(copy.deepcopy(plain)).measure(batch())
@@ -134,9 +134,17 @@ def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
         torch.manual_seed(3)
         gradients: list[torch.Tensor] = []
         y, hidden = one(x)
-        hidden[1].retain_grad() if how == "retain_grad" else hidden[1].register_hook(gradients.append)
-        (y.mean() + hidden[1].sin().mean()).backward()
-        seen.append([hidden[1].grad if how == "retain_grad" else gradients[0], *(p.grad for p in one.parameters())])
+        loss = y.mean() + hidden[1].sin().mean()
+        if how == "register_hook":
+            hidden[1].register_hook(gradients.append)
+        else:
+            hidden[1].retain_grad()
+        if how == "grad":
+            seen.append(list(torch.autograd.grad(loss, [hidden[1], *one.parameters()], materialize_grads=True)))
+            continue
+        loss.backward(inputs=[hidden[1]] if how == "inputs" else None)
+        gradients += [p.grad for p in [hidden[1], *one.parameters()] if p.is_leaf or how != "register_hook"]
+        seen.append([gradient for gradient in gradients if gradient is not None])
     assert same(*seen)
 
 

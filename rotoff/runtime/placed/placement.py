@@ -139,7 +139,7 @@ class Placement:
         self._updated: list[int] = []  # groups whose update has begun since the last step began
         self._gone: set[int] = set()  # by id, the parameters updated within the last backward
         self._in_backward = False  # whether the running update is within a backward
-        self._awaits_step = False  # whether one within a backward has ended, and no ``optimizer.step()`` came since
+        self._await_step: list[Optimizer] = []  # whose parameters a backward has updated, without their own step since
         self._unguard: Callable[[], object] = tuple  # closes the `Guard`
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
@@ -182,11 +182,9 @@ class Placement:
             ExecutionError: if updates come during the backward, and there are gradients before it.
         """
         assert self._plan is not None
-        if self._plan.during and any(p.grad is not None for group in self._plan.groups for p in group.parameters):
-            raise ExecutionError(
-                'parameters have gradients before the backward, and updates="during" cannot add to them; call'
-                ' zero_grad() before, or plan with updates="after"'
-            )
+        self._refuse_before_step()
+        if self._plan.during and any(self._places[id(p)].gradient.get() is not None for p in self._every()):
+            raise _accumulates("parameters have gradients before the backward")
         self._step = weakref.ref(step)
         for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
             ordered: Any = optimizer  # its hooks are in ordered dictionaries
@@ -258,6 +256,17 @@ class Placement:
 
     # -- within a step
 
+    def backward_begins(self) -> None:
+        """Check that the caller has cleared the gradients that an earlier backward used up.
+
+        Raises:
+            ExecutionError: if not, since plain PyTorch would add to them.
+        """
+        if any(places.gradient.stale for places in self._places.values()):
+            raise _accumulates("the gradients of the step before are gone, but have not been cleared")
+        for places in self._places.values():
+            places.gradient.unmark()
+
     def operate(self, op: Op) -> None:
         """Run an update, or a move of ``w``, ``g`` or ``o``."""
         if op.kind in UPDATES:
@@ -302,6 +311,7 @@ class Placement:
     def streamed(self) -> Streamed | None:
         """Return the context for a forward without a plan; None if it needs none."""
         assert self._plan is not None
+        self._refuse_before_step()
         return Streamed(self._every(), self.link.device, self._plan.room) or None
 
     def _every(self) -> list[nn.Parameter]:
@@ -323,7 +333,10 @@ class Placement:
             self.backward_failed(error)
             raise
         if self._plan.during:
-            self._awaits_step = True
+            owners = ((one, id(p)) for one in self.optimizers for of in one.param_groups for p in of["params"])
+            self._await_step = [one for one, key in owners if key in self._gone]
+            for key in self._gone & self._places.keys():
+                self._places[key].gradient.mark()
             return
         for k in range(1, len(self._plan.groups) + 1):
             for parameter in self._parameters(k):
@@ -359,8 +372,9 @@ class Placement:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.show()
+        self._hide_marks(optimizer)
         self._refuse_late_gradients()
-        rest, self._rest, self._awaits_step = self._rest, (), False
+        rest, self._rest = self._rest, ()
         self._chunks = [Chunks(optimizer)]
         self._updated = self._updated if self._plan.during else []
         try:
@@ -385,11 +399,31 @@ class Placement:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
         self.show()
 
+    def _hide_marks(self, optimizer: Optimizer) -> None:
+        """Hide from the optimizer that the backward has used up gradients; it has no step left to do for them."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        marked = [p for p in parameters if (found := self._places.get(id(p))) is not None and found.gradient.marked]
+        if marked and optimizer not in self._await_step:
+            raise ExecutionError(
+                'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
+                ' plan with updates="after"'
+            )
+        self._await_step = [one for one in self._await_step if one is not optimizer]
+        self._hidden += [(parameter, parameter.grad) for parameter in marked]
+        for parameter in marked:
+            parameter.grad = None
+
     def show(self) -> None:
         """Put the gradients back that were hidden from the optimizer."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
+
+    def _refuse_before_step(self) -> None:
+        """Raise if a backward has updated parameters that plain PyTorch would update in an ``optimizer.step()`` that
+        has not come."""
+        if self._await_step:
+            raise _accumulates("this forward comes between a backward and optimizer.step()")
 
     def _refuse_late_gradients(self) -> None:
         """Raise if a gradient came after its parameter had been updated within the backward."""
@@ -405,12 +439,7 @@ class Placement:
 
     def _update(self, op: Op) -> None:
         """Run ``U k``, on the device, or ``H k``, on the host."""
-        if not self._chunks:  # within a backward
-            if self._awaits_step:
-                raise ExecutionError(
-                    'this is a second backward before optimizer.step(), and updates="during" has updated the parameters'
-                    ' in the first one: gradients cannot be accumulated; plan with updates="after"'
-                )
+        if not self._chunks:
             self._in_backward = True
             self._chunks = [Chunks(optimizer) for optimizer in self.optimizers]
         self._updated.append(op.stage)
@@ -551,6 +580,13 @@ class Placement:
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any] | None:
         return next((one.state[parameter] for one in self.optimizers if parameter in one.state), None)
+
+
+def _accumulates(what: str) -> ExecutionError:
+    return ExecutionError(
+        f'{what}, and updates="during" has no gradients to add to; call optimizer.step() and zero_grad() before, or'
+        ' plan with updates="after"'
+    )
 
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:

@@ -8,6 +8,7 @@ another tensor there, this one is used.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -249,9 +250,12 @@ class PlacedGradient(PlacedTensor):
         super().__init__(link, offset, room)
         self._parameter = parameter
         self.apart: torch.Tensor | None = None
+        self._marker: torch.Tensor | None = None  # see `mark`
 
     def get(self) -> torch.Tensor | None:
-        return self._parameter.grad if self.apart is None else self.apart
+        if self.apart is None and not self.marked:
+            return self._parameter.grad
+        return self.apart
 
     def put(self, tensor: torch.Tensor) -> None:
         if self.apart is not None:
@@ -312,6 +316,29 @@ class PlacedGradient(PlacedTensor):
         if self.apart is None:
             self._parameter.grad = None
         self.apart = None
+
+    def mark(self) -> None:
+        """After a backward that has updated the parameter: put NaN into ``parameter.grad``, in no memory. It shows
+        that the gradient is gone, and whether the caller clears it before the next backward."""
+        if self._parameter.grad is None:
+            self._marker = self._parameter.new_full((), math.nan).expand_as(self._parameter)
+            self._parameter.grad = self._marker
+
+    @property
+    def marked(self) -> bool:
+        """Whether the caller has not put another gradient, or None, in place of the mark."""
+        return self._marker is not None and self._parameter.grad is self._marker
+
+    @property
+    def stale(self) -> bool:
+        """Whether there is a mark that the caller has not cleared, as ``zero_grad(set_to_none=False)`` does."""
+        return self.marked and self._marker is not None and self._marker._version == 0
+
+    def unmark(self) -> None:
+        """Remove the mark."""
+        if self.marked:
+            self._parameter.grad = None
+        self._marker = None
 
 
 class PlacedState(PlacedTensor):
