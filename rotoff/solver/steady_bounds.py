@@ -78,6 +78,8 @@ Transients of updates, and the three values of a group at once at its ``U``, cou
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from ..core.chain import Chain
@@ -87,11 +89,13 @@ from .kernels.steady_bound import Dual
 
 ROWS = 10  # of prices: of memory, and of link out, link in and host in each of three parts of an interval
 
-FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 2000
+FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 1800
+MOST_RISE = 10.0  # where the bound is much above compute the ascent has farther to go
+START_PRICES, MOST_START = (0.0, 0.25, 0.5, 1.0), 1e5  # the latter of λ, where a link hardly moves
 PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
 PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared; from 30 to 300 the ascent ends alike
 ASCENT_WORK = 150_000_000_000  # of evaluations and what one does: some seconds for 100 stages
-QUICK = 16  # the first ascents, which show which bound is higher, have this part of the patience
+QUICK = 40  # the first ascents, which show which bound is higher, have this part of the patience
 MOST_LIMIT = 2**56  # bytes; more than any step holds
 SUM_ERROR = 1e-15  # of one sum, relative to what is summed
 ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves room for what just fits
@@ -160,30 +164,48 @@ def steady_time(
     L = len(chain)
     N = 2 * L + 1
     patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
-    prices, drift = np.zeros((ROWS, N)), 0.0
-    least = dual.at(prices)[0]
+    least, prices, drift = dual.at(np.zeros((ROWS, N)))[0], _start(dual, N), 0.0
     most = drift_time(chain, limit, updates, costs) / seconds if steps == PERIODS else np.inf
     # The mean of four steps counts a forward and a backward and three steps at least: V <= value + (value - least) / 3.
     quick = _ascend(dual, prices.copy(), patience // QUICK) if most < np.inf else least
     if 2 * most < quick - least:
         endless = problem(chain, limit, updates, costs, needs, 0.0)
         assert endless is not None
-        if _ascend(endless[0], prices.copy(), patience // QUICK) - most > quick:
-            dual, drift = endless[0], most
+        start = _start(endless[0], N)
+        if _ascend(endless[0], start.copy(), patience // QUICK) - most > quick:
+            dual, prices, drift = endless[0], start, most
     value = _ascend(dual, prices, patience)
     error = SUM_ERROR * 8 * N * sums
     return max(0.0, least - error, value - drift - error * (1 + drift + float(prices.sum()))) * seconds
 
 
+def _start(dual: Dual, N: int) -> np.ndarray:
+    """The highest of some prices: none; or of lanes that are busy all the time, with λ where the step turns (F_1, B_L,
+    B_2) up to what copies cost, so that nothing gains by staying."""
+    best, found = dual.at(np.zeros((ROWS, N)))[0], np.zeros((ROWS, N))
+    for out, back, host, share in product(START_PRICES, START_PRICES, START_PRICES, START_PRICES[1:]):
+        if out + back + host <= 1 and (dual.duplex or not back):
+            prices = np.repeat([0.0, *(out, back, host) * 3], N).reshape(ROWS, N)
+            copies = out * dual.rates[0] + (back if dual.duplex else out) * dual.rates[1]
+            prices[0, [0, N // 2, max(0, N - 3)]] = min(share * copies, MOST_START)
+            value = dual.at(prices)[0]
+            if value > best:
+                best, found = value, prices
+    return found
+
+
 def _ascend(dual: Dual, prices: np.ndarray, patience: int) -> float:
     """The highest value found from `prices` on, which become those of that value."""
-    value, N = dual.at(prices)[0], prices.shape[1]
+    value, N = max(1.0, dual.at(prices)[0]), prices.shape[1]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.
-    slow = max(1.0, dual.rate)
+    slow = max(1.0, sum(dual.rates))
     for scale in PRICE_SCALES if slow > 2 else (1.0,):
-        rise = FIRST_RISE * max(1.0, value)
-        value = dual.ascend(
-            prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
+        rise = FIRST_RISE * value * min(value, MOST_RISE)
+        value = max(
+            1.0,
+            dual.ascend(
+                prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
+            ),
         )
     return value
 

@@ -404,6 +404,15 @@ def test_where_little_fits_beside_a_backward_few_copies_cross_it() -> None:
     assert drift_time(replace(turned, parameters=(*groups, idle)), 125, "after", costs) == math.inf
 
 
+def test_the_ascent_reaches_far_above_compute() -> None:
+    # In each step the link takes some 80 s and compute 5 s. From no prices at all the ascent stopped at 73 s.
+    groups = tuple(ParameterGroup((i,), 10, 10, 20) for i in range(1, 17))
+    chain = Chain((Stage("", 0.1, 0.2, 0, 1, grad_bytes=0),) * 16, 10.0, 10.0, parameters=groups)
+    assert min_mem_limit(chain, "joint", "after") == 40
+    more, least = (lower_bound(chain, limit, updates="after", steps=math.inf) for limit in (60, 40))
+    assert 79 < more < least
+
+
 def test_smallest_limits_by_hand() -> None:
     stages = (Stage("", 1.0, 1.0, 10, 30, grad_bytes=4), Stage("", 1.0, 1.0, 2, 20, grad_bytes=3))
     group = ParameterGroup((1, 2), 100, 50, 200, host_update_time=1.0)

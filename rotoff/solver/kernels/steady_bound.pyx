@@ -239,9 +239,13 @@ cdef class Dual:
         t.by = <double[2] *>&rows[47, 0]
 
     @property
-    def rate(self):
-        """Units of time for which a unit of bytes keeps both directions of the link."""
-        return self.a.out_rate + self.a.in_rate
+    def duplex(self):
+        return self.a.duplex
+
+    @property
+    def rates(self):
+        """Units of time for which a unit of bytes keeps the link out, and in, busy."""
+        return self.a.out_rate, self.a.in_rate
 
     def at(self, double[:, ::1] prices):
         """(value, supergradient) at prices λ, and p, r, η of each part, rows of 2L + 1."""
