@@ -196,16 +196,13 @@ def _start(dual: Dual, N: int) -> np.ndarray:
 
 def _ascend(dual: Dual, prices: np.ndarray, patience: int) -> float:
     """The highest value found from `prices` on, which become those of that value."""
-    value, N = max(1.0, dual.at(prices)[0]), prices.shape[1]
+    value, N = dual.at(prices)[0], prices.shape[1]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.
     slow = max(1.0, sum(dual.rates))
     for scale in PRICE_SCALES if slow > 2 else (1.0,):
-        rise = FIRST_RISE * value * min(value, MOST_RISE)
-        value = max(
-            1.0,
-            dual.ascend(
-                prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
-            ),
+        rise = FIRST_RISE * max(1.0, value * min(value, MOST_RISE))
+        value = dual.ascend(
+            prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
         )
     return value
 

@@ -404,6 +404,13 @@ def test_where_little_fits_beside_a_backward_few_copies_cross_it() -> None:
     assert drift_time(replace(turned, parameters=(*groups, idle)), 125, "after", costs) == math.inf
 
 
+def test_steps_in_which_nothing_takes_time_on_the_device() -> None:
+    # The unit of the dual is the time of all updates there, and no update of the only group need run there.
+    group = ParameterGroup((1,), 10, 10, 0, update_time=1.0, host_update_time=0.0)
+    chain = Chain((Stage("", 0.0, 0.0, 0, 0, grad_bytes=0),), 1e9, 1e9, parameters=(group,))
+    assert lower_bound(chain, 20) <= solve(chain, 20, refine=0.05).meta["makespan"] <= 1e-6
+
+
 def test_the_ascent_reaches_far_above_compute() -> None:
     # In each step the link takes some 80 s and compute 5 s. From no prices at all the ascent stopped at 73 s.
     groups = tuple(ParameterGroup((i,), 10, 10, 20) for i in range(1, 17))
