@@ -164,14 +164,14 @@ def steady_time(
     L = len(chain)
     N = 2 * L + 1
     patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
-    least, prices, drift = dual.at(np.zeros((ROWS, N)))[0], _start(dual, N), 0.0
+    least, prices, drift = dual.at(np.zeros((ROWS, N)))[0], _start(dual, N, patience // QUICK), 0.0
     most = drift_time(chain, limit, updates, costs) / seconds if steps == PERIODS else np.inf
     # The mean of four steps counts a forward and a backward and three steps at least: V <= value + (value - least) / 3.
     quick = _ascend(dual, prices.copy(), patience // QUICK) if most < np.inf else least
     if 2 * most < quick - least:
         endless = problem(chain, limit, updates, costs, needs, 0.0)
         assert endless is not None
-        start = _start(endless[0], N)
+        start = _start(endless[0], N, patience // QUICK)
         if _ascend(endless[0], start.copy(), patience // QUICK) - most > quick:
             dual, prices, drift = endless[0], start, most
     value = _ascend(dual, prices, patience)
@@ -179,10 +179,11 @@ def steady_time(
     return max(0.0, least - error, value - drift - error * (1 + drift + float(prices.sum()))) * seconds
 
 
-def _start(dual: Dual, N: int) -> np.ndarray:
-    """The highest of some prices: none; or of lanes that are busy all the time, with λ where the step turns (F_1, B_L,
-    B_2) up to what copies cost, so that nothing gains by staying."""
-    best, found = dual.at(np.zeros((ROWS, N)))[0], np.zeros((ROWS, N))
+def _start(dual: Dual, N: int, patience: int) -> np.ndarray:
+    """Prices from which a quick ascent comes higher: none; or the highest of lanes that are busy all the time, with λ
+    where the step turns (F_1, B_L, B_2) up to what copies cost, so that nothing gains by staying."""
+    none = found = np.zeros((ROWS, N))
+    best = dual.at(none)[0]
     for out, back, host, share in product(START_PRICES, START_PRICES, START_PRICES, START_PRICES[1:]):
         if out + back + host <= 1 and (dual.duplex or not back):
             prices = np.repeat([0.0, *(out, back, host) * 3], N).reshape(ROWS, N)
@@ -191,6 +192,8 @@ def _start(dual: Dual, N: int) -> np.ndarray:
             value = dual.at(prices)[0]
             if value > best:
                 best, found = value, prices
+    if found is none or _ascend(dual, found.copy(), patience) < _ascend(dual, none.copy(), patience):
+        return none
     return found
 
 
