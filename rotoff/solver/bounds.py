@@ -274,9 +274,9 @@ def lower_bound(
 
     With parameters it bounds the time of a steady step (`steady_bounds` has the proof). Mode "remat", in which
     parameters stay on the device, then has its own bound. updates: "after" ``B 1`` only, or "during" the step.
-    steps: the bound is for the mean of this many consecutive steps. 4 bounds the machine's makespan. ``math.inf``
-    bounds the mean step of endless training, which may be longer: copies can fall behind a little more with every
-    step. If the directions of the link slow each other down, the bound takes that into account.
+    steps: 4 bounds the machine's makespan; more, the mean of this many consecutive steps. ``math.inf`` bounds the mean
+    step of endless training, which may be longer: copies can fall behind a little more with every step. If the
+    directions of the link slow each other down, the bound takes that into account.
 
     Raises:
         LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`, or

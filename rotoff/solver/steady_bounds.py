@@ -60,24 +60,42 @@ steps in a row, for every legal sequence. The proof, step by step:
    r_k + η_k ≤ 1 of link out, link in and host in each part of interval k, the rest α_k of compute, weak duality says:
    makespan ≥ Σ α_k work_k − Σ λ_k room_k + Σ the cheapest way of each ā_q + Σ the cheapest way of each group. The
    prices are found by an ascent; the bound holds whatever they are, and is lowered by what the sums may be off by.
+8. *Where little fits*, more is known of the makespan itself than of the mean of four steps, if the directions of the
+   link do not slow each other down. Let k be the cut of B_L, or with `updates` "after" that of any backward. No ``H``
+   is under way there: none has been issued since the forwards, and these used the w of those before. So the jobs under
+   way at k are copies, each of one value that the device holds, and each lane runs its own without a break. Let
+   q_X(s) be the seconds of them that lane X has left at C_s, the time of cut k in step s, and θ ≥ 0 the most by which
+   a q_X(2) exceeds q_X(4). Each step runs the same text after k, and an operation in it begins at the latest of some
+   lanes' times and copies' ends, which are at most θ nearer to C_4 than to C_2. Hence E_4 − C_4 ≥ E_2 − C_2 − θ. From
+   C_2 to C_4 each copy runs twice, but those of lane X under way at k run q_X(4) − q_X(2) seconds less. With as much
+   time more at cut k they would run twice too, and 7 would hold with all copies paid for; so with V for what 7 says
+   then, C_4 − C_2 + Σ max(0, q_X(4) − q_X(2)) ≥ 2 V. Together, makespan = (E_4 − E_2) / 2 ≥ V − Σ |q_X(4) − q_X(2)| / 2
+   ≥ V − (what the copies under way at k take) / 2. While B_L runs, the device also holds the gradients, its transient,
+   ā_L and the g that are not whole, of which none is under way; while another B runs, the same with a_L for ā_L.
 
 Transients of updates, and the three values of a group at once at its ``U``, count in the smallest limit alone.
 """
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 
 from ..core.chain import Chain
+from ..core.steady_step import PERIODS
 from .arrays import Arrays
 from .kernels.steady_bound import Dual
 
 ROWS = 10  # of prices: of memory, and of link out, link in and host in each of three parts of an interval
 
-FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 2000
+FIRST_RISE, LEAST_RISE, SHRINK, PATIENCE = 0.3, 2e-5, 0.4, 1800
+MOST_RISE = 10.0  # where the bound is much above compute the ascent has farther to go
+START_PRICES, MOST_START = (0.0, 0.25, 0.5, 1.0), 1e5  # the latter of λ, where a link hardly moves
 PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
 PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared; from 30 to 300 the ascent ends alike
 ASCENT_WORK = 150_000_000_000  # of evaluations and what one does: some seconds for 100 stages
+QUICK = 16  # the first ascents, which show which bound is higher, have this part of the patience
 MOST_LIMIT = 2**56  # bytes; more than any step holds
 SUM_ERROR = 1e-15  # of one sum, relative to what is summed
 ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves room for what just fits
@@ -133,7 +151,8 @@ def steady_time(
     steps: float,
     patience: int,
 ) -> float:
-    """Seconds that no sequence within `limit` beats in the mean of `steps` steps in a row.
+    """Seconds that no sequence within `limit` beats in the mean of `steps` steps in a row; with `PERIODS`, in its
+    makespan.
 
     costs: the activations'; needs: bytes of each forward and of each backward alone, from stage 1 on, without
     parameters. patience: as of `Dual.ascend`, at most; with less, the bound is weaker.
@@ -145,17 +164,65 @@ def steady_time(
     L = len(chain)
     N = 2 * L + 1
     patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
-    prices = np.zeros((ROWS, N))
-    value = least = dual.at(prices)[0]
+    least, prices, drift = dual.at(np.zeros((ROWS, N)))[0], _start(dual, N, patience // QUICK), 0.0
+    most = drift_time(chain, limit, updates, costs) / seconds if steps == PERIODS else np.inf
+    # The mean of four steps counts a forward and a backward and three steps at least: V <= value + (value - least) / 3.
+    quick = _ascend(dual, prices.copy(), patience // QUICK) if most < np.inf else least
+    if 2 * most < quick - least:
+        endless = problem(chain, limit, updates, costs, needs, 0.0)
+        assert endless is not None
+        start = _start(endless[0], N, patience // QUICK)
+        if _ascend(endless[0], start.copy(), patience // QUICK) - most > quick:
+            dual, prices, drift = endless[0], start, most
+    value = _ascend(dual, prices, patience)
+    error = SUM_ERROR * 8 * N * sums
+    return max(0.0, least - error, value - drift - error * (1 + drift + float(prices.sum()))) * seconds
+
+
+def _start(dual: Dual, N: int, patience: int) -> np.ndarray:
+    """Prices from which a quick ascent comes higher: none; or the highest of lanes that are busy all the time, with λ
+    where the step turns (F_1, B_L, B_2) up to what copies cost, so that nothing gains by staying."""
+    none = found = np.zeros((ROWS, N))
+    best = dual.at(none)[0]
+    for out, back, host, share in product(START_PRICES, START_PRICES, START_PRICES, START_PRICES[1:]):
+        if out + back + host <= 1 and (dual.duplex or not back):
+            prices = np.repeat([0.0, *(out, back, host) * 3], N).reshape(ROWS, N)
+            copies = out * dual.rates[0] + (back if dual.duplex else out) * dual.rates[1]
+            prices[0, [0, N // 2, max(0, N - 3)]] = min(share * copies, MOST_START)
+            value = dual.at(prices)[0]
+            if value > best:
+                best, found = value, prices
+    if found is none or _ascend(dual, found.copy(), patience) < _ascend(dual, none.copy(), patience):
+        return none
+    return found
+
+
+def _ascend(dual: Dual, prices: np.ndarray, patience: int) -> float:
+    """The highest value found from `prices` on, which become those of that value."""
+    value, N = dual.at(prices)[0], prices.shape[1]
     # λ is about what a copy of the whole limit costs, which is much where the links are slow.
-    slow = max(1.0, dual.rate)
+    slow = max(1.0, sum(dual.rates))
     for scale in PRICE_SCALES if slow > 2 else (1.0,):
-        rise = FIRST_RISE * max(1.0, value)
+        rise = FIRST_RISE * max(1.0, value * min(value, MOST_RISE))
         value = dual.ascend(
             prices, 40 * patience, rise, patience, SHRINK, LEAST_RISE * rise, PRICE_SCALE / N**2 * slow**scale
         )
-    error = SUM_ERROR * 8 * N * sums
-    return max(0.0, least - error, value - error * (1 + float(prices.sum()))) * seconds
+    return value
+
+
+def drift_time(chain: Chain, limit: int, updates: str, c: Arrays) -> float:
+    """Seconds by which the makespan may be below the endless bound, by step 8: half of what copies under way at one
+    cut may take. Infinite where some ``H`` may be under way at every cut, since no w waits for it."""
+    if any(s.grad_bytes and not s.bytes and s.host_update_time is not None for s in chain.parameters):
+        return np.inf
+    read, trained, _ = own_needs(chain, updates)
+    saved = np.zeros_like(c.saved)  # a B may run while its ā leaves, but ā_L is never moved
+    saved[-1] = c.saved[-1]
+    stays = np.where(c.real, saved + c.b_transient, np.iinfo(np.int64).max).min(axis=1)[1:]
+    stays += c.out[0] + c.grad[1:] + c.grad[:-1] + (trained - read)[1:]
+    stays[:-1] += c.out[-1]
+    held = stays.max() if updates == "after" else stays[-1]
+    return float(limit - held) / min(chain.d2h_bandwidth, chain.h2d_bandwidth) / 2
 
 
 def problem(

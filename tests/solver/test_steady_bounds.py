@@ -38,7 +38,7 @@ from rotoff.core.sequence import drop, prefetch, w, wait
 from rotoff.solver.arrays import arrays
 from rotoff.solver.bounds import _needs_alone
 from rotoff.solver.kernels.steady_bound import Dual
-from rotoff.solver.steady_bounds import problem
+from rotoff.solver.steady_bounds import drift_time, problem
 
 pytestmark = pytest.mark.full_timing
 
@@ -383,6 +383,41 @@ def test_updates_after_the_step_stream_through_its_end() -> None:
     assert lower_bound(chain, 50, updates="after", steps=math.inf) == pytest.approx(4.0, rel=2e-3)
     free = ParameterGroup((1,), 10, 10, 0, update_time=0.5)
     assert lower_bound(replace(chain, parameters=(free,)), 50, updates="after") == pytest.approx(2.5)
+
+
+def test_where_little_fits_beside_a_backward_few_copies_cross_it() -> None:
+    # Of 120 bytes B 2 needs 100 for abar 2 and 10 for g 2. Copies of the other 10 take 1 s, half of which two steps may
+    # save on average. Copies across the end of the fourth step would save 1 s.
+    stages = (Stage("", 1.0, 1.0, 0, 10, grad_bytes=0), Stage("", 1.0, 1.0, 0, 100, grad_bytes=0))
+    groups = tuple(ParameterGroup((i,), 10, 10, 20, update_time=1.0) for i in (1, 2))
+    chain = Chain(stages, 10.0, 10.0, parameters=groups)
+    endless = lower_bound(chain, 120, updates="after", steps=math.inf)
+    assert endless == pytest.approx(9.0, rel=1e-4)
+    assert lower_bound(chain, 120, updates="after") == pytest.approx(endless - 0.5, rel=1e-4)
+    # A backward of another stage counts only where no update comes before it: B 1 needs 103 bytes and 10 for g 1.
+    turned = replace(chain, stages=(replace(stages[0], backward_transient_bytes=103), stages[1]))
+    costs = arrays(turned.without_parameters())
+    assert drift_time(turned, 125, "during", costs) == pytest.approx((125 - 110) / 10 / 2)
+    assert drift_time(turned, 125, "after", costs) == pytest.approx((125 - 113) / 10 / 2)
+    # Nobody waits for the update of parameters of no bytes, so that it may be under way at every cut.
+    idle = replace(groups[0], bytes=0, host_update_time=1.0)
+    assert drift_time(replace(turned, parameters=(*groups, idle)), 125, "after", costs) == math.inf
+
+
+def test_steps_in_which_nothing_takes_time_on_the_device() -> None:
+    # The unit of the dual is the time of all updates there, and no update of the only group need run there.
+    group = ParameterGroup((1,), 10, 10, 0, update_time=1.0, host_update_time=0.0)
+    chain = Chain((Stage("", 0.0, 0.0, 0, 0, grad_bytes=0),), 1e9, 1e9, parameters=(group,))
+    assert lower_bound(chain, 20) <= solve(chain, 20, refine=0.05).meta["makespan"] <= 1e-6
+
+
+def test_the_ascent_reaches_far_above_compute() -> None:
+    # In each step the link takes some 80 s and compute 5 s. From no prices at all the ascent stopped at 73 s.
+    groups = tuple(ParameterGroup((i,), 10, 10, 20) for i in range(1, 17))
+    chain = Chain((Stage("", 0.1, 0.2, 0, 1, grad_bytes=0),) * 16, 10.0, 10.0, parameters=groups)
+    assert min_mem_limit(chain, "joint", "after") == 40
+    more, least = (lower_bound(chain, limit, updates="after", steps=math.inf) for limit in (60, 40))
+    assert 79 < more < least
 
 
 def test_smallest_limits_by_hand() -> None:
