@@ -71,6 +71,12 @@ class KnownSizes:
         """Whether a measured size of the family has times."""
         return any(one.profile.timed for one in self._measured.get(family, ()))
 
+    def exceeds(self, family: Any, sizes: Sizes, request: Request) -> bool:
+        """Whether keeping everything at `sizes` surely exceeds the limit, as the largest measured size tells."""
+        rows = zip(self.sizes(family), self._measured.get(family, ()), strict=True)
+        at, largest = max(rows, key=lambda row: volume(row[0]), default=(sizes, None))
+        return largest is not None and saved_bytes(largest.profile) * volume(sizes) / volume(at) > request.mem_limit
+
     def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
         """A planned course for an input of new `sizes`, interpolated from measured ones; None if that is impossible."""
         measured = self._measured.get(family)
