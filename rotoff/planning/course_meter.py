@@ -359,7 +359,8 @@ class _Measurement:
         """Measure now; `times`, if given, are not measured again."""
         value, stages, meter = self._wanted.value, self.captured.stages, self._meter()
         use, more = self._wanted.use, (self._bandwidth, self._progress, times)
-        estimated = use is not None and times is None and meter.estimate_forms()
+        found = times is not None and all(row.forms is not None for row in times.stages)
+        estimated = use is not None and not found and meter.estimate_forms()
         with _unchanged(self._of.model, self.captured):
             if self._walk is not None:
                 walk, profile = measure_times(self._walk, value, meter, *more)

@@ -159,7 +159,7 @@ class KnownSizes:
 
     def _times(self, measured: Measured, sizes: Sizes) -> KnownTimes | None:
         """The times for `sizes`. From the third size on, only forms that plans have used are included, unless every
-        plan keeps everything."""
+        plan keeps everything. No forms are included if they are yet to be found."""
         timed = [(at, one) for at, one in zip(measured.sizes, measured, strict=True) if one.profile.timed]
         if not timed:
             return None
@@ -169,6 +169,8 @@ class KnownSizes:
         else:
             times = known_times(timed[-1][1].profile, volume(sizes) / volume(timed[-1][0]))
         planned = [(one, one.plan) for one in measured if one.plan is not None and not one.plan.keeps_all]
+        if not planned and timed[-1][1].profile.formed_for:  # no limit has needed a form yet
+            return times._replace(stages=tuple(row._replace(forms=None) for row in times.stages))
         if not planned or len(measured) < SEVERAL:
             return times
         used = {
@@ -180,7 +182,8 @@ class KnownSizes:
         rows = enumerate(times.stages, start=1)
         return times._replace(
             stages=tuple(
-                row._replace(forms=tuple(form for form in row.forms if (i, form.identity) in used)) for i, row in rows
+                row._replace(forms=tuple(form for form in row.forms or () if (i, form.identity) in used))
+                for i, row in rows
             )
         )
 

@@ -201,7 +201,7 @@ class Meter(ByteMeter):
     def _with_times(self, run: Run, measured: Measured, known: StageTimes | None) -> Measured:
         """Return `measured` with the stage's times and smaller forms."""
         saved, operations = measured.behaviour.saved, None
-        if known is not None and known.early_stop is not None:
+        if known is not None:
             end = EarlyStop(known.early_stop)
         else:
             operations = self._recorded(run, saved)

@@ -56,6 +56,7 @@ def test_slow_stages_stop_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> 
         return time
 
     assert count(wavering(0.06), Repeats()) == 3
+    assert count(lambda n: wavering(0.06)(n) and 1 + 0.05 * n, Repeats()) == 2  # long runs that agree
     assert count(wavering(0.02), Repeats()) == 5
     assert count(wavering(0.001), Repeats()) == 15
 

@@ -42,16 +42,16 @@ KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage in seconds, its forms, and whether the device waits for the host. early_stop: as in
-    `Behaviour`; None: not known."""
+    """Times of one stage in seconds, its forms (None: to be found), whether the device waits for the host, and where a
+    replay may stop."""
 
     name: str
     forward_time: float
     backward_time: float
     tail_time: float
-    forms: KnownForms
+    forms: KnownForms | None
     host_bound: bool = False
-    early_stop: int | None = None
+    early_stop: int = 0
 
 
 class KnownTimes(NamedTuple):
@@ -111,7 +111,7 @@ def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) ->
     """
 
     def scaled(row: StageTimes) -> StageTimes:
-        forms = tuple(form._replace(seconds=(form.seconds or 0.0) * longer) for form in row.forms)
+        forms = tuple(form._replace(seconds=(form.seconds or 0.0) * longer) for form in row.forms or ())
         times = {name: getattr(row, name) * longer for name in ("forward_time", "backward_time", "tail_time")}
         return row._replace(**times, forms=forms)
 
