@@ -135,11 +135,10 @@ def measure_times(
 
 def measure_forms(walk: Walk, value: Any, meter: Meter, profile: Profile, used: Collection[UsedForm]) -> Profile:
     """Return `profile`, whose forms were estimated, with those of `used` measured and without others."""
-    batch = value
+    batch, wanted = value, dict[Any, dict[Any, None]]()  # by kind of stage: stages of one kind share forms
     kinds = [n if one.kind is None else one.kind for n, one in enumerate(walk.measured, start=1)]
-    wanted: dict[Any, dict[Any, None]] = {kinds[one.stage - 1]: {} for one in used}  # stages of one kind share forms
-    for one in used:
-        wanted[kinds[one.stage - 1]][one.identity] = None
+    for form in used:
+        wanted.setdefault(kinds[form.stage - 1], {})[form.identity] = None
     found: list[Measured] = []
     last = max((n for n, kind in enumerate(kinds) if kind in wanted), default=-1)
     for stage, one in zip((*walk.prefix, *walk.stages), [*[None] * len(walk.prefix), *walk.measured], strict=True):
