@@ -28,7 +28,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 # of the packages below; last, so that an installed rotoff goes first
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests" / "support")]
+import torchvision_operators
+
 import rotoff
 from benchmarks.grid.run import machine
 
@@ -248,6 +250,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    torchvision_operators.declare()  # of which timm and transformers import parts
     rows = []
     for name in options.workloads:
         load = os.getloadavg()

@@ -334,7 +334,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         check_mode(mode)
         many = parse_in_flight(in_flight)
         request = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._courses.lets_go, in_flight=many)
-        return least_limit(self._courses.timed(self._latest, together=True).profile, request)
+        return least_limit(self._courses.timed(self._latest, together=True, forms=True).profile, request)
 
     # -- what is planned
 

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -31,7 +31,17 @@ from ..errors import MeasureError
 from ..io.cache import Cache
 from ..io.progress import Bar
 from ..profile.kept_profile import bytes_are_portable, find_profile, keep_profile
-from ..profile.measure import UNKNOWN, Progress, Walk, link_of, measure, measure_bytes, measure_times
+from ..profile.measure import (
+    UNKNOWN,
+    Progress,
+    UsedForm,
+    Walk,
+    link_of,
+    measure,
+    measure_bytes,
+    measure_forms,
+    measure_times,
+)
 from ..profile.memory.eager_memory import HeldLate
 from ..profile.profile import Profile
 from ..profile.provenance import provenance
@@ -70,6 +80,18 @@ class Known(NamedTuple):
     times: KnownTimes | None = None
 
 
+class FormUse(NamedTuple):
+    """What smaller forms are measured for.
+
+    Attributes:
+        limit: as text; profiles with the forms for another one are no use.
+        forms: given a profile with estimated forms, returns those worth measuring; None: all.
+    """
+
+    limit: str
+    forms: Callable[[Profile], Collection[UsedForm] | None]
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What to measure.
@@ -81,6 +103,7 @@ class Wanted:
         known: what was measured at other sizes, if anything.
         taped: the current step's forward; it is recorded in place of a separate one.
         captured: an earlier recording on an input of the same signature; None: record the forward now.
+        use: what the forms are for, if not all are to be measured.
     """
 
     value: Any
@@ -90,6 +113,7 @@ class Wanted:
     known: Known | None = None
     taped: TapedForward | None = None
     captured: strategy.Captured | None = None
+    use: FormUse | None = None
 
 
 class CourseMeter:
@@ -284,8 +308,15 @@ class _Measurement:
 
     @cached_property
     def _kept(self) -> Profile | None:
-        """The cached profile, if any."""
-        return find_profile(self._of.cache, self._key, self.captured.stages)
+        """The cached profile, if any: with all forms, or else with those for the limit."""
+        keys = [self._key, self._key_for_limit]
+        found = [find_profile(self._of.cache, key, self.captured.stages) for key in keys if key is not None]
+        return next((one for one in found if one is not None and one.timed), next(iter(found), None))
+
+    @property
+    def _key_for_limit(self) -> dict[str, Any] | None:
+        use, key = self._wanted.use, self._key
+        return None if use is None or key is None else {**key, "limit": use.limit}
 
     @cached_property
     def _kept_holds(self) -> bool:
@@ -320,16 +351,27 @@ class _Measurement:
             logger.info("rotoff: times from the cache are not used, since %s", changed)
             kept, profile = None, self._measured(None)
         if kept is None and between is None:
-            keep_profile(self._of.cache, self._key, self.captured.stages, profile)
+            key = self._key_for_limit if profile.formed_for else self._key
+            keep_profile(self._of.cache, key, self.captured.stages, profile)
         return self._described(profile, interpolated=between is not None)
 
     def _measured(self, times: KnownTimes | None) -> Profile:
         """Measure now; `times`, if given, are not measured again."""
         value, stages, meter = self._wanted.value, self.captured.stages, self._meter()
+        use, more = self._wanted.use, (self._bandwidth, self._progress, times)
+        found = times is not None and all(row.forms is not None for row in times.stages)
+        estimated = use is not None and not found and meter.estimate_forms()
         with _unchanged(self._of.model, self.captured):
             if self._walk is not None:
-                return measure_times(self._walk, value, meter, self._bandwidth, self._progress, times)
-            return measure(stages, value, meter, self._bandwidth, self._progress, times, self._named, self._names)
+                walk, profile = measure_times(self._walk, value, meter, *more)
+            else:
+                walk, profile = measure(stages, value, meter, *more, self._named, self._names)
+            if use is None or not estimated:
+                return profile
+            if (forms := use.forms(profile)) is None:
+                return measure_times(walk, value, self._meter(), *more)[1]
+            profile = measure_forms(walk, value, self._meter(), profile, forms)
+            return replace(profile, formed_for=use.limit)
 
     def _meter(self) -> Meter:
         options = self._of.options

@@ -71,6 +71,12 @@ class KnownSizes:
         """Whether a measured size of the family has times."""
         return any(one.profile.timed for one in self._measured.get(family, ()))
 
+    def exceeds(self, family: Any, sizes: Sizes, request: Request) -> bool:
+        """Whether keeping everything at `sizes` surely exceeds the limit, as the largest measured size tells."""
+        rows = zip(self.sizes(family), self._measured.get(family, ()), strict=True)
+        at, largest = max(rows, key=lambda row: volume(row[0]), default=(sizes, None))
+        return largest is not None and saved_bytes(largest.profile) * volume(sizes) / volume(at) > request.mem_limit
+
     def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
         """A planned course for an input of new `sizes`, interpolated from measured ones; None if that is impossible."""
         measured = self._measured.get(family)
@@ -153,7 +159,7 @@ class KnownSizes:
 
     def _times(self, measured: Measured, sizes: Sizes) -> KnownTimes | None:
         """The times for `sizes`. From the third size on, only forms that plans have used are included, unless every
-        plan keeps everything."""
+        plan keeps everything. No forms are included if they are yet to be found."""
         timed = [(at, one) for at, one in zip(measured.sizes, measured, strict=True) if one.profile.timed]
         if not timed:
             return None
@@ -163,6 +169,8 @@ class KnownSizes:
         else:
             times = known_times(timed[-1][1].profile, volume(sizes) / volume(timed[-1][0]))
         planned = [(one, one.plan) for one in measured if one.plan is not None and not one.plan.keeps_all]
+        if not planned and timed[-1][1].profile.formed_for:  # no limit has needed a form yet
+            return times._replace(stages=tuple(row._replace(forms=None) for row in times.stages))
         if not planned or len(measured) < SEVERAL:
             return times
         used = {
@@ -174,7 +182,8 @@ class KnownSizes:
         rows = enumerate(times.stages, start=1)
         return times._replace(
             stages=tuple(
-                row._replace(forms=tuple(form for form in row.forms if (i, form.identity) in used)) for i, row in rows
+                row._replace(forms=tuple(form for form in row.forms or () if (i, form.identity) in used))
+                for i, row in rows
             )
         )
 

@@ -16,6 +16,8 @@ from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..core.trace import figures
 from ..errors import InfeasibleError, InvalidSequenceError
+from ..io.cache import Cache
+from ..profile.measure import UsedForm
 from ..profile.memory.skips import choices
 from ..profile.profile import Profile
 from ..report.rotor_names import NO_LIMIT
@@ -229,6 +231,18 @@ def _choice(sequence: Sequence) -> tuple[tuple[int, ...], bool]:
 def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
     """`sequence` with the true or nonempty values of `said` in its meta."""
     return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
+
+
+def useful_forms(profile: Profile, request: Request) -> list[UsedForm] | None:
+    """The smaller forms that a short search for `request` uses; None if nothing fits."""
+    effort = SHORT * Budget.of(request.options.get("refine", True)).seconds
+    short = replace(request, options={**request.options, "refine": effort}, cache=Cache(None))
+    try:
+        sequence = _decide(profile, short, None, (), True, GOOD)
+    except InfeasibleError:
+        return None
+    used = dict.fromkeys((op.stage, op.form) for op in sequence if op.kind is OpKind.F_SEL)
+    return [UsedForm(i, profile.behaviours[i - 1].forms[k - 1].identity) for i, k in used]
 
 
 def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False, in_flight: int = 1) -> ExecutionPlan:

@@ -152,6 +152,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "twice_bytes": each(min),
         "cast_bytes": max,
         "saved_cast_bytes": each(min),
+        "formed_for": first,
         "timed": all,
     },
 }

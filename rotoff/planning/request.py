@@ -77,6 +77,11 @@ class Request:
     cache: Cache = field(default_factory=lambda: Cache(None))
     planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # plans in place of the solver (`device_limit`)
 
+    @property
+    def limit(self) -> str:
+        """What decides which forms are worth measuring, as text."""
+        return f"{self.mem_limit} bytes {self}"
+
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
         return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"

@@ -27,11 +27,11 @@ from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
 from .course import Specialization, constants, family_of, signature
-from .course_meter import CourseMeter, Wanted
+from .course_meter import CourseMeter, FormUse, Wanted
 from .known_sizes import SEVERAL, KnownSizes, fits, lacks_times
 from .memory_account import expected_bytes
 from .options import Options
-from .planner import least_limit, make_plan
+from .planner import least_limit, make_plan, useful_forms
 from .request import Request
 from .sizes import Sizes, covers, halves
 
@@ -133,6 +133,7 @@ class Specializations:
         also: Sequence[Specialization] = (),
         taped: TapedForward | None = None,
         request: Request | None = None,
+        room: Request | None = None,
     ) -> Specialization:
         """Measure the course for the chain's input `value`.
 
@@ -141,15 +142,18 @@ class Specializations:
             timed: whether times must be measured; if not, they may be interpolated from other sizes.
             also: courses that the new one must cover and replaces.
             taped: the current step's forward; it is recorded in place of a separate one.
-            request: if keeping everything fits it, no times are measured.
+            request: for the plan. If keeping everything fits it, no times are measured.
+            room: what keeping everything has to fit instead of `request`.
         """
         began = time.perf_counter()
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
-        like = None if timed or also else self._sizes.told(*family_of(signature(value, self._model)))
-        wanted = Wanted(value, progress, repeats, tapes, like, taped)
+        family, sizes = family_of(signature(value, self._model))
+        like = None if timed or also else self._sizes.told(family, sizes)
+        wanted = Wanted(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
         enough = None
         if request is not None and request.policy is None and request.planner is None:
-            enough = partial(fits, request=request)
+            room = room or request
+            enough = None if self._sizes.exceeds(family, sizes, room) else partial(fits, request=room)
         captured, profile = self.meter.measure(wanted, enough)
         course = Specialization(profile, captured, hint=constants(value))
         key = signature(value, self._model)
@@ -161,6 +165,12 @@ class Specializations:
         self._now(course, value, key)
         return course
 
+    def _form_use(self, request: Request | None) -> FormUse | None:
+        """What smaller forms are for, in one process that plans for `request` by the solver."""
+        if request is None or request.policy is not None or request.planner is not None or self._group is not None:
+            return None
+        return FormUse(request.limit, partial(useful_forms, request=request))
+
     def _learn(self, course: Specialization, key: Any, seconds: float) -> None:
         """Remember that `course` was measured on an input of the signature `key`, which took `seconds`."""
         self._sizes.learn(course, *family_of(key), seconds)
@@ -169,18 +179,19 @@ class Specializations:
     def _now(self, course: Specialization, value: Any, key: Any) -> None:
         """Make `course` the latest; `value`, of the signature `key`, is an input for it."""
         self.latest = course
-        self._sample = None if course.profile.timed else Sample.of(value, key)
+        self._sample = None if course.profile.complete else Sample.of(value, key)
 
-    def timed(self, latest: Specialization, together: bool = False) -> Specialization:
+    def timed(self, latest: Specialization, together: bool = False, forms: bool = False) -> Specialization:
         """The `latest` course with times, which are measured now on the input of the last step if it has none.
 
         Args:
             together: whether all processes of the group make this call.
+            forms: whether it must have all smaller forms.
 
         Raises:
             MeasureError: in a group, unless `together` or the course has times.
         """
-        if latest.profile.timed:
+        if latest.profile.complete if forms else latest.profile.timed:
             return latest
         if self._group is not None and not together:
             raise MeasureError(
@@ -190,18 +201,19 @@ class Specializations:
         assert self._sample is not None
         return self._time_again(latest, self._sample)
 
-    def _time_again(self, course: Specialization, sample: Sample) -> Specialization:
+    def _time_again(self, course: Specialization, sample: Sample, request: Request | None = None) -> Specialization:
         """`time` outside of a step, with the sample's autocast state, and generators restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
         with autocast_as(sample.autocast, sample.cached), ReplayState(generators, (), (), modes).again():
-            return self.time(course, sample.value, sample.key)
+            return self.time(course, sample.value, sample.key, request)
 
-    def time(self, course: Specialization, value: Any, key: Any) -> Specialization:
-        """Measure the times and the smaller forms of `course`, which has none; in a group, all processes together.
+    def time(self, course: Specialization, value: Any, key: Any, request: Request | None = None) -> Specialization:
+        """Measure the times and the smaller forms of `course`; in a group, all processes together.
 
         Args:
             value: the chain's input, of the signature `key`.
+            request: what forms are for; None: all are measured.
 
         Returns:
             The new course for that input.
@@ -209,7 +221,8 @@ class Specializations:
         planned = course.plan is not None
         if self._sizes.is_measured(course):
             began = time.perf_counter()
-            course.become(self.meter.measure(Wanted(value, captured=course.captured))[1])
+            wanted = Wanted(value, captured=course.captured, use=self._form_use(request))
+            course.become(self.meter.measure(wanted)[1])
             self._learn(course, key, time.perf_counter() - began)
             self._now(course, value, key)
             found = course
@@ -287,8 +300,9 @@ class Specializations:
         stays."""
         course = self.latest
         if course is not None:
-            if self._sample is not None and not fits(course.profile, request):
-                course = self._time_again(course, self._sample)
+            formed = course.profile.formed_for == request.limit
+            if self._sample is not None and not (formed or fits(course.profile, request)):
+                course = self._time_again(course, self._sample, request)
             course.plan = make_plan(course.profile, request, self._group)
         self.request = request
         for course in self:
@@ -305,7 +319,7 @@ class Specializations:
             taped = TapedForward(self._model, value, self.meter.device_for(value))
             if also:
                 return self._made_one(value, also, taped)
-            return self.measure(value, timed=False, taped=taped, request=self._enough(value))
+            return self.measure(value, timed=False, taped=taped, request=self.request, room=self._enough(value))
 
         try:
             course = self._taken(value, measured_here)
@@ -371,8 +385,10 @@ class Specializations:
             course = measured_here()
         self._known.move_to_end(key)
         self._look_at_loop(course)
-        if lacks_times(course, self.request):
-            course = self.time(course, value, key)
+        measured = can_measure and self._sizes.is_measured(course)
+        others = measured and course.profile.formed_for not in ("", self.request.limit)
+        if lacks_times(course, self.request) or (others and course.plan is None):
+            course = self.time(course, value, key, self.request)
         if course.plan is None:
             self._sizes.plan(course, family_of(key)[0], self.request, self._group)
         elif self._group is None:

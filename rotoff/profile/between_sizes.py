@@ -33,7 +33,7 @@ from .profile import Profile
 SUBTRACTED = (Skip, FreedEarly)  # are subtracted from other fields, so their bytes are rounded down
 ROUNDING = 64  # bytes added for each stage, since whole numbers of bytes may be rounded down
 # fields that do not depend on the size of the input; taken from the first profile
-OF_FIRST = ("meta", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound")
+OF_FIRST = ("meta", "formed_for", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound")
 # whole numbers that are not bytes
 PLACES = ("first", "last", "until", "early_stop", "outputs", "saved", "kept", "copied")
 TIMES = ("forward_time", "backward_time", "tail_time")  # of a stage
@@ -94,7 +94,7 @@ def with_times(profile: Profile, timed: Profile) -> Profile:
         for mine, theirs in pairs
     )
     behaviours = zip(profile.behaviours, timed.behaviours, strict=True)
-    others = ("no_forms", "compact", "copy_bandwidth", "overhead_times", "host_bound", "timed")
+    others = ("no_forms", "formed_for", "compact", "copy_bandwidth", "overhead_times", "host_bound", "timed")
     return replace(
         profile,
         chain=replace(

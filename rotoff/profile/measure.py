@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -34,11 +34,18 @@ from .memory.gradients import Charge, charge
 from .memory.skips import find_skips
 from .profile import Compact, Profile, replay_bytes
 from .stage_meter import Meter
-from .timing.timing_cache import KnownTimes
+from .timing.timing_cache import KnownTimes, known_times
 
 logger = logging.getLogger("rotoff")
 Progress = Callable[[int, int, str], None]  # stages done, stages in all, name of the next
 UNKNOWN = LinkRates(1.0, 1.0)  # of a profile that is not timed; never read
+
+
+class UsedForm(NamedTuple):
+    """A smaller form of a stage that a plan uses. stage: its number in the chain. identity: `Recipe.identity`."""
+
+    stage: int
+    identity: Any
 
 
 class Walk(NamedTuple):
@@ -65,8 +72,8 @@ def measure(
     known: KnownTimes | None = None,
     named: bool = False,
     merged: Sequence[str] = (),
-) -> Profile:
-    """Measure `stages` on the sample input `value`.
+) -> tuple[Walk, Profile]:
+    """Measure `stages` on the sample input `value`. Also returns the input of `measure_forms`.
 
     Args:
         stages: in order. A stage that aliases or overwrites its input is merged with the one before it, and so are most
@@ -82,7 +89,7 @@ def measure(
         TimesChanged: if the stages no longer take the `known` times.
     """
     walk = _walked(_groups(stages, value, meter, named, merged), value, meter, known, progress)
-    return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+    return walk, _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
 
 
 def measure_bytes(
@@ -108,8 +115,8 @@ def measure_times(
     bandwidth: Callable[[int, int], LinkRates],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
-) -> Profile:
-    """Complete the measurement that `measure_bytes` began; return the profile that `measure` would have returned."""
+) -> tuple[Walk, Profile]:
+    """Complete the measurement that `measure_bytes` began; return what `measure` would have returned."""
     meter.trust(known)
     output, found = value, []
     every = [*zip(walk.prefix, [None] * len(walk.prefix), strict=True), *zip(walk.stages, walk.measured, strict=True)]
@@ -123,7 +130,26 @@ def measure_times(
     if progress is not None:
         progress(len(every), len(every), "")
     walk = walk._replace(measured=[one.timed() for one in found])
-    return _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+    return walk, _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+
+
+def measure_forms(walk: Walk, value: Any, meter: Meter, profile: Profile, used: Collection[UsedForm]) -> Profile:
+    """Return `profile`, whose forms were estimated, with those of `used` measured and without others."""
+    batch, wanted = value, dict[Any, dict[Any, None]]()  # by kind of stage: stages of one kind share forms
+    kinds = [n if one.kind is None else one.kind for n, one in enumerate(walk.measured, start=1)]
+    for form in used:
+        wanted.setdefault(kinds[form.stage - 1], {})[form.identity] = None
+    found: list[Measured] = []
+    last = max((n for n, kind in enumerate(kinds) if kind in wanted), default=-1)
+    for stage, one in zip((*walk.prefix, *walk.stages), [*[None] * len(walk.prefix), *walk.measured], strict=True):
+        if len(found) > last:
+            break
+        with _running(stage, meter):
+            forms = () if one is None else wanted.get(kinds[len(found)], ())
+            more, value = meter.forms(stage, value, stage is walk.stages[-1], one, tuple(forms))
+        found += [more] if more is not None else []
+    found += [one.without_forms("the limit does not need them") for one in walk.measured[len(found) :]]
+    return _profile(walk._replace(measured=found), batch, meter, known_times(profile), profile.chain.link)
 
 
 def _profile(

@@ -124,6 +124,11 @@ class Measured:
             host_bound=other.host_bound,
         )
 
+    def without_forms(self, why: str) -> Measured:
+        """Return this without smaller forms, and `why` there are none unless that is known."""
+        costs, behaviour = replace(self.costs, forms=()), replace(self.behaviour, forms=())
+        return replace(self, costs=costs, behaviour=behaviour, no_forms=self.no_forms or why)
+
     def timed(self) -> Measured:
         """Return this with the times of all stages of its kind, once they are measured."""
         if self.timings is None:

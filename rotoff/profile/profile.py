@@ -102,6 +102,7 @@ class Profile:
             once.
         cast_bytes: what autocast within the model keeps to the end of its region.
         saved_cast_bytes: the part of that which is also in the stage's ā.
+        formed_for: the limit for which forms were measured, as text; empty if all forms were.
         timed: whether times of stages, copies and the interpreter, and smaller forms, were measured; if not, the
             profile only says what keeping everything takes.
     """
@@ -135,7 +136,13 @@ class Profile:
     twice_bytes: tuple[int, ...] = ()
     cast_bytes: int = 0
     saved_cast_bytes: tuple[int, ...] = ()
+    formed_for: str = ""
     timed: bool = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether times and all smaller forms were measured."""
+        return self.timed and not self.formed_for
 
     def described(self, name: str, meta: Mapping[str, Any]) -> Profile:
         """Return this with the chain's name and `meta`, to which the overhead times are added."""

@@ -36,7 +36,7 @@ from .timing.convergence import Repeats
 from .timing.harness import Run, backward, get_edges, ones, within_backward
 from .timing.overhead import OverheadMeter
 from .timing.stage_timing import EarlyStop, Timings, copy_bandwidth, time_stage
-from .timing.timing_cache import KnownTimes, StageTimes, check_times
+from .timing.timing_cache import KnownForm, KnownTimes, StageTimes, check_times
 
 CHECK_RUNS = 3  # runs that check whether known times still hold
 
@@ -67,17 +67,23 @@ class Meter(ByteMeter):
         self._by_kind: dict[Any, Measured] = {}  # results of `times`
         self._overhead = OverheadMeter()
         self.samples_overhead = True
-        self.warm = False  # whether the stages have run in this process, so that workspaces and caches exist
+        self._warm = context.device.type == "cpu"  # whether no library keeps workspaces from its first backward on
         self.checked: StageTimes | None = None  # the known times that are checked
 
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         return FormMeter(self.context, policy, partial, algorithms)
 
+    def estimate_forms(self) -> bool:
+        """Estimate forms from now on instead of measuring them. Whether that is possible."""
+        if self._forms is None or self._forms.algorithms:
+            return False
+        self._forms.estimates = True
+        return True
+
     def trust(self, known: KnownTimes | None) -> None:
         """Use the `known` times instead of measuring; check one of them if `known` asks for it."""
         self.samples_overhead = known is None or known.overhead is None
         self.checked = known.heaviest if known is not None else None
-        self.warm = self.context.device.type == "cpu" and known is not None and not known.checked
 
     def stage(
         self, stage: StageModule, value: Any, last: bool, known: StageTimes | None = None, timed: bool = True
@@ -115,7 +121,7 @@ class Meter(ByteMeter):
             known_kind, like = self._measured[kind]
             measured = known_kind.of(stage, like)
         else:
-            if not self.warm:
+            if not self._warm or watched or any(map(compiled, stage.every_module())):
                 with seen if watched else nullcontext():
                     backward(get_edges(outputs), ones(outputs), run.targets(leaves))
             del outputs, leaves
@@ -140,11 +146,7 @@ class Meter(ByteMeter):
         Args:
             last, known: as in `stage`.
         """
-        tensors, rebuild = flatten(value)
-        run = Run(stage, tensors, rebuild, last, measured is not None and measured.collective)
-        outputs, rebuild_output = flatten(run.forward(run.leaves()))
-        output = rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])
-        del outputs
+        run, output = _passed(stage, value, last, measured)
         if measured is None:
             return None, output
         like = self._by_kind.get(measured.kind)
@@ -153,6 +155,28 @@ class Meter(ByteMeter):
             if measured.kind is not None:
                 self._by_kind[measured.kind] = like
         return measured.with_times_of(like), output
+
+    def forms(
+        self, stage: StageModule, value: Any, last: bool, measured: Measured | None, wanted: Sequence[Any]
+    ) -> tuple[Measured | None, Any]:
+        """Measure those forms of `measured`, which were estimated, whose identities are `wanted`, and drop the others;
+        also returns the stage's output."""
+        run, output = _passed(stage, value, last, measured)
+        if measured is None:
+            return None, output
+        bare = measured.without_forms("the limit does not need them")
+        if not wanted:
+            return bare, output
+        like = self._by_kind.get(measured.kind)
+        if like is None:
+            whole = WholeStage(run, bare.costs, bare.behaviour, bare.carried_bytes)
+            assert self._forms is not None
+            found = self._forms.find(whole, tuple(KnownForm(one, None) for one in wanted))
+            costs, behaviour = replace(bare.costs, forms=found.forms), replace(bare.behaviour, forms=found.recipes)
+            like = replace(bare, costs=costs, behaviour=behaviour, no_forms=found.reason)
+            if measured.kind is not None:
+                self._by_kind[measured.kind] = like
+        return bare.with_times_of(like), output
 
     def _require_one_plan(self, run: Run) -> Run:
         """Return `run`; refuse it if processes with plans of their own would wait for each other."""
@@ -176,9 +200,12 @@ class Meter(ByteMeter):
 
     def _with_times(self, run: Run, measured: Measured, known: StageTimes | None) -> Measured:
         """Return `measured` with the stage's times and smaller forms."""
-        saved = measured.behaviour.saved
-        operations = self._recorded(run, saved)
-        end = self._early_stop(saved, operations)
+        saved, operations = measured.behaviour.saved, None
+        if known is not None:
+            end = EarlyStop(known.early_stop)
+        else:
+            operations = self._recorded(run, saved)
+            end = self._early_stop(saved, operations)
         timings, (forward, backward, tail) = self._timed_or_known(run, end, known)
         costs = replace(measured.costs, forward_time=forward, backward_time=backward, tail_time=tail)
         behaviour = replace(measured.behaviour, early_stop=end.early_stop)
@@ -268,3 +295,11 @@ class Meter(ByteMeter):
             return EarlyStop()
         left_out, whole = (sum(op.seconds for op in ops) for ops in (behind, log.operations))
         return EarlyStop(own[-1] + 1, left_out / whole if whole else 0.0)
+
+
+def _passed(stage: StageModule, value: Any, last: bool, measured: Measured | None) -> tuple[Run, Any]:
+    """Return how `stage` runs on `value`, and its output."""
+    tensors, rebuild = flatten(value)
+    run = Run(stage, tensors, rebuild, last, measured is not None and measured.collective)
+    outputs, rebuild_output = flatten(run.forward(run.leaves()))
+    return run, rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])

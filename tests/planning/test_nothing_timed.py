@@ -15,8 +15,13 @@ from models import ALL, fresh, residual, same, train
 from torch import nn
 
 import rotoff
+from rotoff.planning import course_meter, planner
 from rotoff.planning.course import Specialization
+from rotoff.planning.request import Request
 from rotoff.profile import stage_meter
+from rotoff.profile.measure import UsedForm
+from rotoff.profile.profile import Profile
+from rotoff.profile.selective.variant_run import VariantRun
 from rotoff.runtime.links.pool import LinkPool
 
 ROOM = "1 TiB"
@@ -172,6 +177,124 @@ def test_a_limit_without_room_is_met_in_the_first_step(calls: Counter[str]) -> N
         stage.saved_bytes for stage in probe.profile.chain.stages
     ]
     assert wrapped.min_mem_limit() == least
+
+
+@pytest.fixture
+def measured_forms(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The stages whose forms were measured, once for each form."""
+    seen: list[str] = []
+    own = VariantRun.costs
+
+    def counted(self: VariantRun, backward_time: float) -> rotoff.Form:
+        seen.append(self._run.stage.name)
+        return own(self, backward_time)
+
+    monkeypatch.setattr(VariantRun, "costs", counted)
+    return seen
+
+
+def first_use(model: nn.Module, batch: Any, share: float, **options: Any) -> tuple[rotoff.Checkpointable, int]:
+    """`model`, yet to be measured, within `share` of what it may need; and the least that it needs."""
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(batch(), repeats=1)
+    least, most = probe.min_mem_limit(), probe.keep_all_memory
+    limit = int(least + share * (most - least))
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(limit, **options)
+    return wrapped, least
+
+
+def test_forms_that_a_short_search_does_not_use_are_not_measured(
+    measured_forms: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = residual()
+    plain = copy.deepcopy(model)
+    wrapped, least = first_use(model, batch, 0.5, refine=False)
+    every = len(measured_forms)
+    assert every
+    measured_forms.clear()
+    monkeypatch.setattr("rotoff.planning.specialization.useful_forms", lambda profile, request: [])
+    assert same(train(wrapped, batch), train(plain, batch))
+    profile = latest(wrapped).profile
+    assert not measured_forms and not any(stage.forms for stage in profile.chain.stages)
+    assert "the limit does not need them" in profile.no_forms
+    assert wrapped.min_mem_limit() == least  # which may need any form, so that all are measured for it
+    assert len(measured_forms) == every
+
+
+def test_forms_that_a_short_search_uses_are_measured_for_the_stages_of_its_kind(
+    measured_forms: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batch = residual()
+    plain = copy.deepcopy(model)
+    wrapped, _ = first_use(model, batch, 0.2, mode="remat", refine=False)
+    measured_forms.clear()
+    found: list[UsedForm] = []
+
+    def used(profile: Profile, request: Request) -> list[UsedForm]:
+        estimated = [(i, b) for i, b in enumerate(profile.behaviours, start=1) if b.forms]
+        found.append(UsedForm(estimated[-1][0], estimated[-1][1].forms[-1].identity))
+        return found
+
+    monkeypatch.setattr("rotoff.planning.specialization.useful_forms", used)
+    assert same(train(wrapped, batch), train(plain, batch))
+    profile = latest(wrapped).profile
+    assert len(measured_forms) == 1
+    recipes = [[recipe.identity for recipe in behaviour.forms] for behaviour in profile.behaviours]
+    assert recipes[found[0].stage - 1] == [found[0].identity]
+    assert {len(one) for one in recipes} == {0, 1}
+    assert profile.formed_for.startswith(f"{wrapped.mem_limit} bytes")
+
+
+def test_another_limit_gets_the_forms_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = residual()
+    wrapped, least = first_use(model, batch, 0.5, refine=False)
+    asked: list[int] = []
+    own = planner.useful_forms
+
+    def noted(profile: Profile, request: Request) -> Any:
+        asked.append(request.mem_limit)
+        return own(profile, request)
+
+    monkeypatch.setattr("rotoff.planning.specialization.useful_forms", noted)
+    train(wrapped, batch, steps=2)
+    limits = [wrapped.mem_limit, least + 4096]
+    wrapped.compute_sequence(limits[1], refine=False)
+    train(wrapped, batch, steps=2)
+    assert asked == limits
+    x = batch()
+    assert peak_bytes(lambda: wrapped(x).sum().backward()) <= wrapped.get_expected_memory() <= limits[1]
+
+
+def test_forms_for_a_limit_are_cached_for_that_limit(tmp_path: Path, calls: Counter[str]) -> None:
+    model, batch = residual()
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(batch(), repeats=1)
+    limits = [(probe.min_mem_limit() + probe.keep_all_memory) // 2, probe.min_mem_limit() + 4096]
+    for limit, new in ((limits[0], True), (limits[0], False), (limits[1], True), (limits[1], False)):
+        calls.clear()
+        wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path)
+        train(wrapped.compute_sequence(limit, refine=False), batch, steps=1)
+        assert bool(calls["time_stage"]) is new, limit
+        assert latest(wrapped).profile.formed_for.startswith(f"{limit} bytes")
+        wrapped.close()
+
+
+def test_a_size_that_is_known_not_to_fit_is_measured_in_one_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[str] = []
+    for name in ("measure", "measure_bytes", "measure_times"):
+        own = getattr(course_meter, name)
+        monkeypatch.setattr(
+            course_meter, name, lambda *args, name=name, own=own, **more: walks.append(name) or own(*args, **more)
+        )
+    probe = rotoff.Checkpointable(layers(), cache_directory=None).measure(sized(1024), repeats=1)
+    wrapped = rotoff.Checkpointable(layers(), cache_directory=None)
+    wrapped.compute_sequence(probe.keep_all_memory * 5 // 8, refine=False)
+    walks.clear()
+    wrapped(sized(800)).sum().backward()
+    assert walks == ["measure_bytes", "measure_times"]
+    monkeypatch.setattr("rotoff.planning.known_sizes.KnownSizes.between", lambda *_: None)
+    walks.clear()
+    wrapped(sized(1024)).sum().backward()
+    assert walks == ["measure"]
+    assert wrapped.get_expected_memory() <= wrapped.mem_limit
 
 
 def test_a_policy_is_planned_though_everything_fits(calls: Counter[str]) -> None:

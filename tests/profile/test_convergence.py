@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -56,6 +57,7 @@ def test_slow_stages_stop_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> 
         return time
 
     assert count(wavering(0.06), Repeats()) == 3
+    assert count(lambda n: wavering(0.06)(n) and 1 + 0.05 * n, Repeats()) == 2  # long runs that agree
     assert count(wavering(0.02), Repeats()) == 5
     assert count(wavering(0.001), Repeats()) == 15
 
@@ -144,6 +146,7 @@ class Alike(nn.Module):
 def test_stages_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*[Alike() for _ in range(12)])
     monkeypatch.setattr(Series, "converged", lambda self, width: True)
+    monkeypatch.setattr(steady, "LONG", math.inf)  # however busy the machine is
     x = torch.randn(512, 256)
     fewest = runs(model, 1, x)  # one timed run of each kind
     # of the first (whose input needs no gradient), the second and the last (on whose output nobody runs); the others

@@ -69,7 +69,7 @@ def estimate_profile(
         stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in stages]
         meter = FakeMeter(device, mode, read_forms(forms))
         named = bool(strategy.named(copied, wanted))
-        profile = measure(stages, value, meter, lambda *_: link(device), named=named)
+        _, profile = measure(stages, value, meter, lambda *_: link(device), named=named)
     meta = provenance(model, value, device)
     chain = replace(profile.chain, name=type(model).__name__, meta=meta)
     return replace(profile, chain=chain)

@@ -33,7 +33,7 @@ class FakeFormMeter(FormMeter):
         self._seconds = seconds
 
     def _measured(
-        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
+        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float | None]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
         pairs = []
         for choice in choices:

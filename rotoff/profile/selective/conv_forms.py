@@ -42,7 +42,7 @@ def find_conv_forms(
     stage: WholeStage,
     algorithms: Sequence[Algorithms],
     smallest: Pair | None,
-    known: dict[Any, float],
+    known: dict[Any, float | None],
 ) -> list[Pair]:
     """Return forms of `stage` with other `algorithms`: the whole stage with each, and its smallest form with the best.
 

@@ -28,7 +28,7 @@ from ...tensors.stage import SavedKind
 from ...tensors.storage import bytes_of
 from ..memory.allocator import UNSPLIT
 from ..timing.context import MeasurementContext
-from ..timing.convergence import Series
+from ..timing.convergence import LONG, Series
 from ..timing.harness import Run
 from ..timing.stage_timing import Clock
 from ..timing.timing_cache import KnownForms
@@ -56,6 +56,7 @@ class FormMeter:
     """
 
     recorded = 2  # recordings; the faster time of each operation counts
+    estimates = False  # whether forms are estimated instead of measured
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class FormMeter:
         self.context = context
         self._policy = policy
         self._partial = partial
-        self._algorithms = tuple(algorithms)
+        self.algorithms = tuple(algorithms)
         self._shared: dict[Any, tuple[Stage, FoundForms]] = {}
 
     def find(
@@ -76,7 +77,7 @@ class FormMeter:
         """Return the forms of `stage`.
 
         Args:
-            times: of the forms, if known.
+            times: the forms to look for, with their times unless these are to be measured; None: all.
             recorded: the stage's operations, if known.
         """
         try:
@@ -95,18 +96,20 @@ class FormMeter:
         no_parts = "" if self._partial else "switched off"
         if SavedKind.OWN not in behaviour.saved:
             no_parts = "autograd saves nothing that the stage makes"
-        if no_parts and not self._algorithms:
+        if no_parts and not self.algorithms:
             return FoundForms(reason=no_parts)
         try:
             logs = [recorded] if recorded is not None else []
-            while len(logs) < (self.recorded if times is None else 1):
+            enough = times is not None or self.estimates or costs.forward_time >= LONG
+            while len(logs) < (1 if enough else self.recorded):
                 logs.append(self.context.recorded(run))
         except Exception as error:  # a forward may raise anything under a dispatch mode; forms are optional
             return FoundForms(reason=f"its operations could not be recorded ({type(error).__name__}: {error})")
         log = _fastest(logs)
         if log is None or len(log.packs) != len(behaviour.saved):
             return FoundForms(reason="it runs other operations when they are recorded")
-        key = structure(log, behaviour.saved)
+        known = {one.identity: one.seconds for one in times or ()}
+        key = structure(log, behaviour.saved), frozenset(known), self.estimates
         shared = self._shared.get(key)
         blocks = len(behaviour.saved) + len(log.operations) if self.context.device.type == "cuda" else 0
         if shared is not None and _alike(shared[0], costs, blocks * UNSPLIT):
@@ -114,12 +117,11 @@ class FormMeter:
         graph = StageGraph(log, behaviour.saved)
         if (reason := graph.refusal()) is not None:
             return FoundForms(reason=reason)
-        known = {one.identity: one.seconds for one in times or ()}
         choices = [] if no_parts else self._choices(stage, graph, known)
-        pairs, reason = self._measured(stage, choices, known)
-        if self._algorithms and convolves(log):
+        pairs, reason = (self._estimated if self.estimates else self._measured)(stage, choices, known)
+        if self.algorithms and convolves(log):
             smallest = min(pairs, key=lambda pair: pair[0].saved_bytes, default=None)
-            pairs += find_conv_forms(self.context, stage, self._algorithms, smallest, known)
+            pairs += find_conv_forms(self.context, stage, self.algorithms, smallest, known)
         pairs = [pair for pair in pairs if not known or pair[1].identity in known]
         whole = costs.form(0)
         kept = [p for p in pairs if not beaten_by(p[0], [whole, *(f for f, _ in pairs if f is not p[0])])]
@@ -130,8 +132,8 @@ class FormMeter:
         self._shared[key] = costs, found
         return found
 
-    def _choices(self, stage: WholeStage, graph: StageGraph, known: dict[Any, float]) -> list[Choice]:
-        """What to store in a form that stores a part. known: seconds of the stage's forms, if they are."""
+    def _choices(self, stage: WholeStage, graph: StageGraph, known: dict[Any, float | None]) -> list[Choice]:
+        """What to store in a form that stores a part. known: the stage's forms, if they are."""
         if known:
             own = {n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN}
             # a form with other algorithms may be known where the one that it is based on was left out
@@ -140,8 +142,21 @@ class FormMeter:
         saved = graph.nbytes(graph.saved - graph.given)
         return [c for c in graph.choices(self._policy) if saved - c.nbytes >= stage.worth]
 
+    def _estimated(
+        self, stage: WholeStage, choices: Sequence[Choice], _: object
+    ) -> tuple[list[tuple[Form, Recipe]], str]:
+        """Estimate the forms of `choices`: the forward keeps what they store, and the redo makes all else."""
+        costs, pairs = stage.costs, []
+        assert costs.checkpoint_transient_bytes is not None and costs.backward_transient_bytes is not None
+        for choice in choices:
+            saved = costs.output_bytes + choice.nbytes
+            made = max(0, costs.saved_bytes - saved) + costs.backward_transient_bytes
+            form = Form(saved, costs.backward_time + choice.seconds, costs.checkpoint_transient_bytes, made)
+            pairs.append((form, choice.recipe))
+        return pairs, ""
+
     def _measured(
-        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float]
+        self, stage: WholeStage, choices: Sequence[Choice], times: dict[Any, float | None]
     ) -> tuple[list[tuple[Form, Recipe]], str]:
         """Measure the forms of `choices`; also return why some of them failed. If any `times` are known, the other
         forms are not timed and count as 0 seconds."""

@@ -27,24 +27,31 @@ class TimesChanged(Exception):
 
 
 class KnownForm(NamedTuple):
-    """A smaller form. identity: `Recipe.identity`, what it keeps and by which algorithms. seconds: of its backward."""
+    """A smaller form.
+
+    Attributes:
+        identity: `Recipe.identity`, what it keeps and by which algorithms.
+        seconds: of its backward; None: to be measured.
+    """
 
     identity: tuple[tuple[int, ...], str]
-    seconds: float
+    seconds: float | None
 
 
 KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage in seconds, its forms, and whether the device waits for the host."""
+    """Times of one stage in seconds, its forms (None: to be found), whether the device waits for the host, and where a
+    replay may stop."""
 
     name: str
     forward_time: float
     backward_time: float
     tail_time: float
-    forms: KnownForms
+    forms: KnownForms | None
     host_bound: bool = False
+    early_stop: int = 0
 
 
 class KnownTimes(NamedTuple):
@@ -90,7 +97,8 @@ def times_of(profile: Profile) -> tuple[StageTimes, ...]:
     for stage, behaviour, host in zip(profile.chain.stages, profile.behaviours, bound, strict=True):
         pairs = zip(behaviour.forms, stage.forms, strict=True)
         forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
-        rows.append(StageTimes(stage.name, stage.forward_time, stage.backward_time, stage.tail_time, forms, host))
+        times = stage.forward_time, stage.backward_time, stage.tail_time
+        rows.append(StageTimes(stage.name, *times, forms, host, behaviour.early_stop))
     return tuple(rows)
 
 
@@ -103,7 +111,7 @@ def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) ->
     """
 
     def scaled(row: StageTimes) -> StageTimes:
-        forms = tuple(form._replace(seconds=form.seconds * longer) for form in row.forms)
+        forms = tuple(form._replace(seconds=(form.seconds or 0.0) * longer) for form in row.forms or ())
         times = {name: getattr(row, name) * longer for name in ("forward_time", "backward_time", "tail_time")}
         return row._replace(**times, forms=forms)
 
