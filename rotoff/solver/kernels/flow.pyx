@@ -12,11 +12,13 @@ from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from rotoff.solver.kernels.cycle cimport Cycle, Event, Groups, on_device
-from rotoff.solver.kernels.lanes cimport BACK_IN, HOST, OUT, Lanes, copied, drained, issue, reset
+from rotoff.solver.kernels.lanes cimport (BACK_IN, HOST, OUT, Lanes, copied, drained, issue, reset, same_job,
+                                         same_lanes)
 from rotoff.solver.kernels.work cimport (ALL, BACK, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT,
                                          NONE, Chain, Operation, Work, append)
 
 cdef double INF = float("inf")
+cdef double NEAR = 0.12  # how far above `enough` the first round may be; later ones gain less and less
 
 
 cdef inline double _later(double a, double b) noexcept nogil:
@@ -24,13 +26,13 @@ cdef inline double _later(double a, double b) noexcept nogil:
 
 
 cdef void _alone(Chain *c, Cycle *s) noexcept nogil:
-    """A first prediction: compute never waits, and copies out run one after another."""
+    """A first prediction: compute is as slow as the busiest lane throughout, and copies out run one after another."""
     cdef Py_ssize_t x, turn
     cdef int32_t g
-    cdef double now = 0.0, lane = 0.0, period
+    cdef double now = 0.0, lane = 0.0, period, slower = s.busiest / s.least if s.least > 0.0 else 1.0
     for x in range(s.n):
         s.before[x] = now
-        now += s.at[x].lasts
+        now += s.at[x].lasts * slower
     s.before[s.n] = period = now
     for turn in range(2):
         for x in range(s.n):
@@ -195,6 +197,7 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     cdef Py_ssize_t e, period, x
     cdef int32_t v, g, kind, K = <int32_t>p.K
     cdef double compute = 0.0, begin = 0.0, second = 0.0
+    cdef bint same
     cdef Lanes *l = &s.lanes
     cdef Event *event
     reset(l)
@@ -232,6 +235,12 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
                 if event.gone >= 0:
                     compute = _later(compute, copied(l, event.gone))
                     l.job[event.gone].copy_end = 0.0
+        same = same_lanes(l, compute)
+        for g in range(<int32_t>s.n_gaps):
+            same &= same_job(&l.job[s.gap[g].value], compute)
+        if same and period:
+            second = compute - 2 * (compute - begin)
+            break
     drained(l)
     for g in range(<int32_t>s.n_gaps):
         if s.gap[g].copies:
@@ -241,8 +250,8 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     return (compute - second) / 2
 
 
-cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
-    """The work of compute, the links and the host in a step, each alone."""
+cdef void work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
+    """The seconds that compute, the links and the host work in a step, each alone."""
     cdef Py_ssize_t g
     cdef int32_t k
     cdef double out = 0.0, back = 0.0, host = 0.0
@@ -256,17 +265,19 @@ cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
         if not on_device(s, k):
             host += p.group[k].host
     s.work = s.least + out + back + host
+    if s.lanes.back == OUT:
+        out += back
+    s.busiest = max(s.least, out, back, host)
 
 
 cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int rounds, int *best) noexcept nogil:
     """Seconds of a steady step, the best of `rounds`, and which round; above `enough` the result is not exact."""
     cdef int32_t g, x, n1 = <int32_t>s.n + 1
-    cdef double found = INF, now
+    cdef double found = INF, now, near = NEAR
     cdef int r
     best[0] = 0
-    _work(c, p, s)
-    if s.least > enough:
-        return s.least
+    if s.busiest > enough:
+        return s.busiest
     for x in range(n1):
         s.at[x].awaited.head = -1
     for g in range(<int32_t>s.n_gaps):
@@ -286,8 +297,9 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         if now < found:
             found = now
             best[0] = r
-        if found <= s.least * (1 + 1e-12) or now > 2 * enough:
+        if found <= s.busiest * (1 + 1e-12) or found > enough * (1 + near):
             break
+        near /= 4
     return found
 
 
