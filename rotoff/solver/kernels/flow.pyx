@@ -90,12 +90,12 @@ cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
         cursor += s.before[s.n]
 
 
-cdef void _prefetches(Cycle *s) noexcept nogil:
+cdef void _prefetches(Chain *c, Cycle *s) noexcept nogil:
     """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as the remaining
-    room allows."""
-    cdef int32_t x, g, at, least, n1 = <int32_t>s.n + 1, floor, wraps
+    room allows. A copy that can start and end before all of those takes its turn before them."""
+    cdef int32_t x, g, at, least, early, n1 = <int32_t>s.n + 1, floor, wraps
     cdef int64_t size
-    cdef double start
+    cdef double start, first = INF
     for x in range(<int32_t>s.n):
         g = s.at[x].awaited.head
         while g >= 0:
@@ -115,13 +115,23 @@ cdef void _prefetches(Cycle *s) noexcept nogil:
             size, at = s.gap[g].size, s.gap[g].in_at
             wraps = n1 if s.gap[g].end >= n1 else 0
             least = s.gap[g].in_least if s.gap[g].in_least > s.gap[g].free_at else s.gap[g].free_at
-            if least < floor + wraps:
-                least = floor + wraps
-            while at > least and _left(s, at - 1) >= size:
+            while at > least and at > floor + wraps and _left(s, at - 1) >= size:
                 at -= 1
                 _take(s, at, size)
+            early = at
+            while at == floor + wraps and early > least and _left(s, early - 1) >= size:
+                early -= 1
+            start = s.before[early] - (s.before[s.n] if wraps else 0.0)
+            if early < at and start + size / c.in_bandwidth <= first:
+                while at > early:
+                    at -= 1
+                    _take(s, at, size)
+            else:
+                floor = at - wraps
+                start = s.before[at] - (s.before[s.n] if wraps else 0.0)
             s.gap[g].in_at = at
-            floor = at - wraps
+            if start < first:
+                first = start
             g = s.wait_next[g]
 
 
@@ -291,7 +301,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         memcpy(s.left, s.room, n1 * sizeof(int64_t))
         _frees(s)
         _starts(c, s)
-        _prefetches(s)
+        _prefetches(c, s)
         _text(c, w, p, s)
         now = _lanes(c, w, p, s)
         if now < found:
