@@ -4,7 +4,7 @@ from rotoff.solver.kernels.cycle cimport Cycle, Groups
 from rotoff.solver.kernels.work cimport Chain, Work
 
 cdef enum:
-    ROUNDS = 3
+    ROUNDS = 4
     PERIODS = 4  # as in rotoff.core.steady_step
 
 cdef void work(Chain *c, Groups *p, Cycle *s) noexcept nogil

@@ -18,7 +18,7 @@ from rotoff.solver.kernels.work cimport (ALL, BACK, CK, E_DROP, E_FREE, E_H, E_H
                                          NONE, Chain, Operation, Work, append)
 
 cdef double INF = float("inf")
-cdef double NEAR = 0.12  # how far above `enough` the first round may be; later ones gain less and less
+cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
 
 
 cdef inline double _later(double a, double b) noexcept nogil:
