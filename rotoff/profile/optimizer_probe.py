@@ -22,7 +22,7 @@ from ..tensors.storage import block_bytes, rounded
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
-_TIMED = 1 << 18  # elements
+_TIMED, _SIZED = 1 << 18, 1 << 14  # elements of the parameters on which a step is measured
 _REPEATS = 3
 _SCALARS = 64  # bytes of a parameter's scalars, such as its step count
 _OTHER = (
@@ -51,17 +51,20 @@ class OptimizerProbe:
 
     Args:
         device: on which parameters are updated, unless the host does it.
-        times: earlier measurements; new ones are added.
+        times: earlier measurements; new ones are added. None: an update's seconds are of no interest, and 0.
 
     Raises:
         OptionError: if an optimizer does not update each parameter by itself, or needs a closure.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, UpdateCosts]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, UpdateCosts] | None
+    ) -> None:
         self._device = device
+        self._repeats, self._elements = (0, _SIZED) if times is None else (_REPEATS, _TIMED)
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._states: dict[Any, dict[str, torch.Tensor]] = {}
-        self._times = times
+        self._times = {} if times is None else times
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
                 raise OptionError(
@@ -153,13 +156,14 @@ class OptimizerProbe:
         key = device, type(self._group[id(parameter)][0]), self._key(parameter)
         if key not in self._times:
             self._state(parameter)
-            shape = (_TIMED,) if parameter.dim() < 2 else (_TIMED // 512, 512, *(1 for _ in parameter.shape[2:]))
+            n = self._elements
+            shape = (n,) if parameter.dim() < 2 else (n // 512, 512, *(1 for _ in parameter.shape[2:]))
             large = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
             made = [self._stand_in(parameter, large[:count]) for count in (1, 2, 3)]
             one = made[0]
             own_step(one)
-            seconds = []
-            for _ in range(_REPEATS):
+            seconds = [] if self._repeats else [0.0]
+            for _ in range(self._repeats):
                 finish(device)
                 began = time.perf_counter()
                 own_step(one)

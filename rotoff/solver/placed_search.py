@@ -39,7 +39,7 @@ from .pool import THREADS, Pool
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
-EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 8 s for 34 stages, and 25 for 100
+EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 5 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
@@ -108,24 +108,71 @@ def least(step: Step) -> Iterator[tuple[Sequence, str]]:
 # -- where the search starts
 
 
+@dataclass(frozen=True)
+class Rule:
+    """The first groups are at home, the next ones have their parameters on the device and their states on the host, and
+    the others are streamed.
+
+    forward: whether groups are counted from the first stage on, not from the last. here: whether the device updates
+    the streamed ones.
+    """
+
+    home: int
+    lent: int
+    forward: bool
+    here: bool
+
+    def genes(self, chain: Chain) -> np.ndarray:
+        """The genes of the chain's groups."""
+        host, genes = _on_host(chain), at_home(chain)
+        order = np.arange(len(host))[:: 1 if self.forward else -1]
+        middle, last = order[self.home : self.home + self.lent], order[self.home + self.lent :]
+        genes[middle, FLAGS] = np.where(host[middle], ON_HOST, STATE_LEAVES)
+        genes[last, MASK] = EVERYWHERE
+        genes[last, FLAGS] = np.where(~host[last] | self.here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
+        return genes
+
+    def near(self, groups: int, reach: int) -> list[Rule]:
+        """The rules with `reach` more or fewer of the `groups` at home, or lent."""
+        ways = [(a, b) for a in (-reach, 0, reach) for b in (-reach, 0, reach)]
+        made = [replace(self, home=self.home + a, lent=self.lent + b) for a, b in ways]
+        return [one for one in made if min(one.home, one.lent) >= 0 and one.home + one.lent <= groups]
+
+
+def _on_host(chain: Chain) -> np.ndarray:
+    """Which groups the host can update."""
+    return np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
+
+
 def _starts(step: Step) -> list[np.ndarray]:
-    """The best placements by rule, each under the plan for the activations that suits it best."""
-    kernel = placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
+    """The best placements by rule, each under the plan for the activations that suits it best, and the best of all with
+    other numbers of groups, as long as that is better.
+    """
+    chain, kernel = step.chain, placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
     activations = [narrowed(codes, VISITS) for codes in _activations(step)]
-    ranked: list[tuple[tuple[bool, float], int, np.ndarray]] = []
-    for genes in _placements(step):
-        best: tuple[tuple[bool, float], int, np.ndarray] | None = None
-        for codes in activations:
-            plan = joined(codes, genes)
-            makespan, over, host_over, _ = kernel.judge(plan)
-            excess = over + host_over
-            score = (excess > 0, float(excess) if excess else makespan)
-            if best is None or score < best[0]:
-                best = (score, len(ranked), plan)
-        if best is not None:
-            ranked.append(best)
+
+    def score(codes: np.ndarray, genes: np.ndarray) -> tuple[bool, float]:
+        makespan, over, host_over, _ = kernel.judge(joined(codes, genes))
+        excess = over + host_over
+        return excess > 0, float(excess) if excess else makespan
+
+    ranked = []
+    for number, (rule, genes) in enumerate(_placements(step) if activations else ()):
+        best, n = min((score(codes, genes), n) for n, codes in enumerate(activations))
+        ranked.append((best, number, joined(activations[n], genes), activations[n], rule))
     ranked.sort(key=lambda one: one[:2])
-    return [plan for _, _, plan in ranked[:KEPT]]
+    plans = [plan for _, _, plan, _, _ in ranked[:KEPT]]
+    best, _, _, codes, rule = ranked[0] if ranked else ((True, 0.0), 0, None, None, None)
+    reach = 1 + len(chain.parameters) // 16
+    while rule is not None and reach:
+        near = rule.near(len(chain.parameters), reach)
+        now, n = min((score(codes, one.genes(chain)), n) for n, one in enumerate(near))
+        if now < best:
+            best, rule = now, near[n]
+            plans[0] = joined(codes, rule.genes(chain))
+        else:
+            reach //= 2
+    return plans
 
 
 def _activations(step: Step) -> Iterator[np.ndarray]:
@@ -161,36 +208,27 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
 
 
-def _placements(step: Step) -> Iterator[np.ndarray]:
-    """r groups at home, z with their parameters on the device and states on the host, the others streamed; 78 pairs and
-    more. In the last ones groups of the same stage are updated one by one, with no w, or nothing, of the others on the
-    device.
+def _placements(step: Step) -> Iterator[tuple[Rule | None, np.ndarray]]:
+    """Everything at home, 78 rules and more, and two in which groups of the same stage are updated one by one, with no
+    w, or nothing, of the others on the device.
     """
     chain = step.chain
-    K, home = len(chain.parameters), at_home(step.chain)
-    yield home
+    K, home, host = len(chain.parameters), at_home(chain), _on_host(chain)
+    yield None, home
     if step.mode == "remat":
         return
-    host = np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
     counts = sorted({round(K * n / 8) for n in range(9)})
-    for streamed_here in (False, True) if host.any() else (True,):
-        for first in (False, True):
-            order = np.arange(K) if first else np.arange(K)[::-1]
+    for here in (False, True) if host.any() else (True,):
+        for forward in (False, True):
             for r in counts:
                 for z in counts:
-                    if r + z > K or r == K or (first and not 0 < r < K):
-                        continue
-                    genes = home.copy()
-                    middle, last = order[r : r + z], order[r + z :]
-                    genes[middle, FLAGS] = np.where(host[middle], ON_HOST, STATE_LEAVES)
-                    here = ~host[last] | streamed_here
-                    genes[last, MASK] = EVERYWHERE
-                    genes[last, FLAGS] = np.where(here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
-                    yield genes
+                    if r + z <= K and r < K and (not forward or r):
+                        rule = Rule(r, z, forward, here)
+                        yield rule, rule.genes(chain)
     for flags in (STATE_LEAVES | STEPS_ASIDE, STATE_LEAVES | GRADIENT_LEAVES | STEPS_ASIDE):
         genes = home.copy()
         genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, np.where(host, ON_HOST, flags)
-        yield genes
+        yield None, genes
 
 
 # -- annealing

@@ -44,29 +44,32 @@ OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort 
 HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
 
 
-def reordered(step: Step, sequence: Sequence, budget: Budget) -> Sequence:
-    """`sequence`, or a faster order of its operations, found in about the budget's seconds in each thread."""
+def reordered(step: Step, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
+    """The seconds and the operations of `sequence`, or of a faster order, found in about the budget's seconds in each
+    thread."""
     ops, periods = tuple(sequence), PERIODS if step.chain.parameters else 1
+    kernels, first = _orders(step, sequence, periods), np.arange(len(ops), dtype=np.int32)
+    scale = kernels[0].seconds(first)
     tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * periods))
     if not tries or not any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops):
-        return sequence
-    kernels = [_order(step, sequence, periods) for _ in range(THREADS)]
-    stop, first = np.zeros(1, np.int8), np.arange(len(ops), dtype=np.int32)
-    scale, jobs = kernels[0].seconds(first), []
+        return scale, sequence
+    stop, jobs = np.zeros(1, np.int8), []
     with ThreadPoolExecutor(THREADS) as threads:
         for seed, (kernel, heat) in enumerate(zip(kernels, HEATS, strict=True), start=1):
             best, hot = first.copy(), heat * scale
             jobs.append((best, threads.submit(kernel.anneal, first.copy(), tries, seed, hot, hot / 100, best, stop)))
         try:
-            found = [(job.result(), best) for best, job in jobs]
+            for _, job in jobs:
+                job.result()
         except BaseException:
             stop[0] = 1
             raise
-    made, order = min(found, key=lambda one: one[0])
-    return sequence if made >= scale else replace(sequence, ops=tuple(ops[n] for n in order))
+    made, order = min(((kernels[0].seconds(best), best) for best, _ in jobs), key=lambda one: one[0])
+    return (scale, sequence) if made >= scale else (made, replace(sequence, ops=tuple(ops[n] for n in order)))
 
 
-def _order(step: Step, sequence: Sequence, periods: int) -> Order:
+def _orders(step: Step, sequence: Sequence, periods: int) -> list[Order]:
+    """A kernel for each thread."""
     chain, ops, L = step.chain, tuple(sequence), len(step.chain)
     machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
     start = machine.held_bytes, machine.host_bytes
@@ -84,7 +87,8 @@ def _order(step: Step, sequence: Sequence, periods: int) -> Order:
     fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else COMPUTES - {OpKind.U}
     movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
     access = np.array([*accesses, 0], np.int32)
-    return Order(chain, rows, access, movable, 2 * L + 2, periods, *start, step.limit, step.host_limit)
+    limits = step.limit, step.host_limit
+    return [Order(chain, rows, access, movable, 2 * L + 2, periods, *start, *limits) for _ in range(THREADS)]
 
 
 def _job(chain: Chain, op: Op) -> int:

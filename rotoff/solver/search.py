@@ -284,8 +284,10 @@ def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate
     starts = [*problem.known, *(made.codes for made in found if made.codes is not None)]
     step = placed_search.Step(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
     plans = placed_search.searched(step, problem.budget, starts, progress)
-    for plan in plans:
-        text = reordered(step, placed_search.sequence_of(step, plan), problem.budget.part(ORDER_SHARE / len(plans)))
+    share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
+    texts = [(*reordered(step, placed_search.sequence_of(step, plan), share), plan) for plan in plans]
+    if texts:
+        _, text, plan = min(texts, key=lambda one: one[0])
         found.append(_of_sequence(problem, text, "placed", plan))
     if not found:
         found += [_of_sequence(problem, *made) for made in placed_search.least(step)]

@@ -97,7 +97,7 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
     """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not have."""
     model = _OfStages((*profile.prefix, *profile.stages))
     trained = [p for p in model.parameters() if p.requires_grad]
-    probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), {})
+    probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
     found = find_groups(
         model, profile.stages, probe, True, profile.device, lambda p: p.layout is torch.strided and p.numel() > 0
     )

@@ -89,7 +89,8 @@ cdef struct Cycle:
     int32_t base       # value number of w of the first group; g and o follow, K each
     int64_t over, over_sum
     double least       # seconds of compute
-    double work        # seconds of all of them and of the host together
+    double busiest     # seconds of the busiest of compute, the links and the host
+    double work        # seconds of all of them together
     Position *at
     int32_t *pos       # of each operation of the activations
     int64_t *room      # bytes of the limit that are left, with every gap at its longest

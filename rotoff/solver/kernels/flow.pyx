@@ -12,11 +12,13 @@ from libc.stdint cimport int8_t, int32_t, int64_t
 from libc.string cimport memcpy, memset
 
 from rotoff.solver.kernels.cycle cimport Cycle, Event, Groups, on_device
-from rotoff.solver.kernels.lanes cimport BACK_IN, HOST, OUT, Lanes, copied, drained, issue, reset
+from rotoff.solver.kernels.lanes cimport (BACK_IN, HOST, OUT, Lanes, copied, drained, issue, reset, same_job,
+                                         same_lanes)
 from rotoff.solver.kernels.work cimport (ALL, BACK, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT,
                                          NONE, Chain, Operation, Work, append)
 
 cdef double INF = float("inf")
+cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
 
 
 cdef inline double _later(double a, double b) noexcept nogil:
@@ -24,13 +26,13 @@ cdef inline double _later(double a, double b) noexcept nogil:
 
 
 cdef void _alone(Chain *c, Cycle *s) noexcept nogil:
-    """A first prediction: compute never waits, and copies out run one after another."""
+    """A first prediction: compute is as slow as the busiest lane throughout, and copies out run one after another."""
     cdef Py_ssize_t x, turn
     cdef int32_t g
-    cdef double now = 0.0, lane = 0.0, period
+    cdef double now = 0.0, lane = 0.0, period, slower = s.busiest / s.least if s.least > 0.0 else 1.0
     for x in range(s.n):
         s.before[x] = now
-        now += s.at[x].lasts
+        now += s.at[x].lasts * slower
     s.before[s.n] = period = now
     for turn in range(2):
         for x in range(s.n):
@@ -88,12 +90,12 @@ cdef void _starts(Chain *c, Cycle *s) noexcept nogil:
         cursor += s.before[s.n]
 
 
-cdef void _prefetches(Cycle *s) noexcept nogil:
+cdef void _prefetches(Chain *c, Cycle *s) noexcept nogil:
     """Each gap ends before its copy's latest start while room lasts; then, in order of need, as early as the remaining
-    room allows."""
-    cdef int32_t x, g, at, least, n1 = <int32_t>s.n + 1, floor, wraps
+    room allows. A copy that can start and end before all of those takes its turn before them."""
+    cdef int32_t x, g, at, least, early, n1 = <int32_t>s.n + 1, floor, wraps
     cdef int64_t size
-    cdef double start
+    cdef double start, first = INF
     for x in range(<int32_t>s.n):
         g = s.at[x].awaited.head
         while g >= 0:
@@ -113,13 +115,23 @@ cdef void _prefetches(Cycle *s) noexcept nogil:
             size, at = s.gap[g].size, s.gap[g].in_at
             wraps = n1 if s.gap[g].end >= n1 else 0
             least = s.gap[g].in_least if s.gap[g].in_least > s.gap[g].free_at else s.gap[g].free_at
-            if least < floor + wraps:
-                least = floor + wraps
-            while at > least and _left(s, at - 1) >= size:
+            while at > least and at > floor + wraps and _left(s, at - 1) >= size:
                 at -= 1
                 _take(s, at, size)
+            early = at
+            while at == floor + wraps and early > least and _left(s, early - 1) >= size:
+                early -= 1
+            start = s.before[early] - (s.before[s.n] if wraps else 0.0)
+            if early < at and start + size / c.in_bandwidth <= first:
+                while at > early:
+                    at -= 1
+                    _take(s, at, size)
+            else:
+                floor = at - wraps
+                start = s.before[at] - (s.before[s.n] if wraps else 0.0)
             s.gap[g].in_at = at
-            floor = at - wraps
+            if start < first:
+                first = start
             g = s.wait_next[g]
 
 
@@ -195,6 +207,7 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     cdef Py_ssize_t e, period, x
     cdef int32_t v, g, kind, K = <int32_t>p.K
     cdef double compute = 0.0, begin = 0.0, second = 0.0
+    cdef bint same
     cdef Lanes *l = &s.lanes
     cdef Event *event
     reset(l)
@@ -232,6 +245,12 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
                 if event.gone >= 0:
                     compute = _later(compute, copied(l, event.gone))
                     l.job[event.gone].copy_end = 0.0
+        same = same_lanes(l, compute)
+        for g in range(<int32_t>s.n_gaps):
+            same &= same_job(&l.job[s.gap[g].value], compute)
+        if same and period:
+            second = compute - 2 * (compute - begin)
+            break
     drained(l)
     for g in range(<int32_t>s.n_gaps):
         if s.gap[g].copies:
@@ -241,8 +260,8 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     return (compute - second) / 2
 
 
-cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
-    """The work of compute, the links and the host in a step, each alone."""
+cdef void work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
+    """The seconds that compute, the links and the host work in a step, each alone."""
     cdef Py_ssize_t g
     cdef int32_t k
     cdef double out = 0.0, back = 0.0, host = 0.0
@@ -256,17 +275,19 @@ cdef void _work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
         if not on_device(s, k):
             host += p.group[k].host
     s.work = s.least + out + back + host
+    if s.lanes.back == OUT:
+        out += back
+    s.busiest = max(s.least, out, back, host)
 
 
 cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int rounds, int *best) noexcept nogil:
     """Seconds of a steady step, the best of `rounds`, and which round; above `enough` the result is not exact."""
     cdef int32_t g, x, n1 = <int32_t>s.n + 1
-    cdef double found = INF, now
+    cdef double found = INF, now, near = NEAR
     cdef int r
     best[0] = 0
-    _work(c, p, s)
-    if s.least > enough:
-        return s.least
+    if s.busiest > enough:
+        return s.busiest
     for x in range(n1):
         s.at[x].awaited.head = -1
     for g in range(<int32_t>s.n_gaps):
@@ -280,14 +301,15 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         memcpy(s.left, s.room, n1 * sizeof(int64_t))
         _frees(s)
         _starts(c, s)
-        _prefetches(s)
+        _prefetches(c, s)
         _text(c, w, p, s)
         now = _lanes(c, w, p, s)
         if now < found:
             found = now
             best[0] = r
-        if found <= s.least * (1 + 1e-12) or now > 2 * enough:
+        if found <= s.busiest * (1 + 1e-12) or found > enough * (1 + near):
             break
+        near /= 4
     return found
 
 

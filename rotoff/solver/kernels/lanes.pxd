@@ -20,6 +20,7 @@ cdef struct Job:
     bint held             # whether what it needs has not ended
     double copy_end       # of the value's last copy, below 0 until that is known
     double off_end        # of what made the host's copy, likewise: the copy out, or the update on the host
+    double[2] late        # how long both went on after the last period
 
 
 cdef struct Lanes:
@@ -30,6 +31,7 @@ cdef struct Lanes:
     int32_t[3] tail
     bint[3] begun
     double[3] end         # of the first job if it has begun, else of the last one that ran
+    double[3] late        # how long each went on after the last period
     Job *job
     int32_t base, K       # from base on: w of K groups, their g, their o, and their updates on the host
     int32_t *update       # the last one of a group
@@ -148,3 +150,25 @@ cdef inline double drained(Lanes *l) noexcept nogil:
     while l.head[0] >= 0 or l.head[1] >= 0 or l.head[2] >= 0:
         _step(l)
     return l.end[0] if l.end[0] > l.end[1] else l.end[1]
+
+
+cdef inline bint _same(double *late, double end, double now) noexcept nogil:
+    """Whether something ends as long after `now`, the end of a period, as it did in the period before (`late`)."""
+    cdef double before = late[0]
+    late[0] = end - now if end > now else 0.0
+    return -1e-12 * now < late[0] - before < 1e-12 * now
+
+
+cdef inline bint same_lanes(Lanes *l, double now) noexcept nogil:
+    """Whether the lanes are at the end of a period as they were at that of the one before. If all jobs are, too
+    (`same_job`), later periods repeat it. Where the directions slow each other down it is not known yet."""
+    cdef int32_t x
+    cdef bint same = l.apart
+    for x in range(3):
+        same &= _same(&l.late[x], l.end[x], now)
+    return same
+
+
+cdef inline bint same_job(Job *j, double now) noexcept nogil:
+    cdef bint same = _same(&j.late[0], j.copy_end, now)
+    return _same(&j.late[1], j.off_end, now) and same

@@ -13,7 +13,8 @@ from libc.math cimport log, pow
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy
 
-from rotoff.solver.kernels.lanes cimport BACK_IN, HOST, OUT, Job, Lanes, copied, drained, issue, reset
+from rotoff.solver.kernels.lanes cimport (BACK_IN, HOST, OUT, Job, Lanes, copied, drained, issue, reset, same_job,
+                                          same_lanes)
 from rotoff.solver.kernels.moves cimport below, unit
 
 cdef enum:  # as in rotoff.solver.reorder.KINDS
@@ -67,11 +68,12 @@ cdef inline double _later(double a, double b) noexcept nogil:
     return a if a > b else b
 
 
-cdef double _seconds(Text *t, const int32_t *order) noexcept nogil:
-    """Seconds of a steady step, or of the step where there is only one."""
+cdef double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
+    """Seconds of a steady step, or of the step where there is only one. exact: whether to the machine's last bit."""
     cdef Py_ssize_t period, x
     cdef int32_t y, K = t.lanes.K
-    cdef double compute = 0.0, second = 0.0, end
+    cdef double compute = 0.0, begin = 0.0, second = 0.0, end
+    cdef bint same
     cdef Lanes *l = &t.lanes
     cdef Operation *op
     reset(l)
@@ -80,6 +82,7 @@ cdef double _seconds(Text *t, const int32_t *order) noexcept nogil:
     for period in range(t.periods):
         if period == 2:
             second = compute
+        begin = compute
         for x in range(t.n):
             op = &t.op[order[x]]
             if op.kind == COMPUTE:
@@ -102,6 +105,12 @@ cdef double _seconds(Text *t, const int32_t *order) noexcept nogil:
                 compute = _later(compute, copied(l, op.value))
                 if op.kind == LOSE:
                     l.job[op.value].copy_end = 0.0
+        same = same_lanes(l, compute)
+        for x in range(l.base, l.base + 3 * K):
+            same &= same_job(&l.job[x], compute)
+        if same and period and not exact:
+            second = compute - 2 * (compute - begin)
+            break
     end = drained(l)
     return _later(compute, end) if t.periods == 1 else (compute - second) / 2
 
@@ -149,17 +158,17 @@ cdef Py_ssize_t _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py
     return to
 
 
-cdef double _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32_t *kept, const int32_t *movable,
+cdef void _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32_t *kept, const int32_t *movable,
                     Py_ssize_t n_movable, Py_ssize_t tries, uint64_t seed, double hot, double cold,
                     const int8_t *stop) noexcept nogil:
-    """Simulated annealing from `order`; the seconds of the best order, which goes to `best`."""
+    """Simulated annealing from `order`; the best order goes to `best`."""
     cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
     cdef Py_ssize_t step, at = 0, n = t.n, moves
     cdef int32_t x
     cdef int64_t far
     cdef int64_t *host = held + n
     cdef int64_t *kept_held = held + 2 * n
-    cdef double now = _seconds(t, order), found = now, cost, temperature
+    cdef double now = _seconds(t, order, False), found = now, cost, temperature
     memcpy(best, order, n * sizeof(int32_t))
     for step in range(tries):
         if stop[0]:
@@ -178,7 +187,7 @@ cdef double _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32
             _shift(t, order, held, host, at, far if below(&state, 2) else -far)
         if memcmp(order, kept, n * sizeof(int32_t)) == 0:
             continue
-        cost = _seconds(t, order)
+        cost = _seconds(t, order, False)
         if cost <= now - temperature * log(unit(&state) + 1e-300):
             now = cost
             if now < found:
@@ -187,7 +196,6 @@ cdef double _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32
         else:
             memcpy(order, kept, n * sizeof(int32_t))
             memcpy(held, kept_held, 2 * n * sizeof(int64_t))
-    return found
 
 
 cdef class Order:
@@ -225,25 +233,22 @@ cdef class Order:
 
     def seconds(self, const int32_t[::1] order):
         """Seconds of a step in this order."""
-        return _seconds(&self.t, &order[0])
+        return _seconds(&self.t, &order[0], True)
 
     def anneal(self, int32_t[::1] order, Py_ssize_t tries, uint64_t seed, double hot, double cold,
                int32_t[::1] best, const int8_t[::1] stop):
         """Search from `order`, which fits (changed in place to the last one); the best one goes to `best`.
 
-        tries: moves. hot, cold: temperatures in seconds. stop: the search ends soon after stop[0] is set. Returns the
-        seconds of the best order.
+        tries: moves. hot, cold: temperatures in seconds. stop: the search ends soon after stop[0] is set.
         """
         cdef Py_ssize_t n = self.t.n, x
         cdef int64_t[::1] held = np.zeros(4 * n, np.int64)
         cdef const int32_t[::1] movable = self.keep[2]
         cdef int32_t[::1] kept = np.zeros(n, np.int32)
-        cdef double found
         held[0], held[n] = self.start
         for x in range(1, n):
             held[x] = held[x - 1] + self.t.op[order[x - 1]].more
             held[n + x] = held[n + x - 1] + self.t.op[order[x - 1]].host_more
         with nogil:
-            found = _anneal(&self.t, &order[0], &best[0], &held[0], &kept[0], &movable[0], movable.shape[0], tries,
-                            seed, hot, cold, &stop[0])
-        return found
+            _anneal(&self.t, &order[0], &best[0], &held[0], &kept[0], &movable[0], movable.shape[0], tries, seed, hot,
+                    cold, &stop[0])

@@ -14,7 +14,7 @@ from libc.string cimport memcmp, memcpy
 from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
                                           STATE_LEAVES, STEPS_ASIDE, Cycle, CycleGap, CycleValue, Event, Group,
                                           GroupPlaces, Groups, Position, Use, cycle, on_device)
-from rotoff.solver.kernels.flow cimport PERIODS, ROUNDS, flow, host_peak
+from rotoff.solver.kernels.flow cimport PERIODS, ROUNDS, flow, host_peak, work
 from rotoff.solver.kernels.moves cimport below, mutate, unit
 from rotoff.solver.kernels.plan cimport Evaluator
 from rotoff.solver.kernels.work cimport BACK, E_HERE, E_U, Chain, Work
@@ -44,8 +44,9 @@ cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, P
         return
     r.over = s.over
     r.over_sum = s.over_sum
-    r.makespan = flow(c, w, p, s, enough - weight * _excess(r, s), ROUNDS, &r.rounds)
+    work(c, p, s)
     r.work = EASE * s.work
+    r.makespan = flow(c, w, p, s, enough - r.work - weight * _excess(r, s), ROUNDS, &r.rounds)
     if c.host_limit >= 0:
         host = host_peak(w, p, s)
         if host > c.host_limit:
