@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
-from thoroughness import examples
 
 from rotoff import (
     Chain,
@@ -44,7 +43,7 @@ def transformer(layers: int = 8, host: float | None = 2.0) -> Chain:
 
 
 @given(WITH_PARAMETERS, st.sampled_from(MODES), st.sampled_from(WHEN), st.floats(0, 1))
-@examples(60)
+@settings(deadline=None, max_examples=60)
 def test_there_is_a_plan_from_the_smallest_limit_on(chain: Chain, mode: str, updates: str, share: float) -> None:
     least = min_mem_limit(chain, mode, updates)
     peak = simulate(chain, keep_all(chain, updates)).peak_bytes

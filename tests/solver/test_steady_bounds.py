@@ -16,7 +16,6 @@ from oracles.chains import busy, chains, groups
 from oracles.every_step import fastest
 from oracles.link_price import link_price
 from random_programs import mutants, placed
-from thoroughness import examples
 
 from rotoff import (
     Chain,
@@ -187,7 +186,7 @@ def served(
     st.sampled_from(["during", "after"]),
     st.sampled_from([0.0, 0.25]),
 )
-@examples(80)
+@settings(deadline=None, max_examples=80)
 def test_the_dual_is_that_of_every_way_written_out(chain: Chain, seed: int, updates: str, unpaid: float) -> None:
     # Activations of no bytes stay where they are, so that the groups are all there is besides the operations.
     chain = replace(
@@ -260,7 +259,7 @@ def test_the_ascent_nearly_reaches_the_linear_program(chain: Chain, share: float
 
 
 @given(WITH_PARAMETERS.flatmap(busy), st.integers(0, 10**9), st.sampled_from(["during", "after"]))
-@examples(40)
+@settings(deadline=None, max_examples=40)
 def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> None:
     rng = random.Random(seed)
     made = placed(chain, rng, updates)
