@@ -56,6 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         grids.add(item.function)
         if part and not first:
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch is not None and torch.cuda.is_available():
         return
     for item in items:

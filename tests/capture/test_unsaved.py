@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from planned_steps import smallest
 from torch import nn
 
 import rotoff
+from rotoff.capture.sharding import gathers
 from rotoff.capture.unsaved import Group, merge_groups, merge_unsaved
+from rotoff.profile import stage_bytes
 from rotoff.tensors.stage import StageModule
 
 
@@ -82,3 +85,19 @@ def test_merging_keeps_smallest_limit_and_lowers_keep_all_memory() -> None:
     assert merged.keep_all_memory == apart.keep_all_memory  # both are the plain model
     for mode in ("joint", "remat", "offload"):
         assert smallest(merged, mode) <= smallest(apart, mode)
+
+
+# -- which modules gather parameters from other processes while they run
+
+
+def test_parameters_of_one_process_are_not_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a stage that saves them is not run again and again for a collective's sake."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    assert not gathers(model)
+    runs = []
+    kept = stage_bytes.keep_everything
+    monkeypatch.setattr(
+        stage_bytes, "keep_everything", lambda run, *rest: runs.append(run.stage.name) or kept(run, *rest)
+    )
+    rotoff.Checkpointable(model).measure(torch.randn(2, 4), repeats=1)
+    assert runs == ["0", "1"]

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
 from oracles.fluid import ends
-from random_placements import placed
-from random_programs import random_sequence
+from random_programs import placed, random_sequence
 
 from rotoff import (
     Chain,

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
 from oracles.parameters import Illegal, judge
-from random_placements import mutants, placed
-from random_programs import random_sequence
+from random_programs import mutants, placed, random_sequence
 
 from rotoff import Chain, InvalidSequenceError, Sequence, SequenceFormatError, keep_all, simulate
 

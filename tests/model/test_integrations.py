@@ -3,6 +3,9 @@ model."""
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +64,7 @@ class Rows(torch.utils.data.Dataset):
         return {"inputs": self.inputs[n], "labels": self.labels[n]}
 
 
+@cache
 def a_limit(bf16: bool = False) -> int:
     """Bytes that keeping everything does not fit: half of that; with `bf16` casts of the weights stay, and it is half
     of what goes."""
@@ -70,6 +74,7 @@ def a_limit(bf16: bool = False) -> int:
     return ((smallest(wrapped, "joint") if bf16 else 0) + wrapped.keep_all_memory) // 2
 
 
+@cache
 def a_device_limit() -> int:
     """Half of what everything takes: parameters, gradients, AdamW's states and the step."""
     model = build()
@@ -113,14 +118,26 @@ def hugging_face(
     return transformers.Trainer(model or build(), arguments, **sets, callbacks=list(callbacks))
 
 
+@pytest.fixture(scope="module")
+def plainly(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The trainer that has trained the plain model with such options, once for all tests."""
+
+    @cache
+    def trained(**options: Any) -> Any:
+        trainer = hugging_face(tmp_path_factory.mktemp("plain"), **options)
+        trainer.train()
+        return trainer
+
+    return trained
+
+
 def losses(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_trainer(tmp_path: Path, bf16: bool) -> None:
-    plain = hugging_face(tmp_path / "plain", bf16=bf16)
-    plain.train()
+def test_trainer(tmp_path: Path, bf16: bool, plainly: Callable[..., Any]) -> None:
+    plain = plainly(bf16=bf16)
     from rotoff.integrations.transformers import RotoffCallback
 
     callback = RotoffCallback(a_limit(bf16), refine=False)
@@ -158,9 +175,8 @@ def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placed", [False, True])
-def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool) -> None:
-    plain = hugging_face(tmp_path / "plain")
-    plain.train()
+def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool, plainly: Callable[..., Any]) -> None:
+    plain = plainly(bf16=False)
     from rotoff.integrations.transformers import RotoffCallback
 
     limit = (
@@ -208,14 +224,13 @@ def test_trainer_of_a_language_model(tmp_path: Path) -> None:
     assert same(list(again.parameters()), list(plain.model.parameters()))
 
 
-def test_trainers_checkpoints_interchange(tmp_path: Path) -> None:
-    plain = hugging_face(tmp_path / "plain")
-    plain.train()
+def test_trainers_checkpoints_interchange(tmp_path: Path, plainly: Callable[..., Any]) -> None:
+    plain = plainly(bf16=False)
     from rotoff.integrations.transformers import RotoffCallback
 
     # The second half of the plain run, continued under rotoff from the plain checkpoint, and the other way round.
     planned = hugging_face(tmp_path / "planned", RotoffCallback(a_limit(), refine=False))
-    planned.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-2"))
+    planned.train(resume_from_checkpoint=f"{plain.args.output_dir}/checkpoint-2")
     assert same(list(planned.model.parameters()), list(plain.model.parameters()))
     back = hugging_face(tmp_path / "back")
     back.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
@@ -259,9 +274,15 @@ def accelerated(model: nn.Module, mixed_precision: str) -> tuple[list[float], An
     return found, accelerator, model
 
 
+@cache
+def plainly_accelerated(mixed_precision: str) -> tuple[list[float], nn.Module]:
+    found, _, plain = accelerated(build(), mixed_precision)
+    return found, plain
+
+
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
-    expected, _, plain = accelerated(build(), mixed_precision)
+    expected, plain = plainly_accelerated(mixed_precision)
     wrapped = rotoff.Checkpointable(build()).compute_sequence(a_limit(mixed_precision == "bf16"), refine=False)
     found, accelerator, model = accelerated(wrapped, mixed_precision)
     assert works_hard(wrapped)
@@ -275,7 +296,7 @@ def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
 
 
 def test_accelerate_with_one_argument_from_a_file(tmp_path: Path) -> None:
-    expected, _, plain = accelerated(build(), "no")
+    expected, plain = plainly_accelerated("no")
     model = build()
     planned = rotoff.attach(model, configured(tmp_path, mem_limit=a_limit(), options={"refine": False}))
     found, _, prepared = accelerated(model, "no")
@@ -329,11 +350,18 @@ def fit(lightning: Any, module: Any, folder: Path, *callbacks: Any, precision: s
     return trainer
 
 
+@cache
+def plainly_lit(lightning: Any, precision: str = "32-true") -> Any:
+    """The module that was trained without rotoff."""
+    plain = lit(lightning)
+    fit(lightning, plain, Path(tempfile.gettempdir()), precision=precision)  # writes nothing
+    return plain
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lightning(tmp_path: Path, lightning: Any, precision: str) -> None:
-    plain = lit(lightning)
-    fit(lightning, plain, tmp_path, precision=precision)
+    plain = plainly_lit(lightning, precision)
     from rotoff.integrations.lightning import RotoffCallback
 
     module, callback = lit(lightning), RotoffCallback(a_limit(), refine=False)
@@ -351,8 +379,7 @@ def test_lightning(tmp_path: Path, lightning: Any, precision: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None:
     """Lightning's steps are closures."""
-    plain = lit(lightning)
-    fit(lightning, plain, tmp_path)
+    plain = plainly_lit(lightning)
     from rotoff.integrations.lightning import RotoffCallback
 
     module, callback = lit(lightning), RotoffCallback(device_limit=a_device_limit(), refine=False)
@@ -365,8 +392,7 @@ def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("placed", [False, True])
 def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any, placed: bool) -> None:
-    plain = lit(lightning)
-    fit(lightning, plain, tmp_path)
+    plain = plainly_lit(lightning)
     from rotoff.integrations.lightning import RotoffCallback
 
     limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}

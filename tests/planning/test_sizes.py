@@ -172,6 +172,7 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.grid(every=3)
 def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> None:
     make = KINDS[kind][1]
     model = KINDS[kind][0]()

@@ -56,7 +56,7 @@ def test_nothing_claims_a_negative_instance(numbers: list[int]) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7).filter(lambda u: sum(u) % 2 == 0))
-@settings(max_examples=100)
+@settings(deadline=None, max_examples=100)
 def test_theorem_3_the_program_decides_2_partition(numbers: list[int]) -> None:
     chain, limit, T = two_partition(numbers)
     reachable = {0}

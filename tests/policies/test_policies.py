@@ -1,4 +1,5 @@
-"""Every policy, on any chain and limit: what it returns passes the machine, or it says from which limit on it works."""
+"""Every policy, on any chain and limit: what it returns passes the machine, or it says from which limit on it works; and
+models train under it as under any other plan."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
 
+import rotoff
 from rotoff import Chain, InfeasibleError, OptionError, Stage, lower_bound, simulate, solve
 from rotoff.solver import keep_all
 from rotoff.solver.policies import POLICIES, WITHOUT_RECOMPUTE
@@ -52,3 +54,34 @@ def test_options_of_another_kind_are_refused() -> None:
             solve(CHAIN, 100, policy="greedy", **{name: value})
     with pytest.raises(OptionError, match="speed is not an argument of solve"):
         solve(CHAIN, 100, speed=3)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.grid(every=3)
+def test_a_model_trains_the_same_under_every_policy(policy: str) -> None:
+    pytest.importorskip("torch")
+    from models import fresh, plain, same, train
+
+    model, batch = fresh("mlp")
+    wrapped = rotoff.Checkpointable(model, check=True).measure(batch())
+    limit = wrapped.keep_all_memory * 9 // 10
+    try:
+        wrapped.compute_sequence(limit, policy=policy)
+    except rotoff.InfeasibleError as error:
+        assert f"with policy {policy}" in str(error) and error.min_mem_limit > limit
+        limit = 2 * wrapped.keep_all_memory
+        wrapped.compute_sequence(limit, policy=policy)
+    assert wrapped.sequence.mode == policy
+    assert wrapped.get_expected_memory() <= limit
+    assert same(train(wrapped, batch), plain("mlp"))
+
+
+def test_what_a_policy_does_not_know_is_refused_at_once() -> None:
+    pytest.importorskip("torch")
+    from models import fresh
+
+    model, _ = fresh("mlp")
+    wrapped = rotoff.Checkpointable(model)
+    for options in ({"policy": "vdn"}, {"policy": "greedy", "mode": "remat"}, {"policy": "greedy", "refine": False}):
+        with pytest.raises(rotoff.OptionError):
+            wrapped.compute_sequence(1000, **options)

@@ -48,7 +48,7 @@ def test_synchronous_vdnn_golden():
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(chains(least=2), st.sampled_from(["all", "convolutions"]))
 def test_asynchronous_is_never_slower_than_synchronous(chain, what):
     limit = (
@@ -77,7 +77,7 @@ def test_overlap_golden():
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(chains(least=2), st.data())
 def test_overlap_costs_what_is_not_hidden(chain, data):
     """ "The overhead is given by the sum of the difference in the computation and data transfer time at each layer"."""

@@ -113,7 +113,7 @@ def published(chain: Chain, limit: int, N: int) -> float:
     return OC(1, 0, 0, 0, 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(deadline=None, max_examples=150)
 @given(chains(most=6, forms=False), st.floats(0.2, 1.2), st.integers(1, 14))
 def test_the_tables_are_the_published_recurrences(chain, part, N):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))

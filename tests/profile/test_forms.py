@@ -13,6 +13,7 @@ from models import Attention, Residual, fresh, plain, same, train
 from planned_steps import every_form, step_peak, with_sequence
 from random_programs import random_sequence
 from recording_link import Counting, Forgetful, RecordingLink
+from thoroughness import seeds
 from torch import nn
 from torch.nn import functional as F
 
@@ -49,6 +50,7 @@ def measured(name: str, **options: Any) -> tuple[rotoff.Checkpointable, Callable
 
 
 @pytest.mark.parametrize("name", WITH_FORMS)
+@pytest.mark.grid(every=3)
 def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
     wrapped, batch = measured(name)
     most = max(len(stage.forms) for stage in wrapped.chain.stages)
@@ -63,9 +65,10 @@ def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_FORMS)
+@pytest.mark.grid(every=3)
 def test_random_sequences_with_forms_train_bit_for_bit(name: str) -> None:
     expected = plain(name, steps=2)
-    for seed in range(4):
+    for seed in seeds(8):
         wrapped, batch = measured(name, check=seed % 2 == 0)
         sequence = random_sequence(wrapped.chain, seed, wildness=0.7, forms=True)
         assert same(train(with_sequence(wrapped, sequence), batch, steps=2), expected), str(sequence)
@@ -78,7 +81,7 @@ def test_moved_forms_have_no_race(name: str, eagerness: float) -> None:
     """What a form stores travels; what it does not is redone after it has arrived."""
     expected = plain(name, steps=2)
     wrapped, _ = measured(name)
-    for seed in range(3):
+    for seed in seeds(4):
         link = RecordingLink(eagerness, seed)
         got, sequence = over(link, wrapped, name, seed)
         assert link.check() == [], str(sequence)

@@ -12,6 +12,7 @@ from allocated import left_bytes, live_bytes, peak_bytes
 from models import ALL, fresh
 from planned_steps import Loss, smallest, step_peak, with_sequence
 from random_programs import random_sequence
+from thoroughness import seeds
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,10 +39,11 @@ def many(name: str) -> tuple[torch.nn.Module, Any]:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid(every=3)
 def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     model, draw = many(name)
     wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
-    for seed in range(4, 7):
+    for seed in seeds(4):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
         measured, predicted = step_peak(wrapped, draw), wrapped.get_expected_memory()
         assert measured <= predicted, f"{measured} > {predicted}\n{wrapped.sequence}"
@@ -49,6 +51,7 @@ def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid(every=3)
 def test_sequences_under_autocast_hold_at_most_predicted_bytes(name: str) -> None:
     """Which keeps a cast of every weight from its first use on: as much as large weights take beside a small batch."""
     model, draw = fresh(name)
@@ -59,7 +62,7 @@ def test_sequences_under_autocast_hold_at_most_predicted_bytes(name: str) -> Non
     for mode, limit in [*limits, ("joint", wrapped.keep_all_memory)]:
         wrapped.compute_sequence(limit, mode=mode, mem_slots=20, refine=False)
         assert casting_peak(wrapped, draw) <= wrapped.get_expected_memory() <= limit, (mode, limit)
-    for seed in range(3):
+    for seed in seeds(4):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
         measured, predicted = casting_peak(wrapped, draw), wrapped.get_expected_memory()
         assert measured <= predicted, f"{measured} > {predicted}\n{wrapped.sequence}"

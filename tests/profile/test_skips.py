@@ -14,6 +14,7 @@ from allocated import live_bytes, peak_bytes
 from models import fresh
 from random_programs import random_sequence
 from recording_link import RecordingLink
+from thoroughness import seeds
 from torch import nn
 from torch.nn import functional as F
 
@@ -296,7 +297,7 @@ def test_random_sequences_with_skips_train_bit_for_bit(name: str) -> None:
     state = {k: v.clone() for k, v in wrapped.state_dict().items()}
     for kept in ways(wrapped):
         chain = wrapped.profile.keeping(kept).chain
-        for seed in range(3):
+        for seed in seeds(4):
             wrapped.load_state_dict(state)
             sequence = random_sequence(chain, seed, wildness=0.7, forms=True)
             assert same(step(having(wrapped, sequence, kept), batch), expected), f"{kept}\n{sequence}"

@@ -123,6 +123,7 @@ SAYS |= {"grid": "grid.run", "placed": "placed_peers"}
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
+@pytest.mark.grid
 def test_without_a_device_nothing_is_run(tmp_path: Path, mode: str) -> None:
     ended = check(tmp_path, mode, REASON="torch finds no CUDA device")
     assert ended.code == 3
@@ -170,6 +171,7 @@ def test_where_the_time_of_steps_runs_out_the_others_still_run(tmp_path: Path, m
     ("mode", "code", "fails"),
     [*((mode, 1, {"BUILD": "1"}) for mode in STEPS), ("first", 124, {"RUNS_OUT": SAYS["build"]})],
 )
+@pytest.mark.grid
 def test_a_build_that_fails_stops_the_call(tmp_path: Path, mode: str, code: int, fails: dict[str, str]) -> None:
     ended = check(tmp_path, mode, **fails)
     assert ended.code == 1
@@ -182,6 +184,7 @@ BUDGETS = {"first": 270, "tests": 480, "grid": 570, "reach": 570, "placed": 570}
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
+@pytest.mark.grid
 def test_a_call_keeps_its_time_whatever_its_steps_take(tmp_path: Path, mode: str) -> None:
     """bash counts the seconds of a call from what SECONDS says at its start."""
     ended = check(tmp_path, mode, SECONDS="200")
@@ -190,6 +193,7 @@ def test_a_call_keeps_its_time_whatever_its_steps_take(tmp_path: Path, mode: str
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
+@pytest.mark.grid
 def test_a_call_whose_time_is_up_begins_nothing_more(tmp_path: Path, mode: str) -> None:
     ended = check(tmp_path, mode, SECONDS=str(BUDGETS[mode] - 4))
     assert ended.code == 1

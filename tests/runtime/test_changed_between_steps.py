@@ -1,9 +1,9 @@
-"""A model that its user changes between steps: frozen and thawed parts, other blocks, borrowed parameters."""
+"""What its user does with a model between steps: borrowed parameters, gradients within, other strides. What else may
+change is in the table of test_changing_models.py."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +13,6 @@ from torch import nn
 
 import rotoff
 from rotoff.planning.course import signature
-
-Change = Callable[[nn.Module, int], None]
 
 
 class Net(nn.Module):
@@ -29,69 +27,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def chain() -> nn.Sequential:
-    return nn.Sequential(*[Residual(16) for _ in range(4)], nn.Linear(16, 4))
-
-
 def batch() -> torch.Tensor:
     return torch.randn(32, 16)
-
-
-def steps(model: nn.Module, inner: nn.Module, change: Change, count: int) -> list[torch.Tensor]:
-    """Gradients of `count` steps, before each of which `change` is made to `inner`."""
-    torch.manual_seed(1)
-    seen = []
-    for n in range(count):
-        change(inner, n)
-        model(batch()).square().mean().backward()
-        seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in inner.parameters()]
-        inner.zero_grad()
-    return seen
-
-
-def compare(make: Callable[[], nn.Module], change: Change, count: int, limit: str) -> rotoff.Checkpointable:
-    torch.manual_seed(0)
-    plain, planned = make(), make()
-    planned.load_state_dict(plain.state_dict())
-    wrapped = rotoff.Checkpointable(planned, check=True).compute_sequence(limit)
-    got, expected = steps(wrapped, planned, change, count), steps(plain, plain, change, count)
-    assert same(got, expected)
-    return wrapped
-
-
-@pytest.mark.parametrize("make", [Net, chain])
-def test_parts_are_thawed_and_frozen(make: Callable[[], nn.Module]) -> None:
-    """As in fine-tuning that unfreezes a model from its end; each of its states gets a plan of its own."""
-
-    def change(model: nn.Module, n: int) -> None:
-        frozen = (14, 7, 0, 7)[n]
-        for i, p in enumerate(model.parameters()):
-            p.requires_grad_(i >= frozen)
-
-    wrapped = compare(make, change, 4, "60 KiB")
-    assert not wrapped._plan.keeps_all
-
-
-@pytest.mark.parametrize("make", [Net, chain])
-def test_a_block_in_anothers_place_is_the_one_that_is_trained(make: Callable[[], nn.Module]) -> None:
-    def change(model: nn.Module, n: int) -> None:
-        if n == 1:
-            torch.manual_seed(2)
-            blocks = model.blocks if isinstance(model, Net) else model
-            blocks[1] = Residual(16)
-        if n == 2 and isinstance(model, Net):
-            model.blocks.append(Residual(16))
-
-    compare(make, change, 3, "60 KiB")
-
-
-def test_a_part_of_a_sequential_in_eval_mode() -> None:
-    def change(model: nn.Module, n: int) -> None:
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.train(n != 1)  # in eval mode it saves nothing
-
-    compare(chain, change, 3, "60 KiB")
 
 
 @pytest.mark.parametrize("mode", ["remat", "offload"])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from changing_models import WIDTH, Block, Experts, again_backward, drawn
+from changing_models import Experts, again_backward
 from hypothesis import Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from step_by_step import MODES, PATCH, Call, Row, one_step, verdict
 from torch import nn
 from torch.nn import functional as F
+from trunks import WIDTH, Block, drawn
 
 ROWS = 48
 STEPS = 4
@@ -36,110 +38,70 @@ def activation(x: torch.Tensor) -> torch.Tensor:
 
 
 class Piece(nn.Module):
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        raise NotImplementedError
+    """Does ``act(self, x, first, now)`` to what comes from the piece before, with the parts that it has."""
 
+    act: Callable[..., torch.Tensor]
+    has: dict[str, Callable[[], Any]] = {}
 
-class Wide(Piece):
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return self.block(x)
+        for name, make in self.has.items():
+            setattr(self, name, make())
 
 
-class Normed(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return x + F.gelu(self.linear(self.norm(x)))
+def linear() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
 
 
-class Attends(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        q, k, v = self.qkv(x).view(4, ROWS // 4, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(ROWS, WIDTH)
+def wide(piece: Any, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
+    return piece.block(x)
 
 
-class Drops(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.2)
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return self.dropout(torch.sin(x))
+def normed(piece: Any, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
+    return x + F.gelu(piece.linear(piece.norm(x)))
 
 
-class Skips(Piece):
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return 0.5 * (x + first)
+def attends(piece: Any, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
+    q, k, v = piece.qkv(x).view(4, ROWS // 4, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+    return x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(ROWS, WIDTH)
 
 
-class InPlace(Piece):
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        y = torch.sin(x)
-        y[:, :4] *= now.factor
-        y += 0.1
-        return F.relu(y, inplace=True)
+def in_place(piece: Any, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
+    y = torch.sin(x)
+    y[:, :4] *= now.factor
+    y += 0.1
+    return F.relu(y, inplace=True)
 
 
-class Routes(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Experts()
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return self.experts(x)
+def counts(piece: Any, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
+    piece.calls += 1
+    piece.steps += 1
+    return torch.sin(x * (piece.calls + float(piece.steps)) / 4)
 
 
-class Counts(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.register_buffer("steps", torch.zeros(()))
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        self.calls += 1
-        self.steps += 1
-        return torch.sin(x * (self.calls + float(self.steps)) / 4)
+def made_of(act: Callable[..., torch.Tensor], name: str = "", **has: Callable[[], Any]) -> type[Piece]:
+    return type(name or act.__name__, (Piece,), {"act": act, "has": has})
 
 
-class Flags(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) if now.flag else torch.sin(x)
-
-
-class Acts(Piece):
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return activation(x * now.factor)
-
-
-class Branches(Piece):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return torch.sin(self.linear(x)) if x.mean() > now.threshold else torch.tanh(x)
-
-
-class ByChance(Piece):
-    def run(self, x: torch.Tensor, first: torch.Tensor, now: Settings) -> torch.Tensor:
-        return torch.sin(x * (0.5 + random.random()))
-
-
-PIECES = (Wide, Normed, Attends, Drops, Skips, InPlace, Routes, Counts, Flags, Acts, Branches, ByChance)
+WIDE = made_of(wide, block=Block)
+PIECES = (
+    WIDE,
+    made_of(normed, norm=lambda: nn.BatchNorm1d(WIDTH), linear=linear),
+    made_of(attends, qkv=lambda: nn.Linear(WIDTH, 3 * WIDTH)),
+    made_of(lambda piece, x, first, now: piece.dropout(torch.sin(x)), "drops", dropout=lambda: nn.Dropout(0.2)),
+    made_of(lambda piece, x, first, now: 0.5 * (x + first), "skips"),
+    made_of(in_place),
+    made_of(lambda piece, x, first, now: piece.experts(x), "routes", experts=Experts),
+    made_of(counts, calls=int, steps=lambda: nn.Buffer(torch.zeros(()))),
+    made_of(lambda piece, x, first, now: piece.linear(x).tanh() if now.flag else x.sin(), "flags", linear=linear),
+    made_of(lambda piece, x, first, now: activation(x * now.factor), "acts"),
+    made_of(
+        lambda piece, x, first, now: piece.linear(x).sin() if x.mean() > now.threshold else x.tanh(),
+        "branches",
+        linear=linear,
+    ),
+    made_of(lambda piece, x, first, now: torch.sin(x * (0.5 + random.random())), "by chance"),
+)
 
 
 class Program(nn.Module):
@@ -154,7 +116,7 @@ class Program(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first = x
         for n in self.now.order:
-            x = self.pieces[n].run(x, first, self.now)
+            x = self.pieces[n].act(x, first, self.now)
         return x * self.last
 
 
@@ -219,7 +181,7 @@ def call(n: int) -> Call:
 @st.composite
 def rows(draw: st.DrawFn) -> Row:
     # so that some can be spared
-    kinds = [Wide, Wide, Wide, *draw(st.lists(st.sampled_from(PIECES), min_size=2, max_size=5))]
+    kinds = [WIDE, WIDE, WIDE, *draw(st.lists(st.sampled_from(PIECES), min_size=2, max_size=5))]
     kinds = draw(st.permutations(kinds))
     changes = draw(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=2, unique=True))
 

@@ -11,6 +11,7 @@ import torch
 from models import ALL, fresh, plain, same, train
 from planned_steps import with_sequence
 from random_programs import random_sequence
+from thoroughness import seeds
 from torch import nn
 
 import rotoff
@@ -18,9 +19,10 @@ from rotoff.runtime.step import Step
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid(every=3)
 def test_what_is_held_is_what_is_charged(name: str) -> None:
     expected = plain(name, steps=1)
-    for seed in range(3):
+    for seed in seeds(4):
         model, batch = fresh(name)
         wrapped = rotoff.Checkpointable(model, check=True).measure(batch())
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
-import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ def limit_of(model: nn.Module, batch: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", ALL)
+@pytest.mark.grid(every=3)
 def test_the_first_step_is_planned_and_on_its_course(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model, batch = fresh(kind)
     limit = limit_of(model, batch)
@@ -36,98 +34,6 @@ def test_the_first_step_is_planned_and_on_its_course(kind: str, caplog: pytest.L
     assert "another course" not in caplog.text
     assert len(wrapped.plans()) == 1
     wrapped.close()
-
-
-class Counted(nn.Module):
-    """Its forward takes from an iterator, and leaves tensors of its graph in a list; neither is the module's."""
-
-    def __init__(self, numbers: Iterator[int], left: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-        self.world = lambda: (numbers, left)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        numbers, left = self.world()
-        for n, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x)) * (1 + 0.01 * next(numbers))
-            if n == 2:
-                left.append(x.square().mean())
-                x.register_hook(lambda gradient: gradient * 1.5)
-        return x.sum()
-
-
-@pytest.mark.parametrize("mode", ["remat", "offload", "joint"])
-def test_what_a_forward_takes_and_leaves_elsewhere_is_as_in_the_plain_model(mode: str) -> None:
-    def trained(plan: int | None) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        left: list[torch.Tensor] = []
-        model = Counted(itertools.count(), left)
-        run: nn.Module = model
-        if plan is not None:
-            run = rotoff.Checkpointable(model).compute_sequence(plan, mode=mode)
-        for n in range(3):
-            torch.manual_seed(n)
-            loss = run(torch.randn(64, 32))
-            (loss + left.pop()).backward()
-        assert not left
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    torch.manual_seed(0)
-    probe = rotoff.Checkpointable(Counted(itertools.count(), [])).measure(torch.randn(64, 32))
-    limit = probe.min_mem_limit(mode) + 4096
-    assert limit < probe.keep_all_memory
-    assert all(torch.equal(a, b) for a, b in zip(trained(limit), trained(None), strict=True))
-
-
-class Outward(nn.Module):
-    """One module of many: counts, draws and leaves what it made, all outside of the model."""
-
-    def __init__(self, world: dict[str, Any], number: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.world = lambda: world
-        self.number = number
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        world = self.world()
-        world["calls"] += 1
-        x = torch.tanh(self.linear(x)) * (1 + 0.01 * next(world["numbers"])) + 0.01 * world["calls"]
-        x = x * world["random"].random()
-        if self.number == 2:
-            world["left"].append(x.square().mean())
-        return x
-
-
-def outward() -> tuple[nn.Sequential, dict[str, Any]]:
-    torch.manual_seed(0)
-    world = {"calls": 0, "numbers": itertools.count(), "random": random.Random(0), "left": []}
-    every = [Outward(world, n) for n in range(6)]
-    every[3].register_forward_hook(lambda module, args, output: output * (1 + 0.01 * next(world["numbers"])))
-    return nn.Sequential(every[0], nn.Sequential(*every[1:4]), nn.Dropout(0.2), *every[4:]), world
-
-
-@pytest.mark.parametrize("mode", ["remat", "offload", "joint"])
-def test_the_modules_of_a_sequential_are_called_once_in_the_step_that_measures_them(mode: str) -> None:
-    def trained(plan: int | None) -> list[Any]:
-        run, world = outward()
-        plain: nn.Module = run
-        if plan is not None:
-            run = rotoff.Checkpointable(run).compute_sequence(plan, mode=mode)
-        told: list[Any] = []
-        for n in range(3):
-            torch.manual_seed(n)
-            loss = run(torch.randn(64, 32)).sum()
-            (loss + sum(world["left"])).backward()
-            world["left"].clear()
-            told += [loss.detach(), world["calls"]]
-        assert plan is None or run.strategy == "the modules of an nn.Sequential"
-        return [*told, world["random"].random(), *(p.grad for p in plain.parameters())]
-
-    probe = rotoff.Checkpointable(outward()[0]).measure(torch.randn(64, 32))
-    limit = probe.min_mem_limit(mode) + 4096
-    assert limit < probe.keep_all_memory
-    ours, theirs = trained(limit), trained(None)
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(ours, theirs, strict=True))
 
 
 def test_a_limit_that_is_too_small_leaves_the_model_as_it_was() -> None:

@@ -102,6 +102,20 @@ class OfNodes(Outward):
         return x if x.grad_fn.name().startswith("Mul") else x * 0
 
 
+class Leaves(Outward):
+    """Leaves a tensor of its graph outside of the model, for the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        self.world()["left"].append(x.square().mean())
+        x.register_hook(lambda gradient: gradient * 1.5)
+        return x
+
+
+def with_numbers(world: dict[str, Any]) -> Callable[..., Any]:
+    return lambda module, args, output: output * (1 + 0.01 * next(world["numbers"]))
+
+
 class Mapped(Outward):
     def __init__(self, world: dict[str, Any]) -> None:
         super().__init__(world)
@@ -131,7 +145,8 @@ def steps(model: nn.Module, run: nn.Module, world: dict[str, Any], optimizer: An
     for n in range(4):
         torch.manual_seed(n)
         loss = run(torch.randn(64, WIDTH)).square().mean()
-        loss.backward()
+        (loss + sum(world["left"])).backward()
+        world["left"].clear()
         optimizer.step()
         optimizer.zero_grad()
         shown += [loss.detach(), world["calls"], torch.get_rng_state()]
@@ -140,6 +155,8 @@ def steps(model: nn.Module, run: nn.Module, world: dict[str, Any], optimizer: An
 
 PARTS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "experts": Experts,
+    "leaves": Leaves,
+    "forward hook": lambda world: hooked(world, lambda m: m.register_forward_hook(with_numbers(world))),
     "packed": Packs,
     "full backward hook": lambda world: hooked(world, lambda m: m.register_full_backward_hook(halved(world))),
     "full backward pre-hook": lambda world: hooked(world, lambda m: m.register_full_backward_pre_hook(halved(world))),
@@ -152,7 +169,7 @@ PARTS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
 
 def made(part: str, sequential: bool = False) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
-    world = {"calls": 0, "numbers": itertools.count(), "random": random.Random(0)}
+    world = {"calls": 0, "numbers": itertools.count(), "random": random.Random(0), "left": []}
     model: nn.Module = Around(world, PARTS[part])
     if sequential:
         model = nn.Sequential(*model.parts, model.norm, model.last)  # type: ignore[misc, arg-type]

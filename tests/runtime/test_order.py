@@ -158,7 +158,7 @@ def by_reachability(program: list[tuple[Any, ...]]) -> set[int]:
     return racing
 
 
-@settings(max_examples=1500)
+@settings(deadline=None, max_examples=1500)
 @given(st.lists(operations, max_size=20))
 def test_the_checker_agrees_with_a_search_in_the_graph(program: list[tuple[Any, ...]]):
     recording, buffer = two_lanes()

@@ -249,6 +249,7 @@ def test_the_host_may_update_what_lies_there(share: float) -> None:
 
 
 @pytest.mark.parametrize("name", [*ALL, *RECORDED])
+@pytest.mark.grid(every=3)
 def test_updates_during_the_backward(name: str) -> None:
     """Each parameter is updated when the backward has ended; its gradient is gone, and reads NaN in no memory."""
 
@@ -1033,7 +1034,7 @@ def test_a_limit_that_the_kernel_enforces() -> None:
     """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
     example = Path(__file__).parents[2] / "examples" / "larger_than_memory.py"
     environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    size = ["--width", "512", "--blocks", "8", "--rows", "512", "--steps", "2"]
+    size = ["--width", "512", "--blocks", "8", "--rows", "64", "--steps", "2"]
     command = [sys.executable, str(example), *size, "--memory", "208 MiB"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from allocated import live_bytes, peak_bytes
 from models import ALL, fresh, plain, same, train
 from planned_steps import smallest, step_peak, with_sequence
 from random_programs import random_sequence
+from thoroughness import seeds
 from torch import nn
 
 import rotoff
@@ -24,7 +25,7 @@ from rotoff.runtime.live import LiveForward
 def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str) -> None:
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    for seed in range(8):
+    for seed in seeds(8):
         again, batch = fresh(name)
         wrapped.load_state_dict(again.state_dict())
         wrapped.zero_grad()
@@ -55,10 +56,11 @@ def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.grid(every=3)
 def test_the_predicted_peak_of_any_sequence_holds(name: str) -> None:
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    for seed in range(4):
+    for seed in seeds(4):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed))
         assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), str(wrapped.sequence)
     wrapped.close()
@@ -211,6 +213,7 @@ def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_t
 
 
 @pytest.mark.parametrize("name", sorted({*ALL} - {"stateful"}))  # whose graph keeps what no hook sees
+@pytest.mark.grid(every=3)
 def test_every_backward_through_one_graph_keeps_the_limit(name: str) -> None:
     """But for the gradient of the output, which is there while a later one makes the values again, and what is less
     than 1 KiB: statistics from before."""

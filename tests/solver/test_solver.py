@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import math
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import chains
+from oracles.chains import busy, chains, seeded_chain, seeded_group, uneven
+from oracles.every_step import fastest
+from oracles.exhaustive import Search
 
+import rotoff
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
-from rotoff.solver import keep_all
+from rotoff.solver import joint, keep_all, search
+from rotoff.solver.anneal import Budget
 from rotoff.solver.bounds import MODES
+from rotoff.solver.host import all_moving
+from rotoff.solver.plan_codes import ALL, CK, DROP, MOVE, empty, evaluator, from_forwards, to_ops
+from rotoff.solver.search import judged
 
 pytestmark = pytest.mark.full_search
 
@@ -121,3 +138,215 @@ def test_the_search_ends_at_what_nothing_beats() -> None:
     sequence = solve(chain, limit, mode="offload", refine=1e9, progress=lambda share, _: shares.append(share))
     assert sequence.meta["makespan"] == pytest.approx(chain.compute_time, rel=1e-12)
     assert shares == [1.0]
+
+
+# -- the compiled decoder against the machine: the same step time and the same peaks, for any table of codes
+
+
+@given(chains().flatmap(busy), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.2, 0.5, 1.0]))
+def test_decoded_plans_are_what_the_machine_sees(chain: Chain, seed: int, share: float) -> None:
+    rng = np.random.default_rng(seed)
+    codes = rng.integers(0, 16 * 4, size=(len(chain) + 1, 4)).astype(np.int16)
+    codes[0] = rng.integers(0, 2)
+    peak = simulate(chain, keep_all(chain)).peak_bytes
+    least = min_mem_limit(chain, "joint")
+    limit = max(1, round(least + share * max(0, peak - least)))
+    decoder = evaluator(chain, limit, 4)
+    makespan, most, host, over = decoder.evaluate(codes)
+    rows = decoder.operations(codes)
+    if rows is None or over:
+        assert over > 0
+        return
+    trace = simulate(chain, to_ops(rows), limit)
+    assert (trace.makespan, trace.peak_bytes, trace.host_peak_bytes) == (makespan, most, host)
+
+
+def uniform(stages: int) -> Chain:
+    from rotoff import Stage
+
+    return Chain(tuple(Stage("", 1.0, 2.0, 10, 30, grad_bytes=0) for _ in range(stages)), 30.0, 30.0)
+
+
+def text(chain: Chain, codes: np.ndarray, limit: int) -> str:
+    rows = evaluator(chain, limit, codes.shape[1]).operations(codes)
+    assert rows is not None
+    return ", ".join(map(str, to_ops(rows)))
+
+
+def test_a_segment_is_recomputed_from_its_checkpoint() -> None:
+    codes = from_forwards(uniform(3), [(1, CK), (2, CK | DROP), (3, ALL), (1, CK), (2, ALL)])
+    expected = "F_ck 1, F_none 2, F_all 3, B 3, F_ck 1, F_all 2, B 2, F_all 1, B 1"
+    assert text(uniform(3), codes, 1000) == expected
+
+
+def test_what_moves_leaves_late_and_returns_early() -> None:
+    codes = empty(uniform(3))
+    codes[1] = ALL | MOVE
+    assert text(uniform(3), codes, 89) == (
+        "F_all 1, offload abar 1, F_all 2, free abar 1, F_all 3, B 3, prefetch abar 1, wait abar 1, B 2, B 1"
+    )
+    assert text(uniform(3), codes, 90) == "F_all 1, F_all 2, F_all 3, B 3, B 2, B 1"  # it fits, so nothing moves
+
+
+# -- ctrl-C stops a long solve at once, in the tables and in the search
+
+
+def with_forms(chain: rotoff.Chain) -> rotoff.Chain:
+    """Four smaller forms of each stage."""
+
+    def form(stage: rotoff.Stage, k: int) -> rotoff.Form:
+        kept = stage.output_bytes + (stage.saved_bytes - stage.output_bytes) * (5 - k) // 5
+        return rotoff.Form(kept, stage.backward_time + stage.forward_time * k / 5)
+
+    stages = [replace(s, forms=tuple(form(s, k) for k in range(1, 5))) for s in chain.stages]
+    return replace(chain, stages=tuple(stages))
+
+
+LONG = uneven(1, 200)
+WITH_FORMS = with_forms(LONG)
+LIMIT = int(rotoff.simulate(LONG, rotoff.keep_all(LONG)).peak_bytes * 0.4)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: joint.solve_slots(LONG, LIMIT, 50, "up"),
+        lambda: rotoff.solve(LONG, LIMIT, refine=120),
+        lambda: joint.solve_slots(WITH_FORMS, LIMIT, 24, "up"),
+        lambda: search._searched(search.Problem(WITH_FORMS, LIMIT, None, 50, Budget(120)), "joint", None),
+    ],
+    ids=["tables", "search", "tables with forms", "search with forms"],
+)
+def test_an_interrupt_stops_it_within_a_second(work: Callable[[], object]) -> None:
+    sent = []
+
+    def interrupt() -> None:
+        sent.append(time.process_time())  # which other work on the machine does not lengthen
+        os.kill(os.getpid(), signal.SIGINT)
+
+    timer = threading.Timer(1.5, interrupt)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert time.process_time() - sent[0] < 1
+
+
+# -- plans for long, very uneven chains pass the machine: the search's own evaluator and the machine must not part
+
+
+@pytest.mark.parametrize(("seed", "stages", "fraction"), [(3, 40, 0.3), (2, 60, 0.3), (2, 60, 0.2)])
+@pytest.mark.grid
+def test_what_is_returned_passes_the_machine(seed: int, stages: int, fraction: float) -> None:
+    chain = uneven(seed, stages)
+    limit = int(rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes * fraction)
+    try:
+        sequence = rotoff.solve(chain, limit)
+    except rotoff.InfeasibleError as error:
+        assert error.min_mem_limit > limit
+    else:
+        rotoff.simulate(chain, sequence, limit)
+
+
+def even(stages: int) -> rotoff.Chain:
+    """Saved sets of one to five outputs, each of which the link moves in about a stage's time."""
+    rng = random.Random(stages)
+    found = []
+    for i in range(stages):
+        times = 0.01 * (1 + rng.random()), 0.02 * (1 + rng.random())
+        output = rng.randint(10**7, 10**8)
+        found.append(rotoff.Stage(f"{i}", *times, output, output * rng.randint(1, 5), checkpoint_transient_bytes=10**6))
+    return rotoff.Chain(tuple(found), 12e9, 12e9, input_bytes=10**7)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.02])
+def test_long_chains_have_good_plans_near_the_minimum(share: float) -> None:
+    chain = even(300)
+    limit = int(rotoff.min_mem_limit(chain, "joint") * share)
+    plans = [judged(chain, limit, codes, "all-moving") for codes in all_moving(chain, limit)]
+    assert min(plan.makespan for plan in plans if plan is not None) < 1.25 * chain.compute_time
+
+
+def test_nothing_is_tried_after_a_plan_that_nothing_can_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(*_: object) -> None:
+        raise AssertionError("the dynamic programs ran")
+
+    monkeypatch.setattr("rotoff.solver.remat.solve_slots", tried)
+    monkeypatch.setattr("rotoff.solver.joint.solve_slots", tried)
+    chain = even(400)
+    sequence = rotoff.solve(chain, rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes // 2)
+    assert sequence.meta["makespan"] == pytest.approx(chain.compute_time, rel=1e-9)
+
+
+def test_a_long_chain_is_near_the_bound() -> None:
+    """The tables are fine enough for its stages, and the search grows with it."""
+    chain = uneven(5, 400)
+    limit = int(rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes * 0.4)
+    assert (
+        rotoff.solve(chain, limit, "remat").meta["makespan"]
+        < rotoff.lower_bound(chain, limit) + 0.03 * chain.compute_time
+    )
+
+
+# -- how far `solve` is from the true optimum, by search over the machine's own states; and that refusals are honest
+
+
+def gaps(seed: int, stages: int, count: int, seconds: float) -> list[float]:
+    """Relative distance from the optimum for each problem that the search could settle, as many as `seconds` allow."""
+    rng, found, until = random.Random(seed), [], time.monotonic() + seconds
+    for _ in range(count):
+        chain = seeded_chain(rng, stages)
+        least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
+        share = rng.choice([0.0, 0.1, 0.25, 0.5, 0.8])
+        if peak <= least or time.monotonic() > until:
+            continue
+        limit = max(1, round(least + (peak - least) * share))
+        ours = simulate(chain, solve(chain, limit, refine=0.05), limit).makespan
+        optimum = Search(chain, limit).optimum(ours, 40_000)
+        if optimum is not None:
+            assert lower_bound(chain, limit) <= optimum * (1 + 1e-9)
+            found.append((ours - optimum) / optimum if optimum else ours)
+    return found
+
+
+def report(found: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    equal = sum(gap <= 1e-9 for gap in found)
+    with capsys.disabled():
+        print(f"\n{equal} of {len(found)} chains at the true optimum, worst {100 * max(found):.2f} % off")
+    assert equal >= 0.95 * len(found)
+    assert max(found) <= 0.02
+
+
+def test_three_stages_reach_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
+    report(gaps(seed=21, stages=3, count=80, seconds=20), capsys)
+
+
+@pytest.mark.slow
+def test_four_stages_reach_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
+    report(gaps(seed=22, stages=4, count=120, seconds=150), capsys)
+
+
+@pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
+def test_three_stages_with_parameters_reach_the_optimum(count: int, capsys: pytest.CaptureFixture[str]) -> None:
+    # Of all texts in which activations stay and all else moves at most once.
+    rng, found = random.Random(23), []
+    for _ in range(count):
+        chain, updates = seeded_group(rng, 3), rng.choice(["during", "after"])
+        least, peak = min_mem_limit(chain, "joint", updates), simulate(chain, keep_all(chain, updates)).peak_bytes
+        limit = round(least + rng.choice([0.0, 0.2, 0.5]) * max(0, peak - least))
+        ours = solve(chain, limit, updates=updates, refine=0.05).meta["makespan"]
+        optimum = fastest(chain, limit, updates, ours)
+        assert lower_bound(chain, limit, updates=updates) <= optimum * (1 + 1e-9)
+        found.append(ours / optimum - 1)
+    report(found, capsys)
+
+
+@pytest.mark.parametrize(
+    ("stages", "mode"), [(2, "joint"), (2, "remat"), (3, "remat"), pytest.param(3, "joint", marks=pytest.mark.slow)]
+)
+def test_nothing_fits_one_byte_below_the_minimum(stages: int, mode: str) -> None:
+    rng = random.Random(31)
+    for _ in range(40):
+        chain = seeded_chain(rng, stages)
+        least = min_mem_limit(chain, mode)
+        if least > 1:
+            assert Search(chain, least - 1, moves=mode == "joint").optimum(math.inf, 100_000) in (math.inf, None)

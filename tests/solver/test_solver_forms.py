@@ -57,7 +57,7 @@ def estimated() -> dict[str, Chain]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["joint", "remat"])
+@pytest.mark.parametrize("mode", [pytest.param("joint", marks=pytest.mark.slow), "remat"])
 def test_forms_make_no_plan_of_the_models_slower(estimated: dict[str, Chain], mode: str) -> None:
     """Where forms serve, and where they do not."""
     faster = 0
@@ -134,10 +134,12 @@ def test_language_blocks_lose_much_of_their_overhead(mode: str, share: float, mo
     assert with_forms <= most * before
 
 
-@pytest.mark.parametrize("part", [pytest.param(0.25, marks=pytest.mark.slow), 0.35])
-def test_joint_is_as_fast_as_recompute_where_nothing_can_move(part: float) -> None:
+@pytest.mark.parametrize(
+    ("stages", "part"), [(30, 0.35), *(pytest.param(70, part, marks=pytest.mark.slow) for part in (0.25, 0.35))]
+)
+def test_joint_is_as_fast_as_recompute_where_nothing_can_move(stages: int, part: float) -> None:
     """Bytes need hours on this link, and both are near the bound."""
-    chain = replace(with_forms(heterogeneous(11, 70)), d2h_bandwidth=1e3, h2d_bandwidth=1e3)
+    chain = replace(with_forms(heterogeneous(11, stages)), d2h_bandwidth=1e3, h2d_bandwidth=1e3)
     limit = int(part * rotoff.simulate(chain, rotoff.solver.keep_all(chain)).peak_bytes)
     joint, remat = (rotoff.solve(chain, limit, mode=mode).meta["makespan"] for mode in ("joint", "remat"))
     assert joint <= remat <= rotoff.lower_bound(chain, limit) + 0.01 * chain.compute_time

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
 from oracles.every_step import fastest
 from oracles.link_price import link_price
-from random_placements import mutants, placed
+from random_programs import mutants, placed
 
 from rotoff import (
     Chain,

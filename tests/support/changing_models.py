@@ -1,8 +1,4 @@
-"""Models whose behaviour changes between steps, each with the change: the rows of the table in test_changing_models.py.
-
-``PYTHONPATH=. python tests/support/changing_models.py [part of a name ...]`` prints what becomes of each row in each
-mode.
-"""
+"""Models whose behaviour changes between steps, each with the change: rows of the table in test_changing_models.py."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import itertools
 import os
 import random
 import sys
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -20,82 +16,14 @@ from typing import Any
 
 import numpy
 import torch
-from step_by_step import PATCH, Call, Row, error_of, nothing, print_table
+from step_by_step import PATCH, Call, error_of
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
+from trunks import LENGTH, WIDTH, Block, Long, Trunk, along, at, drawn, made_of, of_blocks, row, sets
 
-WIDTH = 16
-LENGTH = 16  # rows of a batch
 HERE = sys.modules[__name__]
-
-TABLE: list[Row] = []
-
-
-def drawn(n: int, *shape: int, of: int = 0) -> torch.Tensor:
-    """The same numbers for the same `n` and `of`, whatever else is drawn."""
-    return torch.randn(
-        *(shape or (LENGTH, WIDTH)), generator=torch.Generator().manual_seed(1000 + 10 * n + of), dtype=torch.float32
-    )
-
-
-def batch(n: int) -> Call:
-    return (drawn(n),), {}
-
-
-def row(
-    name: str, change: Callable[[Any, int], object] = nothing, call: Callable[[int], Call] = batch, **more: Any
-) -> Any:
-    """Enters a class of models (or what makes one) into the table."""
-
-    def enter(make: Any) -> Any:
-        TABLE.append(Row(name, make, call, change, **more))
-        return make
-
-    return enter
-
-
-class Block(nn.Module):
-    """Saves several times what it hands on, so that recomputing it frees something."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Trunk(nn.Module):
-    """Blocks and a head. `along` is what a row adds between the blocks, `begin` what it does before them."""
-
-    made_of: type[nn.Module] = Block
-
-    def __init__(self, count: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.made_of() for _ in range(count))
-        self.head = nn.Linear(WIDTH, 4)
-
-    def begin(self) -> None:
-        pass
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.begin()
-        for n, block in enumerate(self.blocks):
-            x = self.along(block(x), n)
-        return self.head(x)
-
-
-class Long(Trunk):
-    """So many blocks that a limit for it leaves room for steps that take twice the bytes."""
-
-    def __init__(self) -> None:
-        super().__init__(10)
 
 
 # -- arguments
@@ -110,15 +38,18 @@ class ByKeyword(Trunk):
         return self.head(x)
 
 
-row(
-    "the same tensors under other keywords", call=lambda n: ((drawn(n),), {("mask", "bias")[n >= 2]: drawn(n, of=1)})
-)(ByKeyword)  # fmt: skip
+def in_another_order(n: int) -> Call:
+    given = {"mask": drawn(n, of=1), "bias": drawn(n, of=2)}
+    return (drawn(n),), given if n < 2 else dict(reversed(given.items()))
+
+
+row("the same tensors under other keywords", call=lambda n: ((drawn(n),), {("mask", "bias")[n >= 2]: drawn(n, of=1)}))(
+    ByKeyword
+)
 row("an argument that is None at first", call=lambda n: ((drawn(n),), {"bias": drawn(n, of=1)} if n >= 2 else {}))(
     ByKeyword
 )
-row("keywords in another order", call=lambda n: (
-    (drawn(n),), dict(list({"mask": drawn(n, of=1), "bias": drawn(n, of=2)}.items())[:: -1 if n >= 2 else 1])
-))(ByKeyword)  # fmt: skip
+row("keywords in another order", call=in_another_order)(ByKeyword)
 
 
 def nested(n: int) -> Call:
@@ -192,11 +123,7 @@ class Flagged(Trunk):
 
 
 @row("a string", call=lambda n: ((drawn(n),), {"task": "sine" if n < 2 else "tanh"}))
-class Tasks(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleDict({"sine": nn.Linear(WIDTH, 4), "tanh": nn.Linear(WIDTH, 6)})
-
+class Tasks(Trunk, heads=lambda: nn.ModuleDict({"sine": nn.Linear(WIDTH, 4), "tanh": nn.Linear(WIDTH, 6)})):
     def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
         for block in self.blocks:
             x = torch.sin(block(x)) if task == "sine" else torch.tanh(block(x))
@@ -218,11 +145,7 @@ class Sizes(Trunk):
 
 
 @row("a buffer that counts and is read as a number")
-class CountingBuffer(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("step", torch.zeros(()))
-
+class CountingBuffer(Trunk, step=lambda: nn.Buffer(torch.zeros(()))):
     def begin(self) -> None:
         self.step += 1
 
@@ -240,9 +163,7 @@ class CountingBlock(Block):
         return torch.sin(super().forward(x) * (1 + self.step.item() / 3))
 
 
-@row("a buffer of each block that counts and is read as a number")
-class CountingBlocks(Trunk):
-    made_of = CountingBlock
+row("a buffer of each block that counts and is read as a number")(made_of(CountingBlock))
 
 
 def another_table(net: Any, n: int) -> None:
@@ -250,22 +171,13 @@ def another_table(net: Any, n: int) -> None:
         net.table = drawn(n, *((1, WIDTH), (LENGTH, WIDTH))[n % 2])
 
 
-@row("a buffer replaced by one of another shape", another_table)
-class TableOf(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.ones(WIDTH))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x * self.table.sigmoid()
+row("a buffer replaced by one of another shape", another_table)(
+    along(lambda net, x, n: x * net.table.sigmoid(), table=lambda: nn.Buffer(torch.ones(WIDTH)))
+)
 
 
 @row("a count in a dict")
-class CountInDict(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = {"steps": 0}
-
+class CountInDict(Trunk, counts=lambda: {"steps": 0}):
     def begin(self) -> None:
         self.counts["steps"] += 1
 
@@ -274,11 +186,7 @@ class CountInDict(Trunk):
 
 
 @row("a counter attribute")
-class CounterAttribute(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
+class CounterAttribute(Trunk, count=int):
     def begin(self) -> None:
         self.count += 1
 
@@ -296,7 +204,7 @@ class CallsBlock(Block):
         return torch.sin(super().forward(x) * self.calls)
 
 
-@row("what was computed for nothing is needed", lambda net, n: setattr(net, "needed", n >= 2))
+@row("what was computed for nothing is needed", sets("needed", lambda n: n >= 2))
 class ForNothing(Trunk):
     """As a head whose output enters the loss from some step on."""
 
@@ -309,60 +217,38 @@ class ForNothing(Trunk):
 
 @row("a counter attribute of each block")
 class CallsBlocks(Trunk):
-    made_of = CallsBlock
-
-    def __init__(self) -> None:
-        super().__init__(6)
+    made_of, many = CallsBlock, 6
 
 
 row("a counter attribute of each part of an nn.Sequential")(lambda: nn.Sequential(*[CallsBlock() for _ in range(5)]))
-
-
-@row("a counter attribute whose threshold changes the course")
-class Threshold(CounterAttribute):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x) if self.count <= 3 else x.sigmoid()
+row("a counter attribute whose threshold changes the course")(
+    along(lambda net, x, n: torch.sin(x) if net.count <= 3 else x.sigmoid(), of=CounterAttribute)
+)
 
 
 @row("a counter that counts between blocks")
-class CountsAlong(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
+class CountsAlong(Trunk, seen=int):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         self.seen += 1
         return torch.sin(x * (1 + self.seen / 10))
 
 
 @row("a list that grows")
-class Grows(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[float] = []
-
+class Grows(Trunk, history=list):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         self.history.append(0.1 * n)
         return torch.sin(x * (1 + sum(self.history)))
 
 
 @row("a list of what was computed grows")
-class Means(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[float] = []
-
+class Means(Trunk, means=list):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         self.means.append(x.detach().abs().mean().item())
         return x / (1 + self.means[-1])
 
 
 @row("a list of tensors of former steps grows")
-class Queue(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.former: list[torch.Tensor] = []
-
+class Queue(Trunk, former=list):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         if n == 1:
             x = x + sum((part * 0.1 for part in self.former), torch.zeros(()))
@@ -371,11 +257,7 @@ class Queue(Trunk):
 
 
 @row("running averages that the forward replaces")
-class Averages(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.ones(WIDTH))
-
+class Averages(Trunk, average=lambda: nn.Buffer(torch.ones(WIDTH))):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
         return x / self.average
@@ -389,16 +271,9 @@ class AveragesInPlace(Averages):
         return y
 
 
-@row("a running average in an attribute that is no buffer")
-class AverageOfNoBuffer(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.average = torch.ones(WIDTH)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = x / self.average.clone()
-        self.average.lerp_(x.detach().abs().mean(0), 0.1)
-        return y
+row("a running average in an attribute that is no buffer")(
+    along(AveragesInPlace.along, average=lambda: torch.ones(WIDTH))
+)
 
 
 # -- what lies outside of the model
@@ -411,19 +286,12 @@ def activation(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x)
 
 
-@row("a global", lambda net, n: PATCH.setattr(HERE, "SCALE", 1.0 + n // 2))
-class Global(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * SCALE)
-
-
-@row(
+OfGlobal = along(lambda net, x, n: torch.sin(x * SCALE))
+row("a global", lambda net, n: PATCH.setattr(HERE, "SCALE", 1.0 + n // 2))(OfGlobal)
+row(
     "a setting in another module's namespace",
     lambda net, n: PATCH.setattr(F, "rotoff_scale", 1.0 + n // 2, raising=False),
-)
-class OtherNamespace(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * getattr(F, "rotoff_scale", 1.0))
+)(along(lambda net, x, n: torch.sin(x * getattr(F, "rotoff_scale", 1.0))))
 
 
 def with_cell() -> nn.Module:
@@ -436,69 +304,41 @@ def with_cell() -> nn.Module:
         nonlocal scale
         scale = to
 
-    class OfCell(Trunk):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tell = tell
-
-        def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-            return act(x)
-
-    return OfCell()
+    return along(lambda net, x, n: act(x), tell=lambda: tell)()
 
 
 row("a closure's cell", lambda net, n: net.tell(1.0 + n // 2))(with_cell)
+row("a context variable", lambda net, n: SCALE_HERE.set(1.0 + n // 2))(
+    along(lambda net, x, n: torch.sin(x * SCALE_HERE.get()))
+)
+row("an environment variable", lambda net, n: PATCH.setenv("SCALE_OF_TESTS", str(1 + n // 2)))(
+    along(lambda net, x, n: torch.sin(x * float(os.environ.get("SCALE_OF_TESTS", "1"))))
+)
+row("a function of the namespace replaced", at(2, lambda net: PATCH.setattr(HERE, "activation", torch.tanh)))(
+    along(lambda net, x, n: activation(x))
+)
+row("a function of torch replaced", at(2, lambda net: PATCH.setattr(F, "softsign", torch.tanh)))(
+    along(lambda net, x, n: F.softsign(x))
+)
 
 
-@row("a context variable", lambda net, n: SCALE_HERE.set(1.0 + n // 2))
-class ContextVariable(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * SCALE_HERE.get())
+def method_replaced(net: Any) -> None:
+    for block in net.blocks:
+        inner = block.forward
+        block.forward = lambda x, inner=inner: 0.5 * torch.sin(inner(x))
 
 
-@row("an environment variable", lambda net, n: PATCH.setenv("SCALE_OF_TESTS", str(1 + n // 2)))
-class Environment(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * float(os.environ.get("SCALE_OF_TESTS", "1")))
+def class_method_replaced(net: Any) -> None:
+    inner = Block.forward
+    PATCH.setattr(Block, "forward", lambda self, x: torch.sin(inner(self, x)))
 
 
-@row("a function of the namespace replaced", lambda net, n: n == 2 and PATCH.setattr(HERE, "activation", torch.tanh))
-class Activation(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return activation(x)
-
-
-@row("a function of torch replaced", lambda net, n: n == 2 and PATCH.setattr(F, "softsign", torch.tanh))
-class OfTorch(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return F.softsign(x)
-
-
-def method_replaced(net: Any, n: int) -> None:
-    if n == 2:
-        for block in net.blocks:
-            inner = block.forward
-            block.forward = lambda x, inner=inner: 0.5 * torch.sin(inner(x))
-
-
-row("the forward of blocks replaced", method_replaced)(Trunk)
-
-
-def along_replaced(net: Any, n: int) -> None:
-    if n == 2:
-        net.along = lambda x, n: torch.sin(x * (n + 1))
-
-
-row("a method of the model replaced", along_replaced)(Trunk)
-
-
-def class_method_replaced(net: Any, n: int) -> None:
-    if n == 2:
-        inner = Block.forward
-        PATCH.setattr(Block, "forward", lambda self, x: torch.sin(inner(self, x)))
-
-
-row("a method of a class replaced", class_method_replaced)(Trunk)
+row("the forward of blocks replaced", at(2, method_replaced))(Trunk)
+row(
+    "a method of the model replaced",
+    at(2, lambda net: setattr(net, "along", lambda x, n: torch.sin(x * (n + 1)))),
+)(Trunk)
+row("a method of a class replaced", at(2, class_method_replaced))(Trunk)
 
 
 class ActBlock(Block):
@@ -511,18 +351,7 @@ class ActBlock(Block):
         return super().forward(self.act(x * self.scale))
 
 
-class ActBlocks(Trunk):
-    made_of = ActBlock
-
-
-def of_blocks(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]:
-    def change(net: Any, n: int) -> None:
-        for block in net.blocks:
-            setattr(block, name, value(n))
-
-    return change
-
-
+ActBlocks = made_of(ActBlock)
 row("a lambda replaced", of_blocks("act", lambda n: (lambda x: x.sin()) if n < 2 else (lambda x: x.cos())))(ActBlocks)
 row(
     "a functools.partial of another number",
@@ -545,41 +374,28 @@ def config_changed(net: Any, n: int) -> None:
 
 
 @row("a dataclass of settings", config_changed)
-class Configured(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = Config()
-
+class Configured(Trunk, config=Config):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         x = torch.sin(x * self.config.gain)
         return x.square() if self.config.squared else x
 
 
-def array_changed(net: Any, n: int) -> None:
-    net.box.array[:] = 1.0 + n // 2
+row("an array changed in place", lambda net, n: net.box.array.fill(1.0 + n // 2))(
+    along(lambda net, x, n: torch.sin(x * float(net.box.array[n])), box=lambda: SimpleNamespace(array=numpy.ones(4)))
+)
 
 
-@row("an array changed in place", array_changed)
-class Boxed(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.box = SimpleNamespace(array=numpy.ones(4))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * float(self.box.array[n]))
+def five_numbers() -> Iterator[float]:
+    return iter([1.0, 0.5, 2.0, 1.5, 3.0])
 
 
-def iterator_again(net: Any) -> None:
-    net.it = iter([1.0, 0.5, 2.0, 1.5, 3.0])
+def numbers() -> Iterator[float]:
+    for n in itertools.count():
+        yield 1.0 + n / 10
 
 
-@row("an iterator that each forward takes from", again=iterator_again)
-class Iterates(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-        iterator_again(self)
-
+@row("an iterator that each forward takes from", again=lambda net: setattr(net, "it", five_numbers()))
+class Iterates(Trunk, scale=lambda: 1.0, it=five_numbers):
     def begin(self) -> None:
         self.scale = next(self.it, 7.0)
 
@@ -587,72 +403,53 @@ class Iterates(Trunk):
         return torch.sin(x * self.scale)
 
 
-@row("an iterator that each block takes from", again=lambda net: setattr(net, "it", itertools.count(1)))
-class Counts(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.it: Iterator[int] = itertools.count(1)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * (1 + next(self.it) / 10))
-
-
-def scales() -> Iterator[float]:
-    for n in itertools.count():
-        yield 1.0 + n / 10
-
-
-@row("a generator function's generator that each block takes from", again=lambda net: setattr(net, "it", scales()))
-class Generates(Counts):
-    def __init__(self) -> None:
-        super().__init__()
-        self.it = scales()  # type: ignore[assignment]
+row("an iterator that each block takes from", again=lambda net: setattr(net, "it", itertools.count(1)))(
+    along(lambda net, x, n: torch.sin(x * (1 + next(net.it) / 10)), it=lambda: itertools.count(1))
+)
+row("a generator function's generator that each block takes from", again=lambda net: setattr(net, "it", numbers()))(
+    along(lambda net, x, n: torch.sin(x * (1 + next(net.it) / 10)), it=numbers)
+)
 
 
 # -- modules and parameters that change
 
 
-def swapped(net: Any, n: int) -> None:
-    if n == 2:
-        torch.manual_seed(5)
-        net.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+def swapped(net: Any) -> None:
+    torch.manual_seed(5)
+    net.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-row("a submodule swapped for another", swapped, stages=8)(Trunk)
+def reordered(net: Any) -> None:
+    net.blocks = nn.ModuleList([net.blocks[k] for k in (2, 0, 3, 1)])
 
 
-def reordered(net: Any, n: int) -> None:
-    if n == 2:
-        net.blocks = nn.ModuleList([net.blocks[k] for k in (2, 0, 3, 1)])
+row("a submodule swapped for another", at(2, swapped), stages=8)(Trunk)
+row("a list of modules put in another order", at(2, reordered))(Trunk)
 
 
-row("a list of modules put in another order", reordered)(Trunk)
-
-
-@row("modules run in another order", lambda net, n: setattr(net, "order", [(k + n) % 4 for k in range(4)]))
-class Ordered(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = [0, 1, 2, 3]
-
+@row("modules run in another order", sets("order", lambda n: [(k + n) % 4 for k in range(4)]))
+class Ordered(Trunk, order=lambda: [0, 1, 2, 3]):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for k in self.order:
             x = self.blocks[k](x)
         return self.head(x)
 
 
-row("parts of an nn.Sequential put in another order", lambda net, n: n == 2 and (
-    net.__setitem__(1, (parts := list(net))[3]), net.__setitem__(3, parts[1])
-))(lambda: nn.Sequential(*[Block() for _ in range(5)]))  # fmt: skip
+def parts_exchanged(net: Any) -> None:
+    net[1], net[3] = net[3], net[1]
 
 
-def frozen(net: Any, n: int) -> None:
-    for block in net.blocks[:2]:
-        block.requires_grad_(n < 2)
+row("parts of an nn.Sequential put in another order", at(2, parts_exchanged))(
+    lambda: nn.Sequential(*[Block() for _ in range(5)])
+)
 
 
-row("a part frozen", frozen)(Trunk)
-row("a part thawed", lambda net, n: [block.requires_grad_(n >= 2) for block in net.blocks[:2]], room=0.6)(Trunk)
+def requires(when: Callable[[int], bool]) -> Callable[[Any, int], object]:
+    return lambda net, n: [block.requires_grad_(when(n)) for block in net.blocks[:2]]
+
+
+row("a part frozen", requires(lambda n: n < 2))(Trunk)
+row("a part thawed", requires(lambda n: n >= 2), room=0.6)(Trunk)
 row("a bias frozen", lambda net, n: net.blocks[1].up.bias.requires_grad_(n % 2 == 0))(Trunk)
 
 
@@ -663,12 +460,11 @@ class Tied(Trunk):
         self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
-def untied(net: Any, n: int) -> None:
-    if n == 2:
-        net.blocks[2].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().clone())
+def untied(net: Any) -> None:
+    net.blocks[2].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().clone())
 
 
-row("a tied weight untied", untied)(Tied)
+row("a tied weight untied", at(2, untied))(Tied)
 
 
 def parameter_replaced(net: Any, n: int) -> None:
@@ -677,43 +473,21 @@ def parameter_replaced(net: Any, n: int) -> None:
 
 
 row("a parameter replaced", parameter_replaced)(Trunk)
-
-
-def data_replaced(net: Any, n: int) -> None:
-    if n == 2:
-        net.blocks[1].up.weight.data = 0.1 * drawn(n, 4 * WIDTH, WIDTH)
-
-
-row("a parameter's data replaced", data_replaced)(Trunk)
-
-
-def to_double(net: Any, n: int) -> None:
-    if n == 2:
-        net.double()
-
-
+row("a parameter's data replaced", at(
+    2, lambda net: setattr(net.blocks[1].up.weight, "data", 0.1 * drawn(2, 4 * WIDTH, WIDTH))
+))(Trunk)  # fmt: skip
 row(
     "model.double() between steps",
-    to_double,
+    at(2, lambda net: net.double()),
     call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}),
     room=0.8,
     stages=8,
 )(Long)
-
-
-def to_double_first(net: Any, n: int) -> None:
-    net.double() if n < 2 else net.float()
-
-
-@row(
+row(
     "model.float() after model.double()",
-    to_double_first,
+    lambda net, n: net.double() if n < 2 else net.float(),
     call=lambda n: ((drawn(n).double() if n < 2 else drawn(n),), {}),
-)
-class DoubleAtFirst(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
+)(lambda: Trunk().double())
 
 
 @row(
@@ -765,14 +539,7 @@ def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
 
 row("spectral norm")(normed(nn.utils.parametrizations.spectral_norm))
 row("weight norm")(normed(nn.utils.parametrizations.weight_norm))
-
-
-def weight_norm_added(net: Any, n: int) -> None:
-    if n == 2:
-        nn.utils.parametrizations.weight_norm(net.blocks[1].up)
-
-
-row("weight norm added", weight_norm_added, room=0.5)(Trunk)
+row("weight norm added", at(2, lambda net: nn.utils.parametrizations.weight_norm(net.blocks[1].up)), room=0.5)(Trunk)
 
 
 # -- how it computes
@@ -807,6 +574,8 @@ class Attends(Trunk):
     made_of = Attention
 
 
+@row("autocast inside the forward turned on", sets("low", lambda n: n >= 3), room=0.6)
+@row("autocast inside the forward", sets("low", lambda n: True), room=0.6)
 class Autocast(Long):
     low = False
 
@@ -815,10 +584,6 @@ class Autocast(Long):
             with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
                 x = block(x).float()
         return self.head(x)
-
-
-row("autocast inside the forward", lambda net, n: setattr(net, "low", True), room=0.6)(Autocast)
-row("autocast inside the forward turned on", lambda net, n: setattr(net, "low", n >= 3), room=0.6)(Autocast)
 
 
 def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -840,14 +605,12 @@ class PartlyLow(Block):
             return torch.tanh(x.float() @ self.up.weight.T @ self.down.weight.T)
 
 
-class LongPartlyLow(Long):
-    made_of = PartlyLow
-
-
-row("autocast inside the forward turned off", step=under_autocast, room=0.8)(LongPartlyLow)
+row("autocast inside the forward turned off", step=under_autocast, room=0.8)(made_of(PartlyLow, Long))
 
 
 class Switched(Trunk):
+    """Runs its second block in another way, while that is on."""
+
     on = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -860,7 +623,7 @@ class Switched(Trunk):
 
 
 @row("a part without gradients")
-@row("a part without gradients, turned on and off", lambda net, n: setattr(net, "on", n % 2 == 0), room=0.5)
+@row("a part without gradients, turned on and off", sets("on", lambda n: n % 2 == 0), room=0.5)
 class NoGrad(Switched):
     def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.set_grad_enabled(not self.on):
@@ -869,7 +632,7 @@ class NoGrad(Switched):
 
 
 @row("a detached part")
-@row("a part detached, then not", lambda net, n: setattr(net, "on", n < 2), room=0.5)
+@row("a part detached, then not", sets("on", lambda n: n < 2), room=0.5)
 class Detached(Switched):
     def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = block(x)
@@ -877,7 +640,7 @@ class Detached(Switched):
 
 
 @row("torch.utils.checkpoint inside the model")
-@row("torch.utils.checkpoint turned off", lambda net, n: setattr(net, "on", n < 2), room=0.5)
+@row("torch.utils.checkpoint turned off", sets("on", lambda n: n < 2), room=0.5)
 class Checkpointed(Switched):
     def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(block, x, use_reentrant=False) if self.on else block(x)
@@ -889,21 +652,23 @@ class Reentrant(Switched):
         return checkpoint(block, x, use_reentrant=True)
 
 
-@row("an einsum of another equation", lambda net, n: setattr(net, "equation", ("ij,kj->ik", "ij,jk->ik")[n >= 2]))
-class Einsum(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.equation = "ij,kj->ik"
-        self.matrix = nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(torch.einsum(self.equation, x, self.matrix))
+row("an einsum of another equation", sets("equation", lambda n: ("ij,kj->ik", "ij,jk->ik")[n >= 2]))(
+    along(
+        lambda net, x, n: torch.sin(torch.einsum(net.equation, x, net.matrix)),
+        equation=lambda: "ij,kj->ik",
+        matrix=lambda: nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH)),
+    )
+)
 
 
 # -- courses that data choose
 
 
-@row("a branch on data", call=lambda n: ((drawn(n) + (1, -1)[n % 2],), {}))
+def of_both_signs(n: int) -> Call:
+    return (drawn(n) + (1, -1)[n % 2],), {}
+
+
+@row("a branch on data", call=of_both_signs)
 class Branch(Trunk):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -918,9 +683,7 @@ class BranchBlock(Block):
         return super().forward(x) if x.mean() > 0 else torch.sin(super().forward(x))
 
 
-@row("a branch on data in each block", call=lambda n: ((drawn(n) + (1, -1)[n % 2],), {}))
-class Branches(Trunk):
-    made_of = BranchBlock
+row("a branch on data in each block", call=of_both_signs)(made_of(BranchBlock))
 
 
 class Experts(nn.Module):
@@ -943,9 +706,7 @@ class Experts(nn.Module):
         return torch.sin(x + y)
 
 
-@row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6, stages=8)
-class Routed(Trunk):
-    made_of = Experts
+row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6, stages=8)(made_of(Experts))
 
 
 @row("routing in the model's own forward", call=lambda n: ((3 * drawn(n),), {}), room=0.6)
@@ -960,10 +721,9 @@ class RoutedHere(Trunk):
         return self.head(self.blocks[3](x + y))
 
 
-@row("sizes that data choose, by masked_select", room=0.6)
-class Selected(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x + torch.masked_select(x, x > 0).sin().mean()
+row("sizes that data choose, by masked_select", room=0.6)(
+    along(lambda net, x, n: x + torch.masked_select(x, x > 0).sin().mean())
+)
 
 
 @row("sizes that data choose, by a mask as index", room=0.6)
@@ -976,10 +736,7 @@ class Indexed(Trunk):
         return self.head(x)
 
 
-@row(".item() as a factor")
-class Item(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * (1 + x.detach().abs().max().item()))
+row(".item() as a factor")(along(lambda net, x, n: torch.sin(x * (1 + x.detach().abs().max().item()))))
 
 
 @row(".tolist() of what was computed")
@@ -1014,11 +771,7 @@ class Caught(Trunk):
 
 
 @row("an error of torch that the forward catches", call=lambda n: ((drawn(n, LENGTH - 4 * (n % 2), WIDTH),), {}))
-class CaughtOfTorch(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.ones(LENGTH, WIDTH))
-
+class CaughtOfTorch(Trunk, table=lambda: nn.Parameter(torch.ones(LENGTH, WIDTH))):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         try:
             return torch.sin(x * self.table)
@@ -1034,17 +787,13 @@ def large(n: int) -> Call:
     return (drawn(n, 4 * LENGTH, WIDTH),), {}
 
 
-@row("dropout", call=large)
-@row("dropout of another rate", lambda net, n: [setattr(d, "p", 0.1 * (n + 1)) for d in net.drops], call=large)
-@row("dropout in eval()", lambda net, n: [d.train(n < 3) for d in net.drops], call=large)
-@row("parts in train() that were in eval()", lambda net, n: [d.train(n >= 3) for d in net.drops], call=large, room=0.8)
-class Dropout(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drops = nn.ModuleList(nn.Dropout(0.3) for _ in range(4))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.drops[n](x)
+Dropout = along(lambda net, x, n: net.drops[n](x), drops=lambda: nn.ModuleList(nn.Dropout(0.3) for _ in range(4)))
+row("parts in train() that were in eval()", lambda net, n: [d.train(n >= 3) for d in net.drops], call=large, room=0.8)(
+    Dropout
+)
+row("dropout in eval()", lambda net, n: [d.train(n < 3) for d in net.drops], call=large)(Dropout)
+row("dropout of another rate", lambda net, n: [setattr(d, "p", 0.1 * (n + 1)) for d in net.drops], call=large)(Dropout)
+row("dropout", call=large)(Dropout)
 
 
 def dropped_by(chance: Callable[[], float]) -> type[Trunk]:
@@ -1064,21 +813,15 @@ row("layers dropped by torch's chance", room=0.7)(dropped_by(lambda: torch.rand(
 row("layers dropped by NumPy's chance", room=0.7)(dropped_by(lambda: numpy.random.uniform()))
 
 
+@row("inputs masked by NumPy")
 class Masking(Trunk):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * torch.from_numpy((numpy.random.random(x.shape) > 0.3).astype(numpy.float32))
         return super().forward(x)
 
 
-row("inputs masked by NumPy")(Masking)
-
-
 def factor_by(chance: Callable[[], float]) -> type[Trunk]:
-    class Factor(Trunk):
-        def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-            return torch.sin(x * (0.5 + chance()))
-
-    return Factor
+    return along(lambda net, x, n: torch.sin(x * (0.5 + chance())))
 
 
 row("a factor drawn by Python")(factor_by(random.random))
@@ -1105,14 +848,11 @@ class SeedsOfCount(CounterAttribute):
         return F.dropout(x, 0.3)
 
 
-@row("a torch.Generator of the model's own", again=lambda net: net.chance.manual_seed(4))
-class OwnGenerator(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chance = torch.Generator().manual_seed(4)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x * torch.rand(x.shape, generator=self.chance)
+row("a torch.Generator of the model's own", again=lambda net: net.chance.manual_seed(4))(
+    along(
+        lambda net, x, n: x * torch.rand(x.shape, generator=net.chance), chance=lambda: torch.Generator().manual_seed(4)
+    )
+)
 
 
 @row("chance of its own for each block, by fork_rng")
@@ -1148,35 +888,29 @@ def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 
     return change
 
 
-row("a forward hook added", hooked("register_forward_hook", halves), room=0.8)(Long)
-row("a forward hook added and removed", hooked("register_forward_hook", halves, 1, 3), room=0.8)(Long)
-row(
-    "a forward pre-hook added",
-    hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)),
-    room=0.8,
-)(Long)
-row("a full backward hook added", hooked("register_full_backward_hook", halves_gradients), room=0.8)(Long)
-row("a full backward hook from the first step", hooked(
-    "register_full_backward_hook", halves_gradients, 0
-), room=0.8)(Long)  # fmt: skip
-row(
-    "a full backward pre-hook added", hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)), room=0.8
-)(Long)  # fmt: skip
+for _name, _change in {
+    "a forward hook added": hooked("register_forward_hook", halves),
+    "a forward hook added and removed": hooked("register_forward_hook", halves, 1, 3),
+    "a forward pre-hook added": hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)),
+    "a full backward hook added": hooked("register_full_backward_hook", halves_gradients),
+    "a full backward hook from the first step": hooked("register_full_backward_hook", halves_gradients, 0),
+    "a full backward pre-hook added": hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)),
+}.items():
+    row(_name, _change, room=0.8)(Long)
 
 
-def counting_hook(net: Any, n: int) -> None:
-    if n == 0:
-        net.calls = 0
+def counting_hook(net: Any) -> None:
+    net.calls = 0
 
-        def count(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-            net.calls += 1
-            return torch.sin(output * (1 + net.calls / 10))
+    def count(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        net.calls += 1
+        return torch.sin(output * (1 + net.calls / 10))
 
-        for block in net.blocks:
-            block.register_forward_hook(count)
+    for block in net.blocks:
+        block.register_forward_hook(count)
 
 
-row("a forward hook that counts", counting_hook)(Trunk)
+row("a forward hook that counts", at(0, counting_hook))(Trunk)
 
 
 @row("a hook on a tensor inside the forward")
@@ -1187,7 +921,7 @@ class TensorHook(Trunk):
         return torch.sin(x)
 
 
-@row("a hook on a tensor inside the forward, of another factor", lambda net, n: setattr(net, "factor", 1.0 - 0.2 * n))
+@row("a hook on a tensor inside the forward, of another factor", sets("factor", lambda n: 1.0 - 0.2 * n))
 class TensorHookOf(Trunk):
     factor = 1.0
 
@@ -1198,12 +932,9 @@ class TensorHookOf(Trunk):
         return torch.sin(x)
 
 
-def with_parameter_hook(net: Any, n: int) -> None:
-    if n == 2:
-        net.blocks[1].up.weight.register_hook(lambda grad: 0.5 * grad)
-
-
-row("a hook on a parameter added", with_parameter_hook)(Trunk)
+row("a hook on a parameter added", at(
+    2, lambda net: net.blocks[1].up.weight.register_hook(lambda grad: 0.5 * grad)
+))(Trunk)  # fmt: skip
 
 
 # -- what the forward leaves and returns
@@ -1231,11 +962,7 @@ class Penalty(Trunk):
 Named = namedtuple("Named", "y x")
 
 
-@row(
-    "outputs of another structure",
-    lambda net, n: setattr(net, "kind", ("one", "tuple", "dict", "named", "one")[n]),
-    room=0.6,
-)
+@row("outputs of another structure", sets("kind", lambda n: ("one", "tuple", "dict", "named", "one")[n]), room=0.6)
 class Structures(Trunk):
     kind = "one"
 
@@ -1272,7 +999,7 @@ class EarlyExit(Long):
         return self.head(x)
 
 
-@row("another number of iterations", lambda net, n: setattr(net, "times", (6, 5, 3, 6, 4)[n]))
+@row("another number of iterations", sets("times", lambda n: (6, 5, 3, 6, 4)[n]))
 class Recurrent(Trunk):
     times = 6
 
@@ -1283,10 +1010,8 @@ class Recurrent(Trunk):
 
 
 @row("a recurrence over the input's length", call=lambda n: ((drawn(n, 6 - n, 8, WIDTH),), {}))
-class OverLength(Trunk):
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
+class OverLength(Trunk, cell=lambda: nn.GRUCell(WIDTH, WIDTH)):
+    many = 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.zeros(x.shape[1], WIDTH)
@@ -1295,6 +1020,8 @@ class OverLength(Trunk):
         return self.head(h)
 
 
+@row("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6)
+@row("a long skip connection disabled", sets("skip", lambda n: n < 2))
 class Skips(Trunk):
     skip = True
 
@@ -1304,10 +1031,6 @@ class Skips(Trunk):
         y = self.blocks[2](second) + second
         y = self.blocks[3](y)
         return self.head(y + first if self.skip else y)
-
-
-row("a long skip connection disabled", lambda net, n: setattr(net, "skip", n < 2))(Skips)
-row("a long skip connection enabled", lambda net, n: setattr(net, "skip", n >= 2), room=0.6)(Skips)
 
 
 # -- autograd's own
@@ -1355,43 +1078,26 @@ class Clipped(torch.autograd.Function):
         return grad * torch.cos(x * ctx.level) * ctx.level
 
 
-def applied(function: Any) -> type[Trunk]:
-    class Applies(Trunk):
-        def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-            return function.apply(torch.tanh(x))
+class Scales(torch.autograd.Function):
+    """By a number that it is given."""
 
-    return Applies
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.scale, None
 
 
-row("a function of autograd that saves")(applied(Square))
-row("a function of autograd that holds its input on ctx")(applied(Holds))
+row("a function of autograd that saves")(along(lambda net, x, n: Square.apply(torch.tanh(x))))
+row("a function of autograd that holds its input on ctx")(along(lambda net, x, n: Holds.apply(torch.tanh(x))))
 row("a function of autograd whose number changes", lambda net, n: PATCH.setattr(Clipped, "level", 1.0 + n // 2))(
-    applied(Clipped)
+    along(lambda net, x, n: Clipped.apply(torch.tanh(x)))
 )
-
-
-def with_ctx_argument() -> type[Trunk]:
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-            ctx.scale = scale
-            return x * scale
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return grad * ctx.scale, None
-
-    class Applies(Trunk):
-        scale = 1.0
-
-        def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-            return Scale.apply(torch.sin(x), self.scale * (n + 1))
-
-    return Applies
-
-
-row("a function of autograd given another number", lambda net, n: setattr(net, "scale", 1.0 + n / 10))(
-    with_ctx_argument()
+row("a function of autograd given another number", sets("scale", lambda n: 1.0 + n / 10))(
+    along(lambda net, x, n: Scales.apply(torch.sin(x), net.scale * (n + 1)), scale=lambda: 1.0)
 )
 
 
@@ -1430,7 +1136,7 @@ class InPlace(Trunk):
         return y.relu_()
 
 
-@row("what was computed changed in place, in some steps", lambda net, n: setattr(net, "on", n >= 2))
+@row("what was computed changed in place, in some steps", sets("on", lambda n: n >= 2))
 class InPlaceSometimes(Trunk):
     on = False
 
@@ -1459,7 +1165,7 @@ class SkipInPlace(Trunk):
         return self.head(self.blocks[3](h))
 
 
-@row("a view changed in place", lambda net, n: setattr(net, "width", 4 + n))
+@row("a view changed in place", sets("width", lambda n: 4 + n))
 class View(Trunk):
     width = 4
 
@@ -1470,14 +1176,12 @@ class View(Trunk):
         return y
 
 
-@row("scatter_ into what was computed")
-class Scatter(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        order = x.detach().argsort(1)
-        return torch.zeros_like(x).scatter_(1, order, torch.sin(x)) + x
+row("scatter_ into what was computed")(
+    along(lambda net, x, n: torch.zeros_like(x).scatter_(1, x.detach().argsort(1), torch.sin(x)) + x)
+)
 
 
-@row("index_put_ into what was computed", lambda net, n: setattr(net, "rows", [n, n + 1]))
+@row("index_put_ into what was computed", sets("rows", lambda n: [n, n + 1]))
 class IndexPut(Trunk):
     rows = [0, 1]
 
@@ -1498,15 +1202,17 @@ class InPlaceBatch(Trunk):
 # -- caches
 
 
+def rotary(length: int) -> torch.Tensor:
+    return torch.outer(torch.arange(length, dtype=torch.float32), torch.linspace(1, 0.1, WIDTH)).cos()
+
+
 @row("a table made in the first forward")
-class Rotary(Trunk):
-    def __init__(self) -> None:
-        super().__init__(8)
-        self.cache: Any = None
+class Rotary(Trunk, cache=lambda: None):
+    many = 8
 
     def begin(self) -> None:
         if self.cache is None:
-            self.cache = torch.outer(torch.arange(LENGTH, dtype=torch.float32), torch.linspace(1, 0.1, WIDTH)).cos()
+            self.cache = rotary(LENGTH)
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         return x * self.cache[: len(x)]
@@ -1516,18 +1222,12 @@ class Rotary(Trunk):
 class GrowingTable(Rotary):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.cache is None or len(self.cache) < len(x):
-            self.cache = torch.outer(torch.arange(len(x), dtype=torch.float32), torch.linspace(1, 0.1, WIDTH)).cos()
-        for n, block in enumerate(self.blocks):
-            x = self.along(block(x), n)
-        return self.head(x)
+            self.cache = rotary(len(x))
+        return super().forward(x)
 
 
 @row("a dict of tables by length", call=lambda n: ((drawn(n, (16, 12, 16, 8, 12)[n], WIDTH),), {}))
-class Tables(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: OrderedDict[int, torch.Tensor] = OrderedDict()
-
+class Tables(Trunk, tables=dict):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         if len(x) not in self.tables:
             self.tables[len(x)] = torch.linspace(0, 1, len(x))[:, None]
@@ -1567,25 +1267,7 @@ def crossed(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return first + second
 
 
-def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    total = torch.zeros(())
-    for part in call[0][0].chunk(2):
-        loss = error_of(run(part)) / 2
-        loss.backward()
-        total = total + loss.detach()
-    return total
-
-
-row("two forwards before one backward", step=two_forwards)(Trunk)
-row("two forwards before one backward, that count", step=two_forwards)(CallsBlocks)
-row("two forwards before two backwards", step=crossed, call=large)(Dropout)
-row("two forwards before two backwards, the global between them", step=lambda run, net, call, n: between(run, call))(
-    Global
-)
-row("gradients accumulated", step=accumulated, call=lambda n: ((drawn(n),), {}))(Trunk)
-
-
-def between(run: nn.Module, call: Call) -> torch.Tensor:
+def between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     """What the forward reads has changed by the time of its backward."""
     first = error_of(run(*call[0]))
     PATCH.setattr(HERE, "SCALE", SCALE + 1.0)
@@ -1594,6 +1276,15 @@ def between(run: nn.Module, call: Call) -> torch.Tensor:
     second.backward()
     PATCH.setattr(HERE, "SCALE", SCALE - 1.0)
     return first + second
+
+
+def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    total = torch.zeros(())
+    for part in call[0][0].chunk(2):
+        loss = error_of(run(part)) / 2
+        loss.backward()
+        total = total + loss.detach()
+    return total
 
 
 def evaluates(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -1607,6 +1298,11 @@ def evaluates(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return loss
 
 
+row("two forwards before one backward", step=two_forwards)(Trunk)
+row("two forwards before one backward, that count", step=two_forwards)(CallsBlocks)
+row("two forwards before two backwards", step=crossed, call=large)(Dropout)
+row("two forwards before two backwards, the global between them", step=between)(OfGlobal)
+row("gradients accumulated", step=accumulated)(Trunk)
 row("an evaluation between steps, that counts", step=evaluates)(CallsBlocks)
 
 
@@ -1623,19 +1319,18 @@ def changed_before_backward(change: Callable[[Any, Call], object], steps: tuple[
 
 
 BY_OTHERS = r"modified by an inplace operation|modified in.?place|changed in place"
+batch_zeroed = changed_before_backward(lambda net, call: call[0][0].zero_())
 
 
-class FirstOfAll(Trunk):
+@row("the batch changed in place before the backward", step=batch_zeroed, raises=BY_OTHERS)
+class FirstOfAll(Trunk, first=lambda: nn.Linear(WIDTH, WIDTH)):
     """Its first layer saves the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(self.first(x))
 
 
+@row("a batch that nothing saves changed in place before the backward", step=batch_zeroed, may_refuse=BY_OTHERS)
 class AddsAtFirst(Trunk):
     """Saves nothing of the batch."""
 
@@ -1643,11 +1338,6 @@ class AddsAtFirst(Trunk):
         return super().forward(x + 1.0)
 
 
-row("the batch changed in place before the backward", step=changed_before_backward(lambda net, call: call[0][0].zero_()),
-    raises=BY_OTHERS)(FirstOfAll)  # fmt: skip
-row("a batch that nothing saves changed in place before the backward", step=changed_before_backward(
-    lambda net, call: call[0][0].zero_()
-), may_refuse=BY_OTHERS)(AddsAtFirst)  # fmt: skip
 row("a weight changed in place before the backward", step=changed_before_backward(
     lambda net, call: net.blocks[1].up.weight.mul_(0.5)
 ), raises=BY_OTHERS)(Trunk)  # fmt: skip
@@ -1660,8 +1350,9 @@ row("a buffer changed in place before the backward", step=changed_before_backwar
 row("an attribute changed before the backward", step=changed_before_backward(
     lambda net, call: setattr(net, "count", net.count + 3)
 ))(CounterAttribute)  # fmt: skip
-row("parts put in eval() before the backward", step=changed_before_backward(lambda net, call: net.eval(), (0, 2, 4)), call=large,
-    change=lambda net, n: net.train())(Dropout)  # fmt: skip
+row("parts put in eval() before the backward", step=changed_before_backward(
+    lambda net, call: net.eval(), (0, 2, 4)
+), call=large, change=lambda net, n: net.train())(Dropout)  # fmt: skip
 
 
 def twice(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -1674,9 +1365,6 @@ def twice(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return total
 
 
-row("a double backward", step=twice, refused=r"differentiate twice|create_graph")(Trunk)
-
-
 def again_backward(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     loss = error_of(run(*call[0]))
     loss.backward(retain_graph=True)
@@ -1684,10 +1372,6 @@ def again_backward(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
     if n > 2:
         loss.cos().backward()
     return loss
-
-
-row("a second and a third backward through the same graph", step=again_backward)(Trunk)
-row("a second backward through batch norm and dropout", step=again_backward, call=large)(Dropout)
 
 
 def gradient_of_each(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -1702,6 +1386,9 @@ def gradient_of_each(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tens
     return losses[0] + losses[1]
 
 
+row("a double backward", step=twice, refused=r"differentiate twice|create_graph")(Trunk)
+row("a second and a third backward through the same graph", step=again_backward)(Trunk)
+row("a second backward through batch norm and dropout", step=again_backward, call=large)(Dropout)
 row("a backward for each of two losses", step=gradient_of_each)(Trunk)
 
 
@@ -1710,16 +1397,6 @@ def apart(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     (one if n % 2 else other).backward()
     (other if n % 2 else one).backward()
     return one + other
-
-
-@row("a backward for each of two towers", step=apart)
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList([Trunk(3), Trunk(3)])
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [tower(x) for tower in self.towers]
 
 
 def updated_between(first: int) -> Any:
@@ -1734,10 +1411,20 @@ def updated_between(first: int) -> Any:
     return step
 
 
-row("the last tower updated before the backward of the first", step=updated_between(1))(Towers)
-row("the first tower updated before the backward of the last", step=updated_between(0), refused="changed in place")(
-    Towers
-)
+class Short(Trunk):
+    many = 3
+
+
+@row("the first tower updated before the backward of the last", step=updated_between(0), refused="changed in place")
+@row("the last tower updated before the backward of the first", step=updated_between(1))
+@row("a backward for each of two towers", step=apart)
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([Short(), Short()])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [tower(x) for tower in self.towers]
 
 
 def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -1750,7 +1437,7 @@ def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 row("a forward that no backward follows", step=left)(CallsBlocks)
 
 
-@row("an error that the forward raises in a step", lambda net, n: setattr(net, "fails", n == 2), raises="no such step")
+@row("an error that the forward raises in a step", sets("fails", lambda n: n == 2), raises="no such step")
 class Raises(CallsBlocks):
     fails = False
 
@@ -1763,17 +1450,4 @@ class Raises(CallsBlocks):
 
 
 row("AdamW, a factor in each step another", of_blocks("scale", lambda n: 1.0 - 0.1 * n), adam=True)(ActBlocks)
-row(
-    "AdamW, thawed parts",
-    lambda net, n: [block.requires_grad_(n >= 2) for block in net.blocks[:2]],
-    room=0.6,
-    adam=True,
-    call=large,
-)(Dropout)
-
-
-if __name__ == "__main__":
-    os.environ["ROTOFF_CACHE"] = "off"
-    torch.set_num_threads(1)
-    asked = sys.argv[1:]
-    print_table(r for r in TABLE if not asked or any(part in r.name for part in asked))
+row("AdamW, thawed parts", requires(lambda n: n >= 2), room=0.6, adam=True, call=large)(Dropout)

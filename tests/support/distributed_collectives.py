@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
+from distributed_steps import works
+from distributed_tensor_parallel import train
 from ranks import say
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,7 +20,6 @@ from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
 
 import rotoff
-from rotoff.core.sequence import OpKind
 
 WIDTH, HEADS = 32, 4
 
@@ -166,29 +167,17 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def train(run: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(run.parameters(), lr=0.05, momentum=0.9)
-    seen = []
-    for n in range(3):
-        optimizer.zero_grad()
-        loss = run(x + n).square().mean()
-        loss.backward()
-        seen += [loss.detach(), *(p.grad.clone() for p in run.parameters())]
-        optimizer.step()
-    return seen
-
-
-def main(kind: str) -> None:
+def main(kind: str, mode: str = "") -> None:
     kind = kind.replace("_", " ")
     x = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     if not kind.startswith("context"):
-        return tell(kind, x)
+        return tell(kind, mode, x)
     mesh, whole = init_device_mesh("cpu", (2,)), torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(0))
     with kernels_of_cuda(), context_parallel(mesh, buffers=[whole], buffer_seq_dims=[1]):
-        tell(kind, whole)
+        tell(kind, mode, whole)
 
 
-def tell(kind: str, x: torch.Tensor) -> None:
+def tell(kind: str, mode: str, x: torch.Tensor) -> None:
     if kind in ("alone", "exchanged", "context alone"):
         try:
             group = True if kind == "exchanged" else None
@@ -198,12 +187,9 @@ def tell(kind: str, x: torch.Tensor) -> None:
                 say(str(error))
         return
     expected = train(Net(kind), x)
-    for mode in ("remat", "offload"):
-        planned = rotoff.Checkpointable(Net(kind), process_group=True, cache_directory=None).measure(x)
-        planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
-        got = train(planned, x)
-        equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        works = any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
-        if dist.get_rank() == 0:
-            say(f"{mode}: equal={equal} works={works}")
-        planned.close()
+    planned = rotoff.Checkpointable(Net(kind), process_group=True, cache_directory=None).measure(x)
+    planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
+    equal = all(torch.equal(a, b) for a, b in zip(train(planned, x), expected, strict=True))
+    if dist.get_rank() == 0:
+        say(f"{mode}: equal={equal} works={works(planned)}")
+    planned.close()

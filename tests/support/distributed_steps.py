@@ -49,6 +49,10 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
+def works(planned: rotoff.Checkpointable) -> bool:
+    return any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
+
+
 def train(module: nn.Module) -> list[torch.Tensor]:
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -75,9 +79,8 @@ def main(kind: str) -> None:
         equal = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         plans: list[str | None] = [None, None]
         dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
-        work = any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
         if dist.get_rank() == 0:
-            say(f"{mode}: equal={equal} same_plan={plans[0] == plans[1]} works={work}")
+            say(f"{mode}: equal={equal} same_plan={plans[0] == plans[1]} works={works(planned)}")
         planned.close()
     if kind == "fsdp":
         try:  # the root shards what its stages do not: those parameters are gone after the first measured backward

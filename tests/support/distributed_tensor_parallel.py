@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from distributed_steps import whole
+from distributed_steps import whole, works
 from ranks import say
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import rotoff
-from rotoff.core.sequence import OpKind
 
 WIDTH = 32
 
@@ -88,7 +87,7 @@ def train(run: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return seen
 
 
-def main(split: str) -> None:
+def main(split: str, *modes: str) -> None:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if ranks > 2 else init_device_mesh("cpu", (2,))
     inner = mesh["tp"] if mesh.ndim > 1 else mesh
@@ -96,7 +95,7 @@ def main(split: str) -> None:
     if split == "tensor":
         dist.broadcast(x, group=inner.get_group(), group_src=0)
     expected = train(model(split, mesh), x)
-    for mode in ("joint", "remat", "offload"):
+    for mode in modes:
         planned = rotoff.Checkpointable(model(split, mesh), process_group=True, cache_directory=None).measure(x)
         limit = (planned.min_mem_limit(mode) + planned.keep_all_memory) // 2
         planned.compute_sequence(limit, mode=mode)
@@ -104,9 +103,9 @@ def main(split: str) -> None:
         equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         plans: list[str | None] = [None] * ranks
         dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
-        work = any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
         if dist.get_rank() == 0:
-            say(f"{mode}: equal={equal} same_plan={len(set(plans)) == 1} works={work} stages={len(planned.chain) > 3}")
+            same = len(set(plans)) == 1
+            say(f"{mode}: equal={equal} same_plan={same} works={works(planned)} stages={len(planned.chain) > 3}")
         planned.close()
     whole_batch = x if split == "tensor" else torch.cat((x, x), 1)
     unsplit = rotoff.Checkpointable(Net(), process_group=True, cache_directory=None).measure(whole_batch)

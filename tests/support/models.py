@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -303,7 +304,9 @@ def train(model: nn.Module, batch: Batch, steps: int = 3, seed: int = 1) -> list
     return [*seen, torch.get_rng_state()]
 
 
+@cache
 def plain(name: str, steps: int = 3) -> list[torch.Tensor]:
+    """What `train` sees of the model named `name`."""
     model, batch = fresh(name)
     return train(model, batch, steps)
 

@@ -1,4 +1,5 @@
-"""More models whose behaviour changes between steps, or is odd in each: the second table of test_changing_models.py."""
+"""More models whose behaviour changes between steps, or is odd in each: the rest of the table of
+test_changing_models.py."""
 
 from __future__ import annotations
 
@@ -6,39 +7,24 @@ import contextlib
 import copy
 import functools
 import io
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import torch
-from changing_models import LENGTH, WIDTH, Block, Long, Trunk, drawn
-from changing_models import batch as own_batch
-from step_by_step import PATCH, Call, Row, error_of, nothing
+from changing_models import numbers
+from step_by_step import PATCH, Call, error_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+from trunks import LENGTH, WIDTH, Block, Long, Trunk, along, at, drawn, made_of, row, sets
 
-HERE = sys.modules[__name__]
 WORLD: dict[str, Any] = {"n": 0, "seen": []}
-ODD: list[Row] = []
-
-
-def row(
-    name: str, change: Callable[[Any, int], object] = nothing, call: Callable[[int], Call] = own_batch, **more: Any
-) -> Any:
-    """Enters a class of models (or what makes one) into the table."""
-
-    def enter(make: Any) -> Any:
-        ODD.append(Row(name, make, call, change, **more))
-        return make
-
-    return enter
 
 
 @contextlib.contextmanager
-def counted():
+def counted() -> Iterator[int]:
     WORLD["n"] += 1
     try:
         yield WORLD["n"]
@@ -48,7 +34,7 @@ def counted():
 
 @row(
     "a context manager of the user's own",
-    lambda net, n: n == 0 and PATCH.setitem(WORLD, "n", 0),
+    at(0, lambda net: PATCH.setitem(WORLD, "n", 0)),
     again=lambda net: WORLD.update(n=0),
 )
 class WithContext(Trunk):
@@ -78,7 +64,7 @@ class Keyworded(nn.Module):
         return x if bias is None else x + 0.1 * bias
 
 
-@row("forward pre-hooks with kwargs that change them", lambda net, n: setattr(net, "k", 1.0 + 0.1 * n))
+@row("forward pre-hooks with kwargs that change them", sets("k", lambda n: 1.0 + 0.1 * n))
 class KwHooks(Trunk):
     made_of = Keyworded
     k = 1.0
@@ -93,29 +79,15 @@ class KwHooks(Trunk):
 
 
 @row("a forward hook that is always called and keeps what it sees", again=lambda net: net.seen.clear())
-class AlwaysCalled(Trunk):
+class AlwaysCalled(Trunk, seen=list):
     def __init__(self) -> None:
         super().__init__()
-        self.seen = []
         self.blocks[2].register_forward_hook(
             lambda m, a, out: self.seen.append(float(out.detach().mean())), always_call=True
         )
 
 
-@row(
-    "a forward hook that keeps its output, in the loss",
-    may_refuse="adds tensors of the graph",
-    room=0.8,
-    step=lambda run, net, call, n: _kept_step(run, net, call),
-)
-class KeepsByHook(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept = []
-        self.blocks[1].register_forward_hook(lambda m, a, out: self.kept.append(out))
-
-
-def _kept_step(run: nn.Module, net: Any, call: Call) -> torch.Tensor:
+def kept_step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     out = run(*call[0])
     loss = error_of(out) + sum(k.square().mean() for k in net.kept)
     net.kept.clear()
@@ -123,7 +95,19 @@ def _kept_step(run: nn.Module, net: Any, call: Call) -> torch.Tensor:
     return loss
 
 
-class Sym(nn.Module):
+@row(
+    "a forward hook that keeps its output, in the loss",
+    may_refuse="adds tensors of the graph",
+    room=0.8,
+    step=kept_step,
+)
+class KeepsByHook(Trunk, kept=list):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].register_forward_hook(lambda m, a, out: self.kept.append(out))
+
+
+class Symmetric(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = 1.0
@@ -140,11 +124,11 @@ class Parametrized(Trunk):
     def __init__(self) -> None:
         super().__init__()
         for b in self.blocks:
-            nn.utils.parametrize.register_parametrization(b.up, "weight", Sym())
+            nn.utils.parametrize.register_parametrization(b.up, "weight", Symmetric())
 
 
 @row("a parametrization within cached()")
-class CachedParam(Parametrized):
+class CachedParametrization(Parametrized):
     def forward(self, x: torch.Tensor) -> Any:
         with nn.utils.parametrize.cached():
             for b in self.blocks:
@@ -152,29 +136,23 @@ class CachedParam(Parametrized):
             return self.head(x)
 
 
-@row("weight norm of the older form")
-class OldWN(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        for b in self.blocks:
-            nn.utils.weight_norm(b.up)
+def with_older(norm: Any) -> nn.Module:
+    net = Trunk()
+    for b in net.blocks:
+        norm(b.up)
+    return net
 
 
-@row("spectral norm of the older form")
-class OldSN(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        for b in self.blocks:
-            nn.utils.spectral_norm(b.up)
+def weight_norm_removed(net: Any) -> None:
+    for b in net.blocks:
+        nn.utils.remove_weight_norm(b.up)
 
 
-def removed_norm(net: Any, n: int) -> None:
-    if n == 2:
-        for b in net.blocks:
-            nn.utils.remove_weight_norm(b.up)
-
-
-row("weight norm of the older form removed", removed_norm, room=0.6)(OldWN)
+row("weight norm of the older form")(lambda: with_older(nn.utils.weight_norm))
+row("spectral norm of the older form")(lambda: with_older(nn.utils.spectral_norm))
+row("weight norm of the older form removed", at(2, weight_norm_removed), room=0.6)(
+    lambda: with_older(nn.utils.weight_norm)
+)
 
 
 @functools.lru_cache(None)
@@ -182,23 +160,12 @@ def table(n: int) -> torch.Tensor:
     return torch.linspace(0.5, 1, n)
 
 
-@row("a table behind lru_cache")
-class Lru(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x * table(x.shape[1])
+row("a table behind lru_cache")(along(lambda net, x, n: x * table(x.shape[1])))
 
 
-@row(
-    "a cache of a no_grad result by key",
-    lambda net, n: setattr(net, "key", n // 2),
-    again=lambda net: net.cache.clear(),
-)
-class KeyCache(Trunk):
+@row("a cache of a no_grad result by key", sets("key", lambda n: n // 2), again=lambda net: net.cache.clear())
+class KeyCache(Trunk, cache=dict):
     key = 0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache = {}
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         if (self.key, n) not in self.cache:
@@ -216,7 +183,7 @@ class Chunks(Trunk):
 
 
 @row("a view of a view changed in place after a use")
-class ViewView(Trunk):
+class ViewOfView(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         y = torch.sin(x) + 0.0
         z = y.view(-1, 2, WIDTH // 2)
@@ -229,23 +196,16 @@ class ViewView(Trunk):
 @row("as_strided windows")
 class Strided(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return (
-            torch.tanh(x)
-            + x.contiguous()
-            .as_strided((LENGTH, WIDTH), (WIDTH, 1))
-            .unfold(1, 4, 2)
-            .mean(2)
-            .repeat_interleave(2, 1)[:, :1]
-        )
+        windows = x.contiguous().as_strided((LENGTH, WIDTH), (WIDTH, 1)).unfold(1, 4, 2)
+        return torch.tanh(x) + windows.mean(2).repeat_interleave(2, 1)[:, :1]
 
 
 @row("a buffer that keeps a queue, written by index")
-class Queue(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(8, WIDTH))
-        self.register_buffer("at", torch.zeros((), dtype=torch.long))
-
+class Queue(
+    Trunk,
+    queue=lambda: nn.Buffer(torch.zeros(8, WIDTH)),
+    at=lambda: nn.Buffer(torch.zeros((), dtype=torch.long)),
+):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         with torch.no_grad():
             self.queue[self.at % 8] = x.detach().mean(0)
@@ -254,11 +214,7 @@ class Queue(Trunk):
 
 
 @row("out= given")
-class Out(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("room", torch.zeros(LENGTH, WIDTH), persistent=False)
-
+class Out(Trunk, room=lambda: nn.Buffer(torch.zeros(LENGTH, WIDTH), persistent=False)):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         with torch.no_grad():
             torch.mul(x, 0.1, out=self.room)
@@ -282,9 +238,12 @@ class Conj(Trunk):
         return x + (torch.view_as_complex(v).conj().imag * torch.resolve_conj(z.conj()).real) * 0.1
 
 
+# -- types, and what is not differentiated
+
+
 @row(
     "autocast of another type in each step",
-    lambda net, n: setattr(net, "kind", (torch.bfloat16, torch.float16)[n % 2]),
+    sets("kind", lambda n: (torch.bfloat16, torch.float16)[n % 2]),
     room=0.6,
 )
 class Kinds(Trunk):
@@ -309,14 +268,7 @@ class TwiceCast(Trunk):
             return self.head(x).float()
 
 
-@row("autocast switched off within autocast", step=lambda run, net, call, n: _auto(run, call), room=0.8)
-class OffIn(Long):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return torch.sin(x.float())
-
-
-def _auto(run: nn.Module, call: Call) -> torch.Tensor:
+def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         out = run(*call[0])
     loss = error_of(out)
@@ -324,11 +276,11 @@ def _auto(run: nn.Module, call: Call) -> torch.Tensor:
     return loss
 
 
-@row("custom_fwd casts")
-class CustomFwd(Trunk):
+@row("autocast switched off within autocast", step=under_autocast, room=0.8)
+class OffIn(Long):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return Cast.apply(x)
+        with torch.autocast("cpu", enabled=False):
+            return torch.sin(x.float())
 
 
 class Cast(torch.autograd.Function):
@@ -344,15 +296,22 @@ class Cast(torch.autograd.Function):
         return g * ctx.saved_tensors[0].cos()
 
 
+@row("custom_fwd casts")
+class CustomFwd(Trunk):
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return Cast.apply(x)
+
+
 @row("straight through")
-class STE(Trunk):
+class StraightThrough(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         q = (x * 4).round() / 4
         return x + (q - x).detach()
 
 
-@row("set_grad_enabled by a decorator", lambda net, n: setattr(net, "m", 0.9 - 0.1 * n))
-class Deco(Trunk):
+@row("set_grad_enabled by a decorator", sets("m", lambda n: 0.9 - 0.1 * n))
+class Decorated(Trunk):
     m = 0.9
 
     @torch.no_grad()
@@ -364,7 +323,7 @@ class Deco(Trunk):
 
 
 @row("requires_grad_ on what was made within no_grad")
-class ReqIn(Trunk):
+class RequiresInside(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         with torch.no_grad():
             y = x * 0.5
@@ -372,8 +331,8 @@ class ReqIn(Trunk):
         return torch.sin(x) * (1 + torch.tanh(y))
 
 
-@row("a stop by detach_ in some steps", lambda net, n: setattr(net, "stop", n % 2 == 1), room=0.6)
-class DetachIn(Trunk):
+@row("a stop by detach_ in some steps", sets("stop", lambda n: n % 2 == 1), room=0.6)
+class DetachesInside(Trunk):
     stop = False
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -384,11 +343,14 @@ class DetachIn(Trunk):
 
 
 @row("inference_mode inside")
-class Inf(Trunk):
+class Inference(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         with torch.inference_mode():
             k = float(x.mean())
         return torch.sin(x) + k
+
+
+# -- functions of autograd, and of torch.func
 
 
 class Stateful(torch.autograd.Function):
@@ -406,14 +368,6 @@ class Stateful(torch.autograd.Function):
         return g * ctx.level + 0.01 * ctx.y * x, None
 
 
-@row("a function of autograd with state on ctx", lambda net, n: setattr(net, "level", 1 + 0.1 * n), room=0.5)
-class StatefulFn(Trunk):
-    level = 1.0
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return Stateful.apply(x, self.level)
-
-
 class NewStyle(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, k: int) -> Any:
@@ -427,18 +381,9 @@ class NewStyle(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, g, _):
+    def backward(ctx: Any, g: torch.Tensor, _: Any) -> Any:
         x, i = ctx.saved_tensors
         return g * x.cos() * ctx.k + 0 * i, None
-
-
-@row("a function of autograd with setup_context and two outputs", lambda net, n: setattr(net, "k", 1 + n))
-class NewFn(Trunk):
-    k = 1
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y, i = NewStyle.apply(x, self.k)
-        return y + x.gather(1, i) * 0.1
 
 
 class Dirty(torch.autograd.Function):
@@ -453,39 +398,16 @@ class Dirty(torch.autograd.Function):
         return g * 2
 
 
-@row("a function of autograd that changes its input in place")
-class DirtyFn(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(Dirty.apply(x * 0.5))
-
-
 class DirtyBuffer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, b: Any) -> Any:
         b += 1
-        ctx.mark_dirty(b) if False else None
         ctx.b = float(b)
         return x * ctx.b
 
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         return g * ctx.b, None
-
-
-@row("a function of autograd that counts in a buffer", may_refuse="changed in place a tensor", room=0.5)
-class DirtyBuf(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.ones(()))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(DirtyBuffer.apply(x, self.count) * 0.1)
-
-
-@row("a function of autograd given a list of tensors")
-class Nested(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return Sums.apply(2, *x.chunk(2, 1))
 
 
 class Sums(torch.autograd.Function):
@@ -499,33 +421,46 @@ class Sums(torch.autograd.Function):
         return None, *(p * x.exp() * 0.1 for p, x in zip(g.chunk(2, 1), ctx.saved_tensors, strict=True))
 
 
-@row("vmap of a function in the forward", may_refuse="torch.func")
-class Vmapped(Trunk):
+row("a function of autograd with state on ctx", sets("level", lambda n: 1 + 0.1 * n), room=0.5)(
+    along(lambda net, x, n: Stateful.apply(x, net.level), level=lambda: 1.0)
+)
+
+
+@row("a function of autograd with setup_context and two outputs", sets("k", lambda n: 1 + n))
+class OfNewStyle(Trunk):
+    k = 1
+
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.func.vmap(lambda r: torch.sin(r) * r.mean())(x)
+        y, i = NewStyle.apply(x, self.k)
+        return y + x.gather(1, i) * 0.1
 
 
-class GradInside(nn.Module):
+row("a function of autograd that changes its input in place")(along(lambda net, x, n: torch.sin(Dirty.apply(x * 0.5))))
+row("a function of autograd that counts in a buffer", may_refuse="changed in place a tensor", room=0.5)(
+    along(lambda net, x, n: torch.sin(DirtyBuffer.apply(x, net.count) * 0.1), count=lambda: nn.Buffer(torch.ones(())))
+)
+row("a function of autograd given a list of tensors")(along(lambda net, x, n: Sums.apply(2, *x.chunk(2, 1))))
+row("vmap of a function in the forward", may_refuse="torch.func")(
+    along(lambda net, x, n: torch.func.vmap(lambda r: torch.sin(r) * r.mean())(x))
+)
+
+
+class Calls(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.block = Block()
         self.calls = 0
 
+
+class GradInside(Calls):
     def forward(self, x: torch.Tensor) -> Any:
         self.calls += 1
         return self.block(x) + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * self.calls
 
 
-@row("torch.func.grad in a block that counts", may_refuse="torch.func|differentiat", room=0.6)
-class FuncGrad(Trunk):
-    made_of = GradInside
-
-
-class VmapBlock(nn.Module):
+class VmapInside(Calls):
     def __init__(self) -> None:
         super().__init__()
-        self.block = Block()
-        self.calls = 0
         self.register_buffer("n", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -534,9 +469,8 @@ class VmapBlock(nn.Module):
         return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.1 * self.calls))(self.block(x)) * (1 + self.n)
 
 
-@row("vmap in a block that counts", room=0.6, stages=8)
-class VmapCounts(Trunk):
-    made_of = VmapBlock
+row("torch.func.grad in a block that counts", may_refuse="torch.func|differentiat", room=0.6)(made_of(GradInside))
+row("vmap in a block that counts", room=0.6, stages=8)(made_of(VmapInside))
 
 
 @row("functional_call of a block with stacked weights")
@@ -546,95 +480,62 @@ class Stacked(Trunk):
         return torch.func.functional_call(self.blocks[n], p, (x,))
 
 
-@row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.6)
-class Jvp(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1] + x
-
-
-def numbers():
-    k = 0
-    while True:
-        k += 1
-        yield 1 + 0.01 * k
-
-
-@row(
-    "a generator of the world",
-    again=lambda net: WORLD.update(gen=numbers()),
-    change=lambda net, n: n == 0 and WORLD.update(gen=numbers()),
+row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.6)(
+    along(lambda net, x, n: torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1] + x)
 )
-class Gen(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x) * next(WORLD["gen"])
 
 
-@row("a thread that computes a factor")
-class Thread(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        box = []
-        t = threading.Thread(target=lambda: box.append(float(torch.tensor([1.0, 2.0]).sum())))
-        t.start()
-        t.join()
-        return torch.sin(x) * box[0] * 0.4
+# -- the world
 
 
-@row("a thread that runs a part of the forward", may_refuse="thread|cannot see|outside of torch", room=0.6)
-class Thread2(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        box = []
-        t = threading.Thread(target=lambda: box.append(torch.sin(x) * 0.5))
-        t.start()
-        t.join()
-        return x + box[0]
+row(
+    "a generator of the world",
+    at(0, lambda net: WORLD.update(gen=numbers())),
+    again=lambda net: WORLD.update(gen=numbers()),
+)(along(lambda net, x, n: torch.sin(x) * next(WORLD["gen"])))
 
 
-def deep(net: Any, n: int) -> None:
-    if n == 2:
-        net.blocks[1] = copy.deepcopy(net.blocks[1])
+def in_thread(what: Any) -> Any:
+    box: list[Any] = []
+    t = threading.Thread(target=lambda: box.append(what()))
+    t.start()
+    t.join()
+    return box[0]
 
 
-row("a block deep-copied between steps", deep)(Trunk)
+row("a thread that computes a factor")(
+    along(lambda net, x, n: torch.sin(x) * in_thread(lambda: float(torch.tensor([1.0, 2.0]).sum())) * 0.4)
+)
+row("a thread that runs a part of the forward", may_refuse="thread|cannot see|outside of torch", room=0.6)(
+    along(lambda net, x, n: x + in_thread(lambda: torch.sin(x) * 0.5))
+)
 
 
-def deep_all(net: Any, n: int) -> None:
-    global COPY
-    COPY = copy.deepcopy(net)
+def deep_copied(net: Any) -> None:
+    net.blocks[1] = copy.deepcopy(net.blocks[1])
 
 
-row("the model deep-copied between steps", deep_all)(Trunk)
+def copied_whole(net: Any, n: int) -> None:
+    WORLD["copy"] = copy.deepcopy(net)
 
 
-def loaded(net: Any, n: int) -> None:
-    if n == 2:
-        net.load_state_dict({k: v * 0.9 for k, v in net.state_dict().items()})
+def assigned(net: Any) -> None:
+    net.load_state_dict({k: (v * 0.9).clone() for k, v in net.state_dict().items()}, assign=True)
 
 
-row("a state_dict loaded between steps", loaded)(Trunk)
+row("a block deep-copied between steps", at(2, deep_copied))(Trunk)
+row("the model deep-copied between steps", copied_whole)(Trunk)
+row("a state_dict loaded between steps", at(
+    2, lambda net: net.load_state_dict({k: v * 0.9 for k, v in net.state_dict().items()})
+))(Trunk)  # fmt: skip
+row("a state_dict assigned between steps", at(2, assigned))(Trunk)
+row("a state_dict saved between steps", lambda net, n: torch.save(net.state_dict(), io.BytesIO()))(Trunk)
+row("weights set anew between steps", at(
+    3, lambda net: [nn.init.constant_(b.down.weight, 0.01) for b in net.blocks]
+))(Trunk)  # fmt: skip
 
 
-def loaded_assign(net: Any, n: int) -> None:
-    if n == 2:
-        net.load_state_dict({k: (v * 0.9).clone() for k, v in net.state_dict().items()}, assign=True)
-
-
-row("a state_dict assigned between steps", loaded_assign)(Trunk)
-
-
-def pickled(net: Any, n: int) -> None:
-    buf = io.BytesIO()
-    torch.save(net.state_dict(), buf)
-
-
-row("a state_dict saved between steps", pickled)(Trunk)
-
-
-def initialised(net: Any, n: int) -> None:
-    if n == 3:
-        [nn.init.constant_(b.down.weight, 0.01) for b in net.blocks]
-
-
-row("weights set anew between steps", initialised)(Trunk)
+# -- hooks
 
 
 @row("hooks on tensors that change gradients by a count", again=lambda net: setattr(net, "count", 0))
@@ -652,7 +553,16 @@ class HookCount(Trunk):
         return y
 
 
-@row("retain_grad in the forward", step=lambda run, net, call, n: _retained(run, net, call), room=0.8)
+def retained(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    loss.backward()
+    with torch.no_grad():
+        net.head.bias.grad += net.kept.grad.mean()
+    del net.__dict__["kept"]
+    return loss
+
+
+@row("retain_grad in the forward", step=retained, room=0.8)
 class Retain(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         y = torch.sin(x)
@@ -660,15 +570,6 @@ class Retain(Trunk):
             y.retain_grad()
             self.__dict__["kept"] = y
         return y
-
-
-def _retained(run: nn.Module, net: Any, call: Call) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    loss.backward()
-    with torch.no_grad():
-        net.head.bias.grad += net.kept.grad.mean()
-    del net.__dict__["kept"]
-    return loss
 
 
 @row("register_multi_grad_hook in the forward", room=0.6)
@@ -698,65 +599,51 @@ class HookedWhole(Trunk):
 
 
 @row("a post-accumulate hook that updates in backward", room=0.6)
-class PostAcc(Trunk):
+class PostAccumulate(Trunk):
     def __init__(self) -> None:
         super().__init__()
         for p in self.parameters():
             p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
 
 
-@row(
-    "a sparse embedding",
-    call=lambda n: ((torch.randint(0, 32, (LENGTH,), generator=torch.Generator().manual_seed(n)),), {}),
-)
-class Sparse(Trunk):
+# -- sparse, nested, checkpointed
+
+
+def words(n: int, many: int = LENGTH) -> Call:
+    return (torch.randint(0, 32, (many,), generator=torch.Generator().manual_seed(n)),), {}
+
+
+@row("a sparse embedding", call=words)
+class Sparse(Trunk, emb=lambda: nn.Embedding(32, WIDTH, sparse=True)):
     def __init__(self) -> None:
         super().__init__()
-        self.emb = nn.Embedding(32, WIDTH, sparse=True)
         self.emb.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.to_dense()))
 
     def forward(self, i: torch.Tensor) -> Any:
         return super().forward(self.emb(i))
 
 
-@row(
-    "an embedding bag",
-    call=lambda n: ((torch.randint(0, 32, (LENGTH * 3,), generator=torch.Generator().manual_seed(n)),), {}),
-)
-class Bag(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb = nn.EmbeddingBag(32, WIDTH, mode="mean")
-
+@row("an embedding bag", call=lambda n: words(n, LENGTH * 3))
+class Bag(Trunk, emb=lambda: nn.EmbeddingBag(32, WIDTH, mode="mean")):
     def forward(self, i: torch.Tensor) -> Any:
         return super().forward(self.emb(i, torch.arange(0, LENGTH * 3, 3)))
 
 
 @row("nested tensors inside", may_refuse="NestedTensor|nested", room=0.6)
-class NestedT(Trunk):
+class Nested(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         nt = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
         return torch.cat([t * 1.1 for t in nt.unbind()])
 
 
-@row("a sparse matrix inside", may_refuse="sparse|storage", room=0.6)
-class SpMM(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sparse.mm(torch.eye(LENGTH).to_sparse(), x) * 1.01
-
-
-@row(
-    "checkpoint with a generator's preserve",
-    again=lambda net: WORLD.update(n=0),
-    change=lambda net, n: n == 0 and WORLD.update(n=0),
+row("a sparse matrix inside", may_refuse="sparse|storage", room=0.6)(
+    along(lambda net, x, n: torch.sparse.mm(torch.eye(LENGTH).to_sparse(), x) * 1.01)
 )
-class Ckpt(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.2)
 
+
+@row("checkpoint with a generator's preserve")
+class Checkpoints(Trunk, drop=lambda: nn.Dropout(0.2)):
     def piece(self, x: torch.Tensor, k: float) -> torch.Tensor:
-        WORLD["n"] += 0
         return self.drop(torch.sin(x * k))
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -764,23 +651,22 @@ class Ckpt(Trunk):
 
 
 @row("checkpoint_sequential")
-class CkptSeq(Trunk):
+class CheckpointsInParts(Trunk):
     def forward(self, x: torch.Tensor) -> Any:
-        return self.head(torch.utils.checkpoint.checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False))
+        return self.head(checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False))
 
 
-@row("selective checkpoint contexts")
-class Selective(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts as c
+selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+row("selective checkpoint contexts")(
+    along(lambda net, x, n: checkpoint(torch.tanh, x, use_reentrant=False, context_fn=selective))
+)
 
-        return checkpoint(
-            torch.tanh, x, use_reentrant=False, context_fn=functools.partial(c, [torch.ops.aten.mm.default])
-        )
+
+# -- modules
 
 
 @row("a property that counts", again=lambda net: setattr(net, "reads", 0))
-class Prop(Trunk):
+class Property(Trunk):
     reads = 0
 
     @property
@@ -792,25 +678,13 @@ class Prop(Trunk):
         return torch.sin(x) * self.scale
 
 
-@row("a module made in the forward")
-class MadeIn(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return nn.LayerNorm(WIDTH)(x)
-
-
-@row("a module called twice with state")
-class TwiceState(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(WIDTH)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.bn(self.bn(x)) + x
-
-
-@row(
-    "a block called by its forward",
+row("a module made in the forward")(along(lambda net, x, n: nn.LayerNorm(WIDTH)(x)))
+row("a module called twice with state")(
+    along(lambda net, x, n: net.bn(net.bn(x)) + x, bn=lambda: nn.BatchNorm1d(WIDTH))
 )
+
+
+@row("a block called by its forward")
 class ByForward(Trunk):
     def forward(self, x: torch.Tensor) -> Any:
         for b in self.blocks:
@@ -842,32 +716,16 @@ class GradIn(Trunk):
         return super().forward(x)
 
 
-@row(
-    "torch.where over nan",
+row("torch.where over nan")(along(lambda net, x, n: torch.where(x > 0, x.clamp(min=1e-3).sqrt(), x)))
+row("dtype by a default", sets("t", lambda n: (torch.float32, torch.float64)[n % 2]), room=0.6)(
+    along(lambda net, x, n: torch.sin(x.to(net.t)).float(), t=lambda: torch.float32)
 )
-class Where(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.where(x > 0, x.clamp(min=1e-3).sqrt(), x)
-
-
-@row("dtype by a default", lambda net, n: setattr(net, "t", (torch.float32, torch.float64)[n % 2]), room=0.6)
-class Dt(Trunk):
-    t = torch.float32
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x.to(self.t)).float()
-
-
-@row(
-    "rnn",
+row("rnn")(
+    along(
+        lambda net, x, n: net.rnn(x.unsqueeze(1))[0].squeeze(1) + x,
+        rnn=lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2),
+    )
 )
-class Rnn(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.rnn(x.unsqueeze(1))[0].squeeze(1) + x
 
 
 @row("a hidden state carried between steps", again=lambda net: setattr(net, "h", None), room=0.8)
@@ -875,7 +733,6 @@ class Carried(Trunk):
     h = None
 
     def forward(self, x: torch.Tensor) -> Any:
-        self.rnn_out = None
         h = x.new_zeros(WIDTH) if self.h is None else self.h
         for b in self.blocks:
             x = b(x + h)
@@ -883,38 +740,18 @@ class Carried(Trunk):
         return self.head(x)
 
 
-@row(
-    "multihead attention",
+row("multihead attention")(
+    along(
+        lambda net, x, n: net.att(x, x, x, need_weights=n == 1)[0] + x,
+        att=lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
+    )
 )
-class Mha(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.att = nn.MultiheadAttention(WIDTH, 2, dropout=0.1)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.att(x, x, x, need_weights=n == 1)[0] + x
-
-
-@row(
-    "an encoder layer of torch",
+row("an encoder layer of torch")(
+    along(
+        lambda net, x, n: net.enc(x.unsqueeze(0)).squeeze(0),
+        enc=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True),
+    )
 )
-class Enc(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enc = nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.enc(x.unsqueeze(0)).squeeze(0)
-
-
-@row("MoE: top-2 with scatter", lambda net, n: n == 0 and WORLD.update(n=0), room=0.6)
-class Moe(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.moe = nn.ModuleList(MoE() for _ in range(4))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.moe[n](x)
 
 
 class MoE(nn.Module):
@@ -937,8 +774,21 @@ class MoE(nn.Module):
         return x + out * (1 + 0.01 * WORLD["n"])
 
 
-@row("a flag that only the backward reads", step=lambda run, net, call, n: _flagged(run, net, call, n))
-class BackFlag(Trunk):
+row("MoE: top-2 with scatter", at(0, lambda net: WORLD.update(n=0)), room=0.6)(
+    along(lambda net, x, n: net.moe[n](x), moe=lambda: nn.ModuleList(MoE() for _ in range(4)))
+)
+
+
+def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    net.flag = 1.0
+    loss = error_of(run(*call[0]))
+    net.flag = 1 + 0.1 * n
+    loss.backward()
+    return loss
+
+
+@row("a flag that only the backward reads", step=flagged)
+class BackwardFlag(Trunk):
     flag = 1.0
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -947,46 +797,23 @@ class BackFlag(Trunk):
         return y
 
 
-def _flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    net.flag = 1.0
-    loss = error_of(run(*call[0]))
-    net.flag = 1 + 0.1 * n
-    loss.backward()
-    return loss
-
-
-@row("gradients clipped and zeroed by set_to_none in the step", step=lambda run, net, call, n: _clip(run, net, call))
-class Clip(Trunk):
-    pass
-
-
-def _clip(run: nn.Module, net: Any, call: Call) -> torch.Tensor:
+def clipped(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     loss = error_of(run(*call[0]))
     loss.backward()
     nn.utils.clip_grad_norm_(net.parameters(), 0.1)
     return loss
 
 
-@row("a buffer of another dtype assigned", lambda net, n: n == 2 and setattr(net, "b", net.b.double()), room=0.6)
-class BufDtype(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("b", torch.ones(WIDTH))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x * self.b.float()
-
-
-@row("numpy in the midst", room=0.6)
-class Np(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        k = torch.from_numpy(numpy.cumsum(x.detach().numpy(), 1) * 0.01)
-        return torch.sin(x) + k
-
-
-@row(
-    "a list of views",
+row("gradients clipped and zeroed by set_to_none in the step", step=clipped)(Trunk)
+row("a buffer of another dtype assigned", at(2, lambda net: setattr(net, "b", net.b.double())), room=0.6)(
+    along(lambda net, x, n: x * net.b.float(), b=lambda: nn.Buffer(torch.ones(WIDTH)))
 )
+row("numpy in the midst", room=0.6)(
+    along(lambda net, x, n: torch.sin(x) + torch.from_numpy(numpy.cumsum(x.detach().numpy(), 1) * 0.01))
+)
+
+
+@row("a list of views")
 class Views(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         vs = [x[:, i] for i in range(WIDTH)]
@@ -999,22 +826,18 @@ TENSOR = torch.ones(())
 
 @row(
     "a tensor of a global changed in place",
-    lambda net, n: n == 0 and TENSOR.fill_(1.0),
+    at(0, lambda net: TENSOR.fill_(1.0)),
     again=lambda net: TENSOR.fill_(1.0),
     room=0.0,
 )
-class G(Trunk):
+class OfGlobal(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         TENSOR.add_(0.1)
         return torch.sin(x) * TENSOR.clone()
 
 
 @row("an attribute tensor changed in place", room=0.0, again=lambda net: net.t.fill_(1.0))
-class A(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.t = torch.ones(())
-
+class OfAttribute(Trunk, t=lambda: torch.ones(())):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         self.t.add_(0.1)
         return torch.sin(x) * self.t.clone()

@@ -9,6 +9,7 @@ import torch
 from allocated import peak_bytes
 from models import Batch, same
 from random_programs import random_sequence
+from thoroughness import seeds
 from torch import nn
 
 import rotoff
@@ -72,13 +73,13 @@ def every_form(chain: rotoff.Chain, k: int) -> rotoff.Sequence:
     return rotoff.Sequence((*forwards, *(Op(OpKind.B, i) for i in range(len(chain), 0, -1))), mode="forms")
 
 
-def compare(make: Make, run: Run, measured_in: Callable[[], Any] | None = None, seeds: int = 3) -> None:
+def compare(make: Make, run: Run, measured_in: Callable[[], Any] | None = None, sequences: int = 4) -> None:
     """`run` gives the same tensors with the plain model, at the smallest joint limit, and with random sequences."""
     torch.manual_seed(0)
     model, batch = make()
     torch.manual_seed(1)
     expected = run(model, batch)
-    for seed in range(-1, seeds):
+    for seed in (-1, *seeds(sequences)):
         torch.manual_seed(0)
         model, batch = make()
         wrapped = rotoff.Checkpointable(model, check=True)

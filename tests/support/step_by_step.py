@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -136,17 +135,22 @@ def state_of(module: nn.Module) -> dict[str, Any]:
     return {name: value_of(value) for name, value in vars(module).items() if not name.startswith("_")}
 
 
-def value_of(value: Any) -> Any:
+def value_of(value: Any, within: tuple[int, ...] = ()) -> Any:
+    """within: the containers that this one lies in, which may be itself."""
+    if id(value) in within:
+        return None
+    within = (*within, id(value))
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, numpy.ndarray):
         return value.copy()
     if isinstance(value, Mapping):
-        return {key if isinstance(key, (int, float, str)) else None: value_of(part) for key, part in value.items()}
+        plain = (int, float, str)
+        return {key if isinstance(key, plain) else None: value_of(part, within) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [value_of(part) for part in value]
+        return [value_of(part, within) for part in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: value_of(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: value_of(getattr(value, field.name), within) for field in fields(value)}
     return value if isinstance(value, (int, float, str)) or value is None else None
 
 
@@ -278,27 +282,3 @@ def is_right(row: Row, said: str) -> bool:
         return row.refused is None
     sentence = row.refused or row.may_refuse
     return sentence is not None and said.startswith("refused") and re.search(sentence, said) is not None
-
-
-def print_table(rows: Iterable[Row], modes: Iterable[str] = MODES) -> None:
-    """One line for each row and mode; then how many there are of each verdict."""
-    print(f"rotoff {rotoff.__version__} from {rotoff.__path__[0]}, torch {torch.__version__}")
-    counts: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
-    wrong, total, start = 0, 0, time.process_time()
-    for row in rows:
-        total += 1
-        failed = False
-        for mode in counts:
-            try:
-                said = verdict(row, mode)
-            except Exception as error:  # a row that is wrong by itself
-                said = f"the plain model: {type(error).__name__}: {error}"
-            right = is_right(row, said)
-            failed |= not right
-            kind = said.partition(":")[0]
-            counts[mode][f"{kind}{'' if right else ' (a failure)'}"] += 1
-            print(f"{row.name} | {mode} | {'' if right else 'FAILS '}{said}", flush=True)
-        wrong += failed
-    for mode, count in counts.items():
-        print(f"{mode}: {dict(count)}")
-    print(f"{wrong} of {total} rows fail; {time.process_time() - start:.0f} s of computing")

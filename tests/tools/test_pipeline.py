@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
+from thoroughness import seeds
 
 import rotoff
 from rotoff.core.pipeline import StagePlan, Task, most_in_flight, orders, simulate_pipeline, stage_plan
@@ -95,7 +96,7 @@ def test_micro_batches_in_flight_fit_together(mode: str) -> None:
     """What the plans hold, by a machine that runs them one after another, is within the limit; below the smallest
     limit nothing is found, and all of the bytes cost no time."""
     rng = random.Random(mode)
-    for n in range(6):
+    for n in seeds(8):
         chain, k, beside = drawn(rng, n % 2 == 1), rng.randint(2, 5), rng.randint(0, 3)
         least = least_in_flight(chain, mode, k, beside)
         everything = needed_bytes(chain, rotoff.keep_all(chain).ops, k, beside)
@@ -247,6 +248,7 @@ FURTHER = {
 
 
 @needs_processes
+@pytest.mark.early
 @pytest.mark.parametrize("cases", [IN_FLIGHT, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["few", "further"])
 def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list[int]]) -> None:
     """Bit for bit those of the same schedule without rotoff; each process holds no more than its own limit."""
