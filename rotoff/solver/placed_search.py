@@ -162,7 +162,9 @@ def _starts(step: Step) -> list[np.ndarray]:
         ranked.append((best, number, joined(activations[n], genes), activations[n], rule))
     ranked.sort(key=lambda one: one[:2])
     plans = [plan for _, _, plan, _, _ in ranked[:KEPT]]
-    best, _, _, codes, rule = ranked[0] if ranked else ((True, 0.0), 0, None, None, None)
+    if not ranked:
+        return []
+    best, _, _, codes, rule = ranked[0]
     reach = 1 + len(chain.parameters) // 16
     while rule is not None and reach:
         near = rule.near(len(chain.parameters), reach)
