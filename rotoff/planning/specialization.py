@@ -147,13 +147,13 @@ class Specializations:
         """
         began = time.perf_counter()
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
-        family, sizes = family_of(signature(value, self._model))
-        like = None if timed or also else self._sizes.told(family, sizes)
+        like = None if timed or also else self._sizes.told(*family_of(signature(value, self._model)))
         wanted = Wanted(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
         enough = None
         if request is not None and request.policy is None and request.planner is None:
             room = room or request
-            enough = None if self._sizes.exceeds(family, sizes, room) else partial(fits, request=room)
+            exceeds = self._sizes.exceeds(*family_of(signature(value, self._model)), room)
+            enough = None if exceeds else partial(fits, request=room)
         captured, profile = self.meter.measure(wanted, enough)
         course = Specialization(profile, captured, hint=constants(value))
         key = signature(value, self._model)
