@@ -62,6 +62,8 @@ class StepRunner:
 
     def forward(self, plain: Callable[..., Any], value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward of a training step on the chain's input `value`; `plain` is the model's own forward."""
+        if self.placement is not None:
+            self.placement.forward_begins()
         specialization, taped = self._specializations.take(value)
         if specialization is None:
             return plain(*args, **kwargs)

@@ -161,7 +161,7 @@ class Placement:
                 "parameters were placed by the process that this one was forked from; train there, or fork before"
             )
         self._abandon()
-        self._rest, self._updated, self._gone = (), [], set()
+        self._rest = ()
         for places in self._places.values():
             places.gradient.apart = None  # of a backward that failed
         self.show()
@@ -182,7 +182,6 @@ class Placement:
             ExecutionError: if updates come during the backward, and there are gradients before it.
         """
         assert self._plan is not None
-        self._refuse_before_step()
         if self._plan.during and any(self._places[id(p)].gradient.get() is not None for p in self._every()):
             raise _accumulates("parameters have gradients before the backward")
         self._step = weakref.ref(step)
@@ -255,6 +254,19 @@ class Placement:
         self.link.close()
 
     # -- within a step
+
+    def forward_begins(self) -> None:
+        """Before a training forward, with a plan or without one: remove the marks of gradients that the caller has
+        cleared, since autograd cannot add to them.
+
+        Raises:
+            ExecutionError: if the forward comes between a backward that has updated parameters and its step.
+        """
+        self._refuse_before_step()
+        self._updated, self._gone = [], set()
+        for places in self._places.values():
+            if not places.gradient.stale:
+                places.gradient.unmark()
 
     def backward_begins(self) -> None:
         """Check that the caller has cleared the gradients that an earlier backward used up.
