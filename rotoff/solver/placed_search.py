@@ -110,11 +110,11 @@ def least(step: Step) -> Iterator[tuple[Sequence, str]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """The first groups are at home, the next ones have their parameters on the device and their states on the host, and
-    the others are streamed.
+    """A placement of three kinds of groups, each a run of neighbours.
 
-    forward: whether groups are counted from the first stage on, not from the last. here: whether the device updates
-    the streamed ones.
+    home: how many groups come first, with all they have on the device. lent: how many come next, with their parameters
+    on the device and their states on the host. The others are streamed. forward: whether groups are counted from the
+    first stage on, not from the last. here: whether the device updates the streamed ones.
     """
 
     home: int

@@ -596,8 +596,8 @@ class Placement:
 
 def _accumulates(what: str) -> ExecutionError:
     return ExecutionError(
-        f'{what}, and updates="during" has no gradients to add to; call optimizer.step() and zero_grad() before, or'
-        ' plan with updates="after"'
+        f'{what}, and updates="during" has no gradients to add to; call optimizer.step() and'
+        ' zero_grad(set_to_none=True) before, or plan with updates="after"'
     )
 
 
