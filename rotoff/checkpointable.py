@@ -33,7 +33,7 @@ from .planning.course import Specialization
 from .planning.course_meter import device_of
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
-from .planning.memory_account import expected_bytes, expected_levels, reported_bytes
+from .planning.memory_account import expected_levels, reported_bytes
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
 from .planning.planner import least_limit, plan_everything
@@ -247,7 +247,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, self._group is not None)
         if device_limit is not None:
-            return self._place(device_limit, mode, mem_slots, policy, optimizer, options)
+            return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)
@@ -257,11 +257,14 @@ class Checkpointable(RotorNames, ModuleProxy):
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         how = not self._check, self._courses.lets_go, True, in_flight
         request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
+        self._measure_up_to(up_to, request)
+        return self._ask(request)
+
+    def _measure_up_to(self, up_to: Any, request: Request) -> None:
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
             args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
             self._courses.measure_up_to(strategy.chain_input(self._model, args, named), request)
-        return self._ask(request)
 
     def _ask(self, request: Request) -> Checkpointable:
         """Plan for `request`, with the model moved to the option `device`, if given."""
@@ -279,6 +282,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         mode: str,
         mem_slots: int,
         policy: str | None,
+        up_to: Any,
         optimizer: Any,
         options: dict[str, Any],
     ) -> Checkpointable:
@@ -306,7 +310,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
         if self._courses.meter.device is None:
             self._courses.meter.device = device_of(self._model, None)
-        self._courses.ask(Request(limit, mode, mem_slots, options, here=True, planner=planner))
+        request = Request(limit, mode, mem_slots, options, here=True, planner=planner)
+        self._measure_up_to(up_to, request)
+        self._courses.ask(request)
         plan = None if self._courses.latest is None else self._courses.latest.plan
         if plan is None or plan.placed is None:
             self._steps.unplace()
@@ -433,10 +439,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         """Expected peak of the planned step in bytes, in the terms of the limit: the simulated peak, less bytes known
         to be freed by then or to be charged to several values. If everything fits a `device_limit`, it is the plain
         model's in a loop that sets gradients to None between steps."""
-        request = self._courses.request
-        if request is not None and isinstance(request.planner, PlacedPlanner):
-            return request.planner.expected_bytes(self._latest.profile, self._plan)
-        return expected_bytes(self._latest.profile, self._plan)
+        plan, request = self._plan, self._courses.request
+        assert request is not None
+        return request.expected_bytes(self._latest.profile, plan)
 
     def get_expected_host_memory(self) -> int:
         """Most bytes that the planned steps in flight keep on the host."""

@@ -80,7 +80,7 @@ class KnownSizes:
     def between(self, family: Any, sizes: Sizes, request: Request) -> Specialization | None:
         """A planned course for an input of new `sizes`, interpolated from measured ones; None if that is impossible."""
         measured = self._measured.get(family)
-        if measured is None or request.planner is not None:
+        if measured is None:
             return None
         for wanted in dict.fromkeys((rounded(sizes), sizes)):  # the exact size may fit when the rounded one does not
             course = self._rounded.get((family, wanted))
@@ -106,7 +106,7 @@ class KnownSizes:
 
     def plan(self, course: Specialization, family: Any, request: Request, group: Any) -> None:
         """Plan a measured course, by a plan of another size if one fits."""
-        near = self._plans(self._measured.get(family, ()), course.profile) if request.planner is None else []
+        near = self._plans(self._measured.get(family, ()), course.profile)
         if group is None:
             self._plan(course, request, near)
         else:
@@ -120,7 +120,7 @@ class KnownSizes:
         )
         slow = plan.trace.makespan > GOOD * course.profile.chain.compute_time
         again = any(plan.sequence.ops == other.sequence.ops for _, other in near)
-        course.borrowed, course.lost = slow and again and not course.borrowed, 0.0
+        course.borrowed, course.lost = slow and again and not course.borrowed and request.planner is None, 0.0
 
     def improve(self, course: Specialization, family: Any, request: Request) -> None:
         """Search for a better plan than the one of another size, once steps have lost several times what that takes."""

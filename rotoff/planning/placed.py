@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.chain import Chain
+from ..core.chain import Chain, ParameterGroup
 from ..core.sequence import OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
@@ -25,13 +25,13 @@ from ..profile.profile import Profile
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
-from ..runtime.placed.placement import PlacedPlan
+from ..runtime.placed.placement import PlacedGroup, PlacedPlan
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from ..tensors.storage import block_bytes, rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
-from .planner import plan_everything
+from .planner import Known, in_forms_of, plan_everything
 from .request import Request
 
 logger = logging.getLogger("rotoff")
@@ -49,11 +49,15 @@ class PlacedPlanner:
     optimizers: tuple[Optimizer, ...]
     times: dict[Any, UpdateCosts] = field(default_factory=dict, compare=False)
 
-    def __call__(self, profile: Profile, request: Request) -> ExecutionPlan:
-        """The fastest plan found within the request's limit.
+    def __call__(
+        self, profile: Profile, request: Request, near: Several[Known] = (), thorough: bool = True
+    ) -> ExecutionPlan:
+        """The fastest of the plans `near` of other sizes that fits the request's limit, so that a new size needs no
+        search and moves no parameters. If none fits, the fastest plan that a search finds, unless not `thorough`.
 
         Raises:
-            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit with a plan.
+            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit with a plan, or, if not `thorough`,
+                a limit at which all fits.
         """
         began = time.perf_counter()
         whole = self.keep_all_bytes(profile)
@@ -62,6 +66,11 @@ class PlacedPlanner:
         request = _within_host(profile, request)
         ways = (False, True) if profile.device.type == "cpu" else (True,)  # a CPU shares its processor with the host
         found = [self.groups(profile, host) for host in ways]
+        reused = list(_reused(profile, request, found[-1], near))
+        if reused:
+            return min(reused, key=lambda plan: plan.trace.makespan)
+        if not thorough:
+            raise InfeasibleError("no plan of another size fits", whole)
         for asked, groups in itertools.product((request, _quick(request)), found):
             plan = plan_groups(profile, asked, groups, request.mem_limit)
             if plan is not None:
@@ -164,13 +173,44 @@ def _plans(profile: Profile, request: Request, groups: FoundGroups, asked: int) 
             sequence = solve(chain, limit, mode=request.mode, mem_slots=request.mem_slots, **options)
         except InfeasibleError:
             return
-        trace = simulate(chain, sequence, updates=options["updates"])
-        placed = _placed(profile, chain, groups, sequence, options["updates"] == "during")
-        plan = compile_placed(chain, sequence, trace, placed)
-        placed = replace(placed, levels=_levels(profile, groups, plan, placed))
-        room = asked - _constant(profile, request, groups) - _without_parameters(chain, placed)
-        yield replace(plan, placed=replace(placed, room=max(0, room)))
-        limit -= max(1, placed.peak_bytes - asked)
+        plan = _compiled(profile, request, groups, sequence, asked)
+        yield plan
+        limit -= max(1, _peak(plan) - asked)
+
+
+def _reused(profile: Profile, request: Request, groups: FoundGroups, near: Several[Known]) -> Iterator[ExecutionPlan]:
+    """Those of the plans `near` for the same groups that fit `profile`, too."""
+    placing = profile.placing(groups.costs)
+    forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in placing.behaviours]
+    sequences: dict[Any, Sequence] = {}
+    for other, plan in near:
+        if plan.placed is None:
+            continue
+        if _members(plan.chain.parameters, plan.placed.groups) == _members(groups.costs, groups.placed):
+            ops = in_forms_of(plan.sequence.ops, other, forms)
+            if ops is not None:
+                sequences[ops, frozenset(plan.sequence.resident)] = replace(plan.sequence, ops=ops)
+    for sequence in sequences.values():
+        plan = _compiled(placing, request, groups, sequence, request.mem_limit)
+        if _peak(plan) <= request.mem_limit:
+            yield plan
+
+
+def _members(costs: Several[ParameterGroup], groups: Several[PlacedGroup]) -> list[tuple[Any, ...]]:
+    """What two plans must have in common so that one can take the other's place."""
+    rows = zip(costs, groups, strict=True)
+    return [(of.stages, of.grad_bytes, of.state_bytes, *map(id, group.parameters)) for of, group in rows]
+
+
+def _compiled(profile: Profile, request: Request, groups: FoundGroups, sequence: Sequence, asked: int) -> ExecutionPlan:
+    """The plan that runs `sequence`, of the chain of `profile` with its `groups` placed, within `asked` bytes."""
+    chain, updates = profile.with_overhead().chain, when(request)
+    trace = simulate(chain, sequence, updates=updates)
+    placed = _placed(profile, chain, groups, sequence, updates == "during")
+    plan = compile_placed(chain, sequence, trace, placed)
+    placed = replace(placed, levels=_levels(profile, groups, plan, placed))
+    room = asked - _constant(profile, request, groups) - _without_parameters(chain, placed)
+    return replace(plan, placed=replace(placed, room=max(0, room)))
 
 
 def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
@@ -244,8 +284,8 @@ def _report(request: Request, plan: ExecutionPlan, profile: Profile, seconds: fl
     assert placed is not None
     resident = sum(v.of == "w" for v in placed.resident)
     logger.info(
-        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s; %d of %d groups of parameters"
-        " resident, %s in and %s out a step; %s",
+        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s; the parameters of %d of %d"
+        " groups lie on the device between steps, %s come in and %s go out in each; %s",
         request,
         seconds,
         format_bytes(request.mem_limit),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -107,7 +108,7 @@ def make_plan(
         InfeasibleError: if nothing fits, in the terms of the user's limit.
     """
     if request.planner is not None:
-        return request.planner(profile, request)
+        return request.planner(profile, request, tuple(near), thorough)
     began = time.perf_counter()
     room = _room(profile, group) if request.here else None
 
@@ -188,7 +189,7 @@ def _reused(
     for (profile, plan), way in product(near, ways):
         if (plan.kept, plan.compact) != (way.kept, way.compact) or asked + way.more <= 0:
             continue
-        ops = _in_forms_of(plan.sequence.ops, profile, way)
+        ops = in_forms_of(plan.sequence.ops, profile, way.forms)
         if ops is None:
             continue
         sequence = replace(plan.sequence, ops=ops, mem_limit=asked + way.more)
@@ -202,17 +203,18 @@ def _reused(
     return best
 
 
-def _in_forms_of(ops: tuple[Op, ...], profile: Profile, way: PlanVariant) -> tuple[Op, ...] | None:
-    """`ops` of a plan for `profile`, with their forms renumbered as in `way`; None if it lacks one."""
-    if len(profile.chain) != len(way.chain):
+def in_forms_of(ops: tuple[Op, ...], profile: Profile, forms: Several[Several[Hashable]]) -> tuple[Op, ...] | None:
+    """`ops` of a plan for `profile`, with their forms renumbered as in `forms`, the identities of each stage's; None if
+    one is missing."""
+    if len(profile.chain) != len(forms):
         return None
     found = []
     for op in ops:
         if op.kind is OpKind.F_SEL:
             identity = profile.behaviours[op.stage - 1].forms[op.form - 1].identity
-            if identity not in way.forms[op.stage - 1]:
+            if identity not in forms[op.stage - 1]:
                 return None
-            op = replace(op, form=1 + way.forms[op.stage - 1].index(identity))
+            op = replace(op, form=1 + forms[op.stage - 1].index(identity))
         found.append(op)
     return tuple(found)
 

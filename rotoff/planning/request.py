@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options
 from ..version import __version__
+from .memory_account import expected_bytes
 
 logger = logging.getLogger("rotoff")
 
@@ -51,8 +51,6 @@ def check_limits(
     parse_in_flight(in_flight)
     if in_flight > 1 and (device_limit is not None or policy is not None):
         raise OptionError(f"in_flight is {in_flight}; use it with a mem_limit and a mode alone")
-    if device_limit is not None and up_to is not None:
-        raise OptionError("up_to needs a mem_limit; with a device_limit each input size is measured")
     if device_limit is None and optimizer is not None:
         raise OptionError("optimizer needs a device_limit; a mem_limit is for a step, in which no optimizer runs")
     if up_to is not None and grouped:
@@ -75,7 +73,7 @@ class Request:
     here: bool = False  # whether the plan must fit this host's memory
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
-    planner: Callable[[Profile, Request], ExecutionPlan] | None = None  # plans in place of the solver (`device_limit`)
+    planner: Any = None  # plans in place of the solver: a `PlacedPlanner` (`device_limit`)
 
     @property
     def limit(self) -> str:
@@ -90,6 +88,10 @@ class Request:
     def replays(self) -> bool:
         """Whether forwards may run more than once."""
         return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
+
+    def expected_bytes(self, profile: Profile, plan: ExecutionPlan) -> int:
+        """The expected peak of `plan`, in the terms of the limit."""
+        return (expected_bytes if self.planner is None else self.planner.expected_bytes)(profile, plan)
 
     def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
         """The requested sequence within `limit` bytes in the machine's terms. beside: as for `solve_in_flight`."""

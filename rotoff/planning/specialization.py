@@ -29,7 +29,6 @@ from ..tensors.tree import flatten
 from .course import Specialization, constants, family_of, signature
 from .course_meter import CourseMeter, FormUse, Wanted
 from .known_sizes import SEVERAL, KnownSizes, fits, lacks_times
-from .memory_account import expected_bytes
 from .options import Options
 from .planner import least_limit, make_plan, useful_forms
 from .request import Request
@@ -264,7 +263,11 @@ class Specializations:
                 "rotoff: bytes of %s depend on the data; plans for smaller inputs do not include them",
                 ", ".join(vague),
             )
-        if largest.profile.timed and (least := least_limit(largest.profile, request)) > request.mem_limit:
+        if not largest.profile.timed or request.planner is not None:  # it fits, or a planner says whether it does
+            least = 0
+        else:
+            least = least_limit(largest.profile, request)
+        if least > request.mem_limit:
             fitting = [
                 self._sizes.largest_that_fits(family_of(signature(half, self._model))[1], sizes, family, request)
                 for half in smaller
@@ -455,9 +458,9 @@ class Specializations:
         for key, known in self._known.items():
             sizes = family_of(key)[1]
             for one in known:
-                if one.plan is not None:
+                if one.plan is not None and self.request is not None:
                     own = self._sizes.is_measured(one)
-                    told, makespan, overhead = expected_bytes(one.profile, one.plan), None, None
+                    told, makespan, overhead = self.request.expected_bytes(one.profile, one.plan), None, None
                     if one.profile.timed:
                         makespan = one.plan.trace.makespan
                         overhead = makespan / one.profile.chain.compute_time - 1
