@@ -44,12 +44,14 @@ LONGEST = 100  # stages: of longer chains, and of those with more groups than st
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
 # Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
-HEATS = (3e-2, 2e-2, 1e-2, 3e-3)
+HEATS: tuple[float, ...] = (3e-2, 2e-2, 1e-2, 3e-3)
 TOGETHER = 0.5  # share of the effort for groups that the same stages read as one
 LATER_HEATS = (3e-3, 1e-3)  # from the plan of those
 # A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a
 # round.
 WEIGHTS = (0.5, 2.0)
+# Both where a stage's groups do not fit together: steps take many keep-all times, and so do plans over the limit.
+TIGHT = (3e-3, 3e-3, 1e-3, 1e-3), (50.0, 200.0)
 GROWTH = 10.0
 TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
 KEPT = 8  # starts
@@ -74,17 +76,18 @@ def searched(
 
     Groups that the same stages read are first placed together, which is a smaller problem, and then each by itself.
     """
-    starts = [*known]
-    heats: tuple[float, ...] = HEATS
+    starts, heats, weights = [*known], HEATS, WEIGHTS
     together, part = merged(step.chain)
     coarse = replace(step, chain=together)
     fewer = len(together.parameters) < len(step.chain.parameters) and step.mode != "remat"
     if fewer and step.limit >= min_mem_limit(together, step.mode, step.updates):
-        plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, None)
+        plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, WEIGHTS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
         starts += [spread(step.chain, plan, part) for plan in plans[:1]]
+    elif fewer:
+        heats, weights = TIGHT
     starts += _starts(step)
-    return _annealed(step, budget, starts, heats, progress)
+    return _annealed(step, budget, starts, heats, weights, progress)
 
 
 def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
@@ -241,6 +244,7 @@ def _annealed(
     budget: Budget,
     starts: list[np.ndarray],
     heats: tuple[float, ...],
+    weights: tuple[float, float],
     progress: Callable[[float, float], None] | None,
 ) -> list[np.ndarray]:
     if not starts:
@@ -253,7 +257,7 @@ def _annealed(
         return makespan, over + host_over
 
     scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
-    pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in WEIGHTS])
+    pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in weights])
     rules = np.array(RULES[step.mode], dtype=np.int16)
     L, K = len(chain), len(chain.parameters)
     shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))

@@ -164,6 +164,17 @@ def test_groups_of_one_stage_make_room_for_each_other_s_updates(updates: str) ->
     assert solve(chain, limit, updates=updates, refine=0.1).meta["makespan"] < 0.6 * one_by_one
 
 
+@pytest.mark.parametrize(("updates", "share"), [("during", 0.484), ("after", 0.554)])
+def test_groups_that_do_not_fit_together_are_searched_with_little_heat(updates: str, share: float) -> None:
+    groups = tuple(ParameterGroup((i,), 100, 100, 200, update_time=0.1) for i in range(1, 25) for _ in range(3))
+    chain = Chain((Stage("", 1.0, 2.0, 8, 140, backward_transient_bytes=33),) * 24, 50.0, 50.0, parameters=groups)
+    limit = min_mem_limit(chain, "joint", updates)
+    plan = host_plan(chain, limit, updates)
+    assert plan is not None
+    one_by_one = simulate(chain, host_step(chain, plan, updates)).makespan
+    assert solve(chain, limit, updates=updates, refine=0.05).meta["makespan"] < share * one_by_one
+
+
 def test_without_parameters_when_updates_come_changes_nothing() -> None:
     chain = transformer(6).without_parameters()
     assert solve(chain, 500, refine=LITTLE) == solve(chain, 500, refine=LITTLE, updates="after")
