@@ -441,7 +441,10 @@ class Placement:
         """Raise if a gradient came after its parameter had been updated within the backward."""
         assert self._plan is not None
         late = [
-            k for k in self._updated if any(p.grad is not None and id(p) in self._gone for p in self._parameters(k))
+            k
+            for k in self._updated
+            for p in self._parameters(k)
+            if p.grad is not None and id(p) in self._gone and not self._places[id(p)].gradient.marked
         ]
         if late:
             raise ExecutionError(
