@@ -749,11 +749,16 @@ def test_recording_a_step_is_refused() -> None:
     added_up(model, optimizers, x)
 
 
+@pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("updates", ["after", "during"])
-def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
+def test_a_closure_is_called_once_as_the_step_would(updates: str, measured: bool) -> None:
     model, optimizers, x = small()
     plain = copy.deepcopy(model._model)
-    place(model, optimizers, 0.1, updates=updates)
+    limit = place(model, optimizers, 0.1, updates=updates)
+    if not measured:
+        own = copy.deepcopy(plain)
+        model, optimizers = rotoff.Checkpointable(own, cache_directory=None), adamw(list(own.parameters()))
+        model.compute_sequence(device_limit=limit + 2**18, optimizer=optimizers, updates=updates, refine=False)
     losses = []
     for one, optimizer in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
         for _ in range(3):
@@ -765,6 +770,7 @@ def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
                 return loss
 
             losses.append(optimizer.step(closure).item())
+    assert model._plan.placed is not None
     assert losses[:3] == losses[3:]
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 

@@ -322,7 +322,8 @@ class Placement:
 
     def streamed(self) -> Streamed | None:
         """Return the context for a forward without a plan; None if it needs none."""
-        assert self._plan is not None
+        if self._plan is None:
+            return None
         self._refuse_before_step()
         return Streamed(self._every(), self.link.device, self._plan.room) or None
 
