@@ -852,20 +852,30 @@ def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backw
     torch.amp.GradScaler("cpu").scale(model(x).sum())
 
 
-def test_gradients_cleared_to_zero_before_a_size_that_fits_as_it_is() -> None:
-    """Its step runs without a plan, and autograd adds to what is left of the gradients."""
+def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
+    """Its step runs without a plan, autograd adds to what is left of the gradients, and a planned step follows."""
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)])
     model, x = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None), torch.randn(512, 64)
     twin, optimizers = adamw(list(plain.parameters())), adamw(list(model.parameters()))
     model.measure(x).compute_sequence(device_limit=2_600_000, optimizer=optimizers, updates="during")
     assert not model._plan.keeps_all
-    for rows in (512, 512, 2):
+    for n, rows in enumerate((512, 512, 2, 512, 2)):
         for one, own in ((model, optimizers), (plain, twin)):
-            one(x[:rows]).square().mean().backward()
+            if n == 4:  # between forward and backward
+                loss = one(x[:rows]).square().mean()
+                own[0].zero_grad(set_to_none=False)
+            else:
+                own[0].zero_grad(set_to_none=False)
+                loss = one(x[:rows]).square().mean()
+            loss.backward()
             own[0].step()
-            own[0].zero_grad(set_to_none=False)
-    assert model._plan.keeps_all
+        assert model._plan.keeps_all == (rows == 2)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    optimizers[0].zero_grad()
+    model(x).square().mean().backward()
+    optimizers[0].step()
+    with pytest.raises(rotoff.ExecutionError, match="have not been cleared"):
+        model(x[:2]).square().mean().backward()
 
 
 def test_a_gradient_from_outside_of_the_model_counts_once() -> None:
