@@ -184,8 +184,8 @@ class Placement:
         """
         assert self._plan is not None
         for gradient in (self._places[id(p)].gradient for p in self._every()) if self._plan.during else ():
-            if (before := gradient.get()) is not None:
-                if before.any():
+            if (earlier := gradient.get()) is not None:
+                if earlier.any():
                     raise _accumulates("parameters have gradients before the backward")
                 gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)`` after a step without a plan
         self._step = weakref.ref(step)
