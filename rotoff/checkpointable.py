@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from .capture.backward_roots import BackwardFrom
 from .core.chain import Chain
 from .core.sequence import Sequence
 from .core.sizes import parse_bytes
-from .errors import MeasureError, OptionError
+from .errors import ExecutionError, MeasureError, OptionError
 from .io.cache import Cache
 from .module_proxy import ModuleProxy
 from .planning.course import Specialization
@@ -318,6 +318,9 @@ class Checkpointable(RotorNames, ModuleProxy):
             self._steps.unplace()
             if plan is not None:
                 all_on(self._model, optimizers, self._courses.meter.device)
+            if plan is None or options.get("updates") == "during":  # a step's closure may call the forward to plan
+                with suppress(ExecutionError):  # no place for a file; a plan that needs one says so
+                    self._steps.placement_for(optimizers)
         else:
             self._steps.placement_for(optimizers).begin(plan.placed)
         return self

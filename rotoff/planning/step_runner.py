@@ -66,7 +66,7 @@ class StepRunner:
             self.placement.forward_begins()
         specialization, taped = self._specializations.take(value)
         if specialization is None:
-            return plain(*args, **kwargs)
+            return self._watched(plain(*args, **kwargs))
         if taped is None:
             return self._run(specialization, value, partial(specialization.captured.own, plain, value))
         try:
@@ -78,13 +78,19 @@ class StepRunner:
             raise
         return result
 
+    def _watched(self, result: Any) -> Any:
+        """What a forward without a plan has returned."""
+        if self.placement is not None:
+            self.placement.watch(result)
+        return result
+
     def _run(self, specialization: Specialization, value: Any, own: Callable[[], Any]) -> Any:
         """Run a step by the plan of `specialization`; `own` runs the model's own forward."""
         assert specialization.plan is not None
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if specialization.plan.keeps_all and not self._check and recording is None:
             with without_checkpoints():  # with room for everything they would only cost
-                return specialization.captured.started(own())
+                return self._watched(specialization.captured.started(own()))
         if recording is not None:  # the recorded times are compared with predicted ones
             specialization = self._specializations.timed(specialization)
         profile, plan = specialization.planned, specialization.plan

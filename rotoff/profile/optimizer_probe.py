@@ -185,7 +185,9 @@ class OptimizerProbe:
         made.state = defaultdict(dict)
         made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         known = optimizer.state.get(parameter, {})
-        for p in small if known else ():  # an optimizer may make its state in its constructor
+        tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
+        alike = all(t.numel() == 1 or t.shape == parameter.shape for t in tensors)
+        for p in small if known and alike else ():  # an optimizer may make its state in its constructor
             made.state[p] = {k: _like(v, parameter, p) for k, v in known.items()}
         return made
 

@@ -301,6 +301,30 @@ def test_optimizers(name: str, updates: str) -> None:
     assert same(placed, plain)
 
 
+def test_optimizers_in_turn_each_clear_the_gradients_that_the_backward_used_up() -> None:
+    plain = plainly("untied", OPTIMIZERS["two"], usual)
+    assert same(trained("untied", OPTIMIZERS["two"], usual, 0.2, updates="during")[0], plain)
+
+
+def test_a_new_plan_once_an_optimizer_has_a_state_of_other_shapes() -> None:
+    def anew(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        if n == 2 and isinstance(model, rotoff.Checkpointable):
+            place(model, optimizers, 0.3)
+        return usual(model, optimizers, n, batch)
+
+    make = OPTIMIZERS["Adafactor"]
+    assert same(trained("untied", make, anew, 0.3)[0], plainly("untied", make, usual))
+
+
+def test_small_parameters_stay_on_the_device_where_they_are_few() -> None:
+    model = rotoff.Checkpointable(nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)]), cache_directory=None)
+    optimizers = adamw(list(model.parameters()))
+    model.measure(torch.randn(4, 512), repeats=1)
+    place(model, optimizers, 0.3)
+    assert [len(group.parameters) for group in model._plan.placed.groups] == [1, 1, 1]
+    assert {id(p) for p in model._plan.placed.outside} == {id(p) for p in model.parameters() if p.dim() == 1}
+
+
 def clipped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     loss = model(batch()).float().square().mean()
     loss.backward()
@@ -725,11 +749,16 @@ def test_recording_a_step_is_refused() -> None:
     added_up(model, optimizers, x)
 
 
+@pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("updates", ["after", "during"])
-def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
+def test_a_closure_is_called_once_as_the_step_would(updates: str, measured: bool) -> None:
     model, optimizers, x = small()
     plain = copy.deepcopy(model._model)
-    place(model, optimizers, 0.1, updates=updates)
+    limit = place(model, optimizers, 0.1, updates=updates)
+    if not measured:
+        own = copy.deepcopy(plain)
+        model, optimizers = rotoff.Checkpointable(own, cache_directory=None), adamw(list(own.parameters()))
+        model.compute_sequence(device_limit=limit + 2**18, optimizer=optimizers, updates=updates, refine=False)
     losses = []
     for one, optimizer in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
         for _ in range(3):
@@ -741,6 +770,7 @@ def test_a_closure_is_called_once_as_the_step_would(updates: str) -> None:
                 return loss
 
             losses.append(optimizer.step(closure).item())
+    assert model._plan.placed is not None
     assert losses[:3] == losses[3:]
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
@@ -822,20 +852,30 @@ def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backw
     torch.amp.GradScaler("cpu").scale(model(x).sum())
 
 
-def test_gradients_cleared_to_zero_before_a_size_that_fits_as_it_is() -> None:
-    """Its step runs without a plan, and autograd adds to what is left of the gradients."""
+def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
+    """Its step runs without a plan, autograd adds to what is left of the gradients, and a planned step follows."""
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)])
     model, x = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None), torch.randn(512, 64)
     twin, optimizers = adamw(list(plain.parameters())), adamw(list(model.parameters()))
     model.measure(x).compute_sequence(device_limit=2_600_000, optimizer=optimizers, updates="during")
     assert not model._plan.keeps_all
-    for rows in (512, 512, 2):
+    for n, rows in enumerate((512, 512, 2, 512, 2)):
         for one, own in ((model, optimizers), (plain, twin)):
-            one(x[:rows]).square().mean().backward()
+            if n == 4:  # between forward and backward
+                loss = one(x[:rows]).square().mean()
+                own[0].zero_grad(set_to_none=False)
+            else:
+                own[0].zero_grad(set_to_none=False)
+                loss = one(x[:rows]).square().mean()
+            loss.backward()
             own[0].step()
-            own[0].zero_grad(set_to_none=False)
-    assert model._plan.keeps_all
+        assert model._plan.keeps_all == (rows == 2)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    optimizers[0].zero_grad()
+    model(x).square().mean().backward()
+    optimizers[0].step()
+    with pytest.raises(rotoff.ExecutionError, match="have not been cleared"):
+        model(x[:2]).square().mean().backward()
 
 
 def test_a_gradient_from_outside_of_the_model_counts_once() -> None:

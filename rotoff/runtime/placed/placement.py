@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from ...core.sequence import UPDATES, Op, OpKind, Value, g, o, w
 from ...errors import ExecutionError
+from ...tensors.tree import flatten
 from ..links.base import Link
 from .all_at_once import Guard
 from .lending import Lender, Streamed, move
@@ -182,8 +183,11 @@ class Placement:
             ExecutionError: if updates come during the backward, and there are gradients before it.
         """
         assert self._plan is not None
-        if self._plan.during and any(self._places[id(p)].gradient.get() is not None for p in self._every()):
-            raise _accumulates("parameters have gradients before the backward")
+        for gradient in (self._places[id(p)].gradient for p in self._every()) if self._plan.during else ():
+            if (earlier := gradient.get()) is not None:
+                if earlier.any():
+                    raise _accumulates("parameters have gradients before the backward")
+                gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)`` after a step without a plan
         self._step = weakref.ref(step)
         for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
             ordered: Any = optimizer  # its hooks are in ordered dictionaries
@@ -256,17 +260,21 @@ class Placement:
     # -- within a step
 
     def forward_begins(self) -> None:
-        """Before a training forward, with a plan or without one: remove the marks of gradients that the caller has
-        cleared, since autograd cannot add to them.
+        """Before a training forward, with a plan or without one.
 
         Raises:
             ExecutionError: if the forward comes between a backward that has updated parameters and its step.
         """
         self._refuse_before_step()
         self._updated, self._gone = [], set()
-        for places in self._places.values():
-            if not places.gradient.stale:
-                places.gradient.unmark()
+
+    def watch(self, result: Any) -> None:
+        """Have the backward of a step without a plan, whose forward has returned `result`, begin as a planned one's:
+        autograd cannot add to marks."""
+        if any(places.gradient.marked for places in self._places.values()):
+            for tensor in flatten(result)[0]:
+                if tensor.requires_grad:
+                    tensor.register_hook(lambda _: self.backward_begins())
 
     def backward_begins(self) -> None:
         """Check that the caller has cleared the gradients that an earlier backward used up.
@@ -322,7 +330,8 @@ class Placement:
 
     def streamed(self) -> Streamed | None:
         """Return the context for a forward without a plan; None if it needs none."""
-        assert self._plan is not None
+        if self._plan is None:
+            return None
         self._refuse_before_step()
         return Streamed(self._every(), self.link.device, self._plan.room) or None
 
@@ -441,7 +450,10 @@ class Placement:
         """Raise if a gradient came after its parameter had been updated within the backward."""
         assert self._plan is not None
         late = [
-            k for k in self._updated if any(p.grad is not None and id(p) in self._gone for p in self._parameters(k))
+            k
+            for k in self._updated
+            for p in self._parameters(k)
+            if p.grad is not None and id(p) in self._gone and not self._places[id(p)].gradient.marked
         ]
         if late:
             raise ExecutionError(
