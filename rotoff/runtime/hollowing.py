@@ -10,7 +10,7 @@ import torch
 
 from ..capture.collectives import several_processes
 from ..tensors.storage import local
-from .stage_tape import TAG, Var
+from ._follow import TAG, Var
 
 LETTING_GO = 0.2  # seconds
 

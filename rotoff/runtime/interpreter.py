@@ -19,6 +19,7 @@ from ..tensors.convolutions import StageAlgorithms, forward_by
 from ..tensors.recipe import Recipe
 from ..tensors.rng import Generators
 from ..tensors.stage import Behaviour, StageModule
+from ._follow import Var
 from .execution_plan import ExecutionPlan, describe
 from .hollowing import empty
 from .links.base import Link
@@ -26,7 +27,6 @@ from .live import LiveForward
 from .memory_check import MemoryChecker
 from .placed.placement import Placement
 from .stage_run import StageRun
-from .stage_tape import Var
 from .step_times import StepTimes
 from .values import Held, HeldValues
 

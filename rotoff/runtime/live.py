@@ -26,12 +26,14 @@ from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import without
 from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
+from ._follow import TAG, Var
+from .arguments import NESTED, replaced, tensors_in, tensors_of
 from .hollowing import Frames
-from .on_course import UNEXPECTED, OnCourse
+from .on_course import OnCourse
 from .placed.lending import Lender
 from .reads import Reads, is_among
-from .stage_tape import NESTED, TAG, VALUES, Around, Origin, Seeded, StageTape, Var, replaced, tensors_in, tensors_of
-from .torch_calls import KNOWN, Known, find
+from .stage_tape import Around, Seeded, StageTape
+from .torch_calls import Known
 
 
 class Stages(Protocol):
@@ -46,8 +48,6 @@ class Stages(Protocol):
 
 RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
 NOTHING_EXPECTED = Course()
-_ITER = Tensor.__iter__
-is_grad_enabled, is_any_autocast_enabled = torch.is_grad_enabled, torch._C._is_any_autocast_enabled
 
 
 class LiveForward(OnCourse):
@@ -80,22 +80,20 @@ class LiveForward(OnCourse):
         self.frames = Frames(self.reads.resident)
         self.entered: set[Var] = set()
         self.autocast_before: Autocast | None = None  # when the stage began; None if it was off
-        self.seen = self.dead = False
-        self.saved: list[Any] = []
+        self.saved = []
+        self._every = self.timed
         self.kept_more = False
         self.algorithms: Algorithms | None = None  # of convolutions
         self.instead: dict[Var, torch.Tensor] = {}  # the tensor that calls get in place of a stage's input
         self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
         self.lender: Lender | None = None  # lends other parameters from the host
         self._token = object()  # identifies this forward
-        self._origin: Origin = (self._token, OUTSIDE)  # of what the open stage makes
-        self._outside: Origin = self._origin
+        self._origin: tuple[object, int] = (self._token, OUTSIDE)  # of what the open stage makes
+        self._outside: tuple[object, int] = self._origin
         self._stages = stages
         self._generators = generators
         self._drawn: tuple[object, ...] | None = None  # mark of the generators after the stage's last random call
         self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
-        self.inside = False
-        self._unusual = False  # whether every call in the open stage goes through `_carefully`
         self._within = int(self.course is NOTHING_EXPECTED)
         self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
         for tensor in given:
@@ -182,106 +180,14 @@ class LiveForward(OnCourse):
             self.frames.fill(var, content)
             var.stays = True
 
-    def _let_go_all(self) -> None:
-        """Hollow the tensors that no later call needs."""
-        numbers, self._dying = self._dying, ()
-        for number in numbers:
-            if (var := self._numbered.pop(number, None)) is not None and var() is not None:
-                self._let_go(var)
-
     def _let_go(self, var: Var) -> None:
         if self.astray is None or var not in self._numbered.values():  # it may also have the number of another
             self.frames.hollow(var)
 
     # -- calls
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `function`, and record the call if a replay must repeat it."""
-        if self.inside:
-            return function(*args, **kwargs)
-        known = KNOWN.get(function) or find(function)
-        if not known.ordinary:
-            if known.fact:
-                return self.lender.answer(function, args, kwargs) if self.lender else function(*args, **kwargs)
-            if known.returns_itself is not None and known.returns_itself(*args, **kwargs):
-                return function(*args, **kwargs)
-            if function is _ITER:
-                return iter(self.call(torch.unbind, args, {}))
-            if known.instead is not None:
-                function = known.instead
-        self.inside = True  # if a wrapper called this, the mode is still active
-        try:
-            row = self._rows[self._position]
-            if row[0] is not function or self._within or not self.on_course:
-                row = self._expected(function, args, kwargs)
-            if self._dying and row is not UNEXPECTED:
-                self._let_go_all()
-            if row[1] != self._stage and row[1]:
-                self._stages.enter(row[1])
-            return self._followed(function, known, args, kwargs, row)
-        finally:
-            self.inside = False
-
-    def _followed(
-        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], row: tuple[Any, ...]
-    ) -> Any:
-        """Run and record a call. What only few calls need is in other functions."""
-        _, stage, numbers, last_uses, dead = row
-        if stage is None:
-            stage = self._stage
-        origin, tape, reads = (
-            (self._origin, self.tape, self.reads) if stage else (self._outside, self.outside, self.reads)
-        )
-        foreign: list[Tensor] = []  # those that the open stage has not made, but for parameters
-        named, saved, constants = list(args), len(self.saved), len(tape.constants)
-        for n, one in enumerate(args):
-            kind = type(one)
-            if kind is Tensor and (var := one.__dict__.get(TAG)) is not None and var.origin is origin and stage:
-                named[n] = var
-                if var.hollow or var.dead:
-                    self._reference(foreign, stage, one)
-            elif kind not in VALUES:
-                named[n] = self._reference(foreign, stage, one)
-        named_kwargs = kwargs and {n: self._reference(foreign, stage, one) for n, one in kwargs.items()}
-        careful = self._unusual or not known.ordinary or (kwargs and "out" in kwargs)
-        grad, written = is_grad_enabled(), False
-        self.seen, self.dead = stage != OUTSIDE, dead
-        try:
-            if not careful and not (foreign and reads.changing and reads.are_changing(foreign)):
-                result = self._run(function, args, kwargs) if self.timed else function(*args, **kwargs)
-            else:
-                result, written = self._carefully(function, known, args, kwargs, stage)
-        except BaseException:
-            del self.saved[saved:]  # the model may catch the error and go on
-            tape.forget_since(constants)
-            raise
-        finally:
-            self.seen = False
-        if type(result) is Tensor and TAG not in result.__dict__ and not (foreign and is_among(result, foreign)):
-            var = result.__dict__[TAG] = Var(result)
-            var.origin = origin
-            self.frames.every.append(var)
-            made: Sequence[Var | None] = (var,)
-        else:
-            var = None
-            made, new = self._made(tensors_of(result), tensors_in(args, kwargs), origin)
-            if not written and not new:
-                tape.forget_since(constants)
-                return result  # a query, or no work: x.to(x.dtype)
-        if var is not None and numbers is not None and len(numbers) == 1 and (number := numbers[0]) not in self._held:
-            if number is not None:
-                self._numbered[number] = var
-            self._position, self._dying = self._position + 1, last_uses
-            self._log.append(function)
-        elif not self._within:
-            self._made_next(numbers, made, function)
-        if dead and self._made_for_nothing(made, stage, written):
-            return result
-        around = None
-        if not grad or self.autocast_before or known.attention or is_any_autocast_enabled():
-            around = Around.of(grad, self.autocast_before, known.attention)
-        tape.calls.append((function, named, named_kwargs, made, around, dead))
-        return result
+    def _settings(self, grad: bool, attends: bool) -> Around | None:
+        return Around.of(grad, self.autocast_before, attends)
 
     def _made_for_nothing(self, made: Sequence[Var | None], stage: int, written: bool) -> bool:
         """Note that a dead call has made tensors; returns whether no replay makes them."""
@@ -331,21 +237,11 @@ class LiveForward(OnCourse):
         with forward_by(self.algorithms):
             return function(*args, **kwargs)
 
-    def called(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
+    def _called_otherwise(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
     ) -> Any:
-        """Replaces the call of a module. run: called instead of the module's own code, if given."""
-        row, compiled_call = self._entries[self._next_entry], module._compiled_call_impl
-        own = run or compiled_call or module._call_impl
-        if row[0] is module and row[1] == self._position and self.on_course and not (self._within or compiled_call):
-            self._next_entry += 1
-            self._log.append(row)
-            try:
-                if row[2]:
-                    self._begin_next()
-                return own(*args, **kwargs)
-            finally:
-                self._log.append(None)
+        """Run a call of a module that is not the next of the course, or that is called as a whole."""
+        own = run or module._compiled_call_impl or module._call_impl
         if self._within or module not in self.course.modules:
             return self._enter(own, module, args, kwargs)
         try:
@@ -398,23 +294,16 @@ class LiveForward(OnCourse):
 
     # -- what a call reads and makes
 
-    def _reference(self, given: list[torch.Tensor], stage: int, leaf: Any) -> Any:
-        """Return what the tape holds in place of one leaf of the arguments; a tensor other than a parameter is added to
-        `given`."""
-        if not isinstance(leaf, Tensor):
-            kind = type(leaf)
-            if kind in VALUES or (kind is tuple and VALUES.issuperset(map(type, leaf))):
-                return leaf
-            if kind in NESTED or isinstance(leaf, (tuple, dict)):
-                return replaced(leaf, partial(self._reference, given, stage))
-            if kind is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
-                return Seeded(leaf)
-            return leaf
-        if type(leaf) is not nn.Parameter:
-            given.append(leaf)
-        var: Var | None = leaf.__dict__.get(TAG)
-        if var is None or var.origin[0] is not self._token:
-            return self.reads.constant(leaf) if stage != OUTSIDE else leaf
+    def _refer_within(self, foreign: list[torch.Tensor], stage: int, leaf: Any) -> Any:
+        """Return what `_reference` returns for an argument that is not a tensor."""
+        if type(leaf) in NESTED or isinstance(leaf, (tuple, dict)):
+            return replaced(leaf, partial(self._reference, foreign, stage))
+        if type(leaf) is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
+            return Seeded(leaf)
+        return leaf
+
+    def _refer_made(self, var: Var, stage: int, leaf: torch.Tensor) -> Any:
+        """Return what `_reference` returns for a tensor that this forward made."""
         if var.hollow:
             self._refill([var])
         if stage == OUTSIDE:
@@ -429,12 +318,8 @@ class LiveForward(OnCourse):
             self._aliases[var] = self.reads.constant(alias)
         return alias
 
-    def _known(self, tensor: Tensor) -> Var | None:
-        var: Var | None = tensor.__dict__.get(TAG)
-        return None if var is None or var.origin[0] is not self._token else var
-
     def _made(
-        self, outputs: Sequence[Tensor], given: Sequence[Tensor], origin: Origin
+        self, outputs: Sequence[Tensor], given: Sequence[Tensor], origin: tuple[object, int]
     ) -> tuple[list[Var | None], bool]:
         """Return the `Var`s of a call's `outputs`, and whether any output is not among its inputs `given`."""
         found: list[Var | None] = []
@@ -446,13 +331,6 @@ class LiveForward(OnCourse):
                 var = var or self._tag(tensor, origin)
             found.append(var)
         return found, new
-
-    def _tag(self, tensor: torch.Tensor, origin: Origin) -> Var:
-        var = Var(tensor)
-        var.origin = origin
-        setattr(tensor, TAG, var)
-        self.frames.every.append(var)
-        return var
 
     def _unaliased(self, result: Any, given: Sequence[Tensor]) -> Any:
         """Return the original tensor if a call returned the stand-in that it was given for it."""

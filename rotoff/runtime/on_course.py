@@ -11,13 +11,14 @@ from ..capture.course import OUTSIDE, Course
 from ..capture.places import Places, is_exact
 from ..capture.tape import name_of
 from ..tensors.eager_mode import EagerFunctionMode
-from .stage_tape import TAG, Var, tensors_of
+from ._follow import TAG, Follower, Var
+from .arguments import tensors_of
 from .torch_calls import same_call
 
 UNEXPECTED: tuple[Any, ...] = (None, None, None, (), False)  # in place of a row of `Course.rows`
 
 
-class OnCourse(EagerFunctionMode):
+class OnCourse(Follower, EagerFunctionMode):
     """Matches the calls of one forward with those of its course.
 
     Attributes:

@@ -20,12 +20,13 @@ from ..tensors.recipe import Recipe
 from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, SavedKind
 from ..tensors.storage import View, storage_key
+from ._follow import Var
 from .hollowing import key_of
 from .live import LiveForward
 from .placed.tensor import PlacedTensor
 from .replay import ReplayState
 from .selective import OtherOperations, Redone, redo
-from .stage_tape import StageTape, Var
+from .stage_tape import StageTape
 from .values import Slot
 
 BESIDE = (

@@ -7,7 +7,6 @@ looked up in the first run.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -20,37 +19,8 @@ from torch.utils import _pytree as pytree
 from ..errors import ExecutionError
 from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.storage import copied, version_of
-
-TAG = "_rotoff_var"  # the attribute in which a tensor holds its `Var`
-
-
-Origin = tuple[object, int]  # of a tensor: see `Var`
-
-
-class Var(weakref.ref[torch.Tensor]):
-    """Stands for a tensor of a step on its tapes; a weak reference to the tensor that the model's own code has. An
-    attribute of the tensor holds it, and copies and pickles as None.
-
-    origin: what identifies the forward, and the stage that made the tensor, 0 if it belongs to none. dead: whether the
-    course expected nobody to need it. hollow: whether its bytes are freed now; gone: whether they have been freed
-    before, even if `hollow` is False because a view of it was filled. stays: whether its bytes must not be freed.
-    """
-
-    __slots__ = ("__dict__", "origin")
-
-    origin: Origin
-    dead = hollow = gone = stays = False
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-    @property
-    def stage(self) -> int:
-        return self.origin[1]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-    def __deepcopy__(self, _: Any) -> None:
-        return None
+from ._follow import Var
+from .arguments import NESTED, VALUES, replaced, tensors_of
 
 
 class Seeded:
@@ -243,25 +213,7 @@ def _argument(values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor],
     return changed.get(id(leaf), leaf) if changed else leaf
 
 
-NESTED = frozenset({tuple, list, dict, slice})
-VALUES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type(Ellipsis)})
 LEAVES = VALUES | {torch.Tensor, torch.nn.Parameter}  # in which there is no `Var`
-
-
-def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to every leaf within tuples, lists, dicts, slices and pytree nodes."""
-    kind = type(value)
-    if kind is tuple:
-        return tuple([replaced(v, change) for v in value])
-    if kind is list:
-        return [replaced(v, change) for v in value]
-    if kind is dict:
-        return {k: replaced(v, change) for k, v in value.items()}
-    if kind is slice:
-        return slice(replaced(value.start, change), replaced(value.stop, change), replaced(value.step, change))
-    if isinstance(value, (tuple, dict)) or kind in pytree.SUPPORTED_NODES:
-        return pytree.tree_map(change, value)
-    return change(value)
 
 
 def vars_in(value: Any) -> list[Var]:
@@ -282,26 +234,4 @@ def vars_in(value: Any) -> list[Var]:
             found.append(leaf)
         elif type(leaf) not in LEAVES:
             found += vars_in(leaf)
-    return found
-
-
-def tensors_of(result: Any) -> Sequence[torch.Tensor]:
-    """Return the tensors in a call's result, in order."""
-    if isinstance(result, torch.Tensor):
-        return (result,)
-    if type(result) in VALUES or not (isinstance(result, (tuple, dict)) or type(result) in pytree.SUPPORTED_NODES):
-        return ()
-    if type(result) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in result):
-        return result
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors in a call's arguments, in order."""
-    found: list[torch.Tensor] = []
-    for one in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(one, torch.Tensor):
-            found.append(one)
-        elif type(one) not in VALUES:
-            found += tensors_of(one)
     return found

@@ -18,6 +18,7 @@ from ..errors import ExecutionError
 from ..tensors.eager_mode import without
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten, look_into
+from ._follow import Var
 from .backward_phase import GIVEN_UP, BackwardPhase
 from .call_interception import following
 from .interpreter import has_own_bytes
@@ -26,7 +27,7 @@ from .placed.brought import bring
 from .placed.tensor import PlacedTensor
 from .replay import ReplayState
 from .stage_run import StageRun
-from .stage_tape import StageTape, Var
+from .stage_tape import StageTape
 from .values import Held, compact
 
 HELD = -1  # `Step.astray` if all calls were expected, but something held a tensor that no call needed any more

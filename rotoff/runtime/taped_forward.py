@@ -22,9 +22,10 @@ from ..errors import MeasureError
 from ..tensors.autocast import autocast_now
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
+from ._follow import TAG, Var
 from .call_interception import as_call_of, following
 from .replay import ReplayState
-from .stage_tape import TAG, Call, StageTape, Var
+from .stage_tape import Call, StageTape
 from .taping import Span, Taping
 
 CURE = "; measure the model before training, by model.measure(*sample)"

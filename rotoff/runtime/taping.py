@@ -19,11 +19,13 @@ from ..capture.interception import Patches, other_generators, put_other_generato
 from ..capture.recorder import HOOKS, one_call
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
+from ._follow import TAG, Var
+from .arguments import replaced, tensors_of
 from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ReplayState
-from .stage_tape import TAG, Call, StageTape, Var, replaced, tensors_of
+from .stage_tape import Call, StageTape
 from .torch_calls import WRITERS, Known
 
 FIRST = 1  # the only stage

@@ -25,10 +25,10 @@ from ...capture.course import Course
 from ...core.chain import Chain, Stage
 from ...core.sequence import Op
 from ...core.sequence import Sequence as Operations
+from ...runtime._follow import Var
 from ...runtime.execution_plan import compile_sequence
 from ...runtime.live import LiveForward
 from ...runtime.overhead import OverheadTimes
-from ...runtime.stage_tape import Var
 from ...runtime.step import Step
 from ...tensors.stage import Behaviour, StageModule
 from ...tensors.tree import flatten
