@@ -87,7 +87,7 @@ def fork(ranks: int, main: Callable[[], object]) -> bool:
 
 if __name__ == "__main__":
     import torch
-    import torch._dynamo  # noqa: F401 - every optimizer imports it: once here, and not in each process
+    import torch._dynamo
 
     import rotoff.checkpointable  # noqa: F401
     from rotoff.profile.timing import convergence
