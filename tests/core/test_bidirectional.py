@@ -7,11 +7,12 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
 from oracles.fluid import ends
 from random_programs import placed, random_sequence
+from thoroughness import examples
 
 from rotoff import (
     Chain,
@@ -78,20 +79,20 @@ def agree(chain: Chain, plan: Sequence, periods: int = 1) -> None:
 
 
 @given(chains(most=6).flatmap(busy), st.integers(0, 10**9))
-@settings(deadline=None, max_examples=150)
+@examples(150)
 def test_the_machine_is_that_of_exact_fractions(chain: Chain, seed: int) -> None:
     agree(chain, random_sequence(chain, seed, forms=True))
 
 
 @given(chains(most=5).flatmap(groups).flatmap(busy).filter(lambda chain: chain.parameters), st.integers(0, 10**9))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_the_machine_is_that_of_exact_fractions_with_parameters(chain: Chain, seed: int) -> None:
     rng = random.Random(seed)
     agree(chain, placed(chain, rng, rng.choice(["during", "after"])), PERIODS)
 
 
 @given(chains(tails=False).flatmap(busy), st.sampled_from([0.0, 0.2, 0.5]))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_a_busy_link_is_between_one_that_is_not_and_its_lowest_rates(chain: Chain, share: float) -> None:
     free = replace(chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
     least, peak = min_mem_limit(chain), simulate(chain, keep_all(chain)).peak_bytes
@@ -104,7 +105,7 @@ def test_a_busy_link_is_between_one_that_is_not_and_its_lowest_rates(chain: Chai
 
 
 @given(chains(most=5).flatmap(busy), st.integers(0, 10**9))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_a_pipeline_of_one_rank_is_the_machine(chain: Chain, seed: int) -> None:
     plan = random_sequence(chain, seed)
     stage = stage_plan(chain, simulate(chain, plan), turn(plan.ops, len(chain)))
@@ -116,7 +117,7 @@ WITH_OR_WITHOUT = st.one_of(chains(most=5), chains(most=4).flatmap(groups)).flat
 
 
 @given(WITH_OR_WITHOUT.filter(lambda chain: min(chain.bidirectional_shares) < 1), st.sampled_from([0.0, 0.1, 0.3]))
-@settings(deadline=None, max_examples=25)
+@examples(25)
 def test_the_plan_is_no_slower_than_the_one_for_a_link_that_is_not_busy(chain: Chain, share: float) -> None:
     least, peak = min_mem_limit(chain), simulate(chain, keep_all(chain)).peak_bytes
     limit = max(1, round(least + share * max(0, peak - least)))

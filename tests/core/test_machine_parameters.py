@@ -6,11 +6,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
 from oracles.parameters import Illegal, judge
 from random_programs import mutants, placed, random_sequence
+from thoroughness import examples
 
 from rotoff import Chain, InvalidSequenceError, Sequence, SequenceFormatError, keep_all, simulate
 
@@ -43,7 +44,7 @@ def agree(chain: Chain, data: dict, limit: int | None = None, updates: str = "du
     PARAMETERS,
     st.sampled_from(["during", "after"]),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_the_machine_is_the_one_of_the_contract(chain: Chain, seed: int, updates: str) -> None:
     rng = random.Random(seed)
     made = placed(chain, rng, updates)
@@ -61,7 +62,7 @@ def test_the_machine_is_the_one_of_the_contract(chain: Chain, seed: int, updates
 
 
 @given(chains(most=6), st.integers(0, 10**9))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_without_parameters_nothing_has_changed(chain: Chain, seed: int) -> None:
     made = random_sequence(chain, seed, forms=True)
     assert "resident" not in made.to_dict()
@@ -71,7 +72,7 @@ def test_without_parameters_nothing_has_changed(chain: Chain, seed: int) -> None
 
 
 @given(chains(most=5).flatmap(groups))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_keeping_everything_is_legal_and_costs_the_updates_alone(chain: Chain) -> None:
     trace = simulate(chain, keep_all(chain))
     updates = sum(group.update_time for group in chain.parameters if group.grad_bytes)

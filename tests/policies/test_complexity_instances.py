@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.fractional_program import fractional
 from oracles.partition_instances import ordered_out, three_partition, times_of_all_orders, triples, two_partition
+from thoroughness import examples
 
 from rotoff import lower_bound, simulate, solve
 from rotoff.solver.policies.dynprog import discretize
@@ -56,7 +57,7 @@ def test_nothing_claims_a_negative_instance(numbers: list[int]) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=7).filter(lambda u: sum(u) % 2 == 0))
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_theorem_3_the_program_decides_2_partition(numbers: list[int]) -> None:
     chain, limit, T = two_partition(numbers)
     reachable = {0}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
 from superneurons_layers import alexnet, chain_of, checkpoints, resnet
+from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
 from rotoff.solver.policies.heavy import heavy_stages
@@ -48,7 +49,7 @@ def test_synchronous_vdnn_golden():
     )
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(chains(least=2), st.sampled_from(["all", "convolutions"]))
 def test_asynchronous_is_never_slower_than_synchronous(chain, what):
     limit = (
@@ -77,7 +78,7 @@ def test_overlap_golden():
     )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(chains(least=2), st.data())
 def test_overlap_costs_what_is_not_hidden(chain, data):
     """ "The overhead is given by the sum of the difference in the computation and data transfer time at each layer"."""

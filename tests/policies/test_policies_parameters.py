@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
+from thoroughness import examples
 
 from rotoff import (
     Chain,
@@ -46,7 +47,7 @@ def when(sequence: Sequence, *kinds: OpKind) -> list[int]:
 
 @pytest.mark.parametrize("policy", PLACEMENTS)
 @given(chains(most=4).flatmap(groups).filter(lambda chain: chain.parameters), st.floats(0.1, 1), st.booleans())
-@settings(deadline=None, max_examples=15)
+@examples(15)
 def test_within_the_limit_or_refused(policy: str, chain: Chain, share: float, after: bool) -> None:
     updates = "after" if after else "during"
     limit = max(1, round(share * simulate(chain, keep_all(chain)).peak_bytes))

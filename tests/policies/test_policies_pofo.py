@@ -6,9 +6,10 @@ import math
 from functools import cache
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
+from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
 from rotoff.solver.policies.pofo import costs, fill, predicted
@@ -113,7 +114,7 @@ def published(chain: Chain, limit: int, N: int) -> float:
     return OC(1, 0, 0, 0, 0)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(chains(most=6, forms=False), st.floats(0.2, 1.2), st.integers(1, 14))
 def test_the_tables_are_the_published_recurrences(chain, part, N):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
@@ -121,7 +122,7 @@ def test_the_tables_are_the_published_recurrences(chain, part, N):
     assert predicted(table, fill(table)) == pytest.approx(published(chain, limit, N), rel=1e-9, abs=1e-9)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(chains(most=6), st.floats(0.3, 1.0))
 def test_ours_is_never_slower(chain, part):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))

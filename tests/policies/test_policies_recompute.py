@@ -6,11 +6,12 @@ import math
 from functools import cache
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from oracles.chains import chains
 from oracles.exhaustive import Search
 from oracles.recurrences import Recurrences
+from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
 from rotoff.solver.policies.revolve import first_cut, operations, swept
@@ -38,7 +39,7 @@ class Literal(Recurrences):
         return self.opt(1, self.L, self.N)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(chains(most=7), st.floats(0.2, 1.2), st.integers(1, 25))
 def test_rotor_is_its_recurrence(chain, part, N):
     limit = int(simulate(chain, keep_all(chain)).peak_bytes * part)
@@ -50,7 +51,7 @@ def test_rotor_is_its_recurrence(chain, part, N):
         assert simulate(chain, program.operations(), limit).makespan == pytest.approx(literal, abs=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(chains(most=6), st.floats(0.3, 1.0))
 def test_ours_is_never_slower_than_rotor(chain, part):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
@@ -95,7 +96,7 @@ def test_revolve_cut_attains_the_minimum():
             assert i + program(length - i, slots - 1) + program(i - 1, slots) == program(length, slots)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.integers(1, 25), st.integers(1, 8))
 def test_revolve_runs_as_many_forwards_as_it_counts_and_holds_its_slots(L, slots):
     chain = homogeneous(L)
@@ -152,7 +153,7 @@ def test_one_forward_more_at_most():
 # -- persistent or not
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(chains(most=4), st.floats(0.3, 1.0))
 def test_nonpersistent_is_the_machines_optimum_without_moves(chain, part):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))

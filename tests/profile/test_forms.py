@@ -12,7 +12,7 @@ import torch
 from models import Attention, Residual, fresh, plain, same, train
 from planned_steps import every_form, step_peak, with_sequence
 from random_programs import random_sequence
-from recording_link import Counting, Forgetful, RecordingLink
+from recording_link import Counting, Forgetful, RecordingLink, moves_over
 from thoroughness import seeds
 from torch import nn
 from torch.nn import functional as F
@@ -130,13 +130,7 @@ def over(
             ops.append(Op(OpKind.WAIT, i - 2, saved=True))
     sequence = rotoff.Sequence(tuple(ops), mode="moved")
     with_sequence(wrapped, sequence)
-
-    def take(device: torch.device, nbytes: int) -> RecordingLink:
-        link.reserve(nbytes)
-        return link
-
-    wrapped._links.take = take
-    wrapped._links.give_back = lambda link: None
+    moves_over(wrapped, link)
     return train(wrapped, batch, steps=2), sequence
 
 

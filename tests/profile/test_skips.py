@@ -13,7 +13,7 @@ import torch
 from allocated import live_bytes, peak_bytes
 from models import fresh
 from random_programs import random_sequence
-from recording_link import RecordingLink
+from recording_link import RecordingLink, moves_over
 from thoroughness import seeds
 from torch import nn
 from torch.nn import functional as F
@@ -374,13 +374,7 @@ def test_copies_with_kept_skips_have_no_race(name: str) -> None:
         kept = tuple(range(len(wrapped.profile.skips)))
         link = RecordingLink(0.5, seed)
         sequence = random_sequence(wrapped.profile.keeping(kept).chain, seed, wildness=0.75)
-
-        def take(device: torch.device, nbytes: int, link: RecordingLink = link) -> RecordingLink:
-            link.reserve(nbytes)
-            return link
-
-        wrapped._links.take = take
-        wrapped._links.give_back = lambda link: None
+        moves_over(wrapped, link)
         assert same(step(having(wrapped, sequence, kept), batch), expected)
         assert link.check() == [], str(sequence)
         link.close()

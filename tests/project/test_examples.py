@@ -81,7 +81,6 @@ def test_train_transformer_reaches_the_plain_losses() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
     pytest.importorskip("yaml")
     runs = [run(EXAMPLES / "titan_loop.py", EXAMPLES / "titan_loop.yaml", *more) for more in (["--plain"], [])]

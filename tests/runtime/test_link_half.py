@@ -7,7 +7,7 @@ import torch
 from models import fresh, plain, same, train
 from planned_steps import with_sequence
 from random_programs import random_sequence
-from recording_link import RecordingLink
+from recording_link import RecordingLink, moves_over
 
 import rotoff
 from rotoff.runtime.links import half as link_half
@@ -75,18 +75,6 @@ def test_what_lies_at_an_odd_address_or_in_two_pieces_crosses_unconverted():
     link.close()
 
 
-def over(link: HalfLink, wrapped: rotoff.Checkpointable) -> rotoff.Checkpointable:
-    """Have `wrapped` move its values over `link`."""
-
-    def take(device: torch.device, nbytes: int) -> HalfLink:
-        link.reserve(nbytes)
-        return link
-
-    wrapped._links.take = take
-    wrapped._links.give_back = lambda link: None
-    return wrapped
-
-
 # Of the convolutional model, sequences that replay no ReLU or pooling on rounded values: which element is the largest
 # of a window may change then, and with it where a gradient goes
 # (`test_a_replay_on_rounded_values_gives_the_gradients_of_the_plain_model_on_those`).
@@ -100,7 +88,8 @@ def test_a_step_has_no_race_and_nearly_the_plain_gradients(name, seeds, eagernes
     for seed in seeds:
         link = RecordingHalfLink(eagerness, seed)
         model, batch = fresh(name)
-        wrapped = over(link, rotoff.Checkpointable(model).measure(batch()))
+        wrapped = rotoff.Checkpointable(model).measure(batch())
+        moves_over(wrapped, link)
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
         got = train(wrapped, batch, steps=1)
         assert link.check() == []
@@ -130,7 +119,8 @@ def test_a_replay_on_rounded_values_gives_the_gradients_of_the_plain_model_on_th
     rounded = train(model, batch, steps=1)
     link = RecordingHalfLink(0.0, 0)
     model, batch = fresh("convolutional")
-    wrapped = over(link, rotoff.Checkpointable(model).measure(batch()))
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    moves_over(wrapped, link)
     L = len(wrapped.chain)
     assert [stage.name for stage in wrapped.chain.stages][4] == "1.3..2.0"  # with the pooling
     text = ["F_all 1", "offload abar 1", "F_ck 2", "free abar 1", "F_ck 3", "F_ck 4", "F_ck 5"]

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from order_checker import HOST, Recording, Span, check
 from recording_link import Lane, RecordingFileLink, RecordingLink, RecordingStreams
+from thoroughness import examples
 from transfer_programs import TransferProgram, storages
 
 from rotoff.runtime.links import cuda as link_cuda
@@ -158,7 +159,7 @@ def by_reachability(program: list[tuple[Any, ...]]) -> set[int]:
     return racing
 
 
-@settings(deadline=None, max_examples=1500)
+@examples(1500)
 @given(st.lists(operations, max_size=20))
 def test_the_checker_agrees_with_a_search_in_the_graph(program: list[tuple[Any, ...]]):
     recording, buffer = two_lanes()

@@ -1086,10 +1086,13 @@ def test_a_backward_that_fails_elsewhere_after_updates_warns() -> None:
     added_up(model, optimizers, x)
 
 
-def test_a_limit_that_the_kernel_enforces() -> None:
+def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
     """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
     example = Path(__file__).parents[2] / "examples" / "larger_than_memory.py"
-    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    # Each of its processes plans with a tenth of the default effort.
+    (tmp_path / "sitecustomize.py").write_text("from rotoff.solver import anneal\n\nanneal.DEFAULT_SECONDS *= 0.1\n")
+    paths = os.pathsep.join(map(str, (tmp_path, Path(rotoff.__file__).parent.parent)))
+    environment = {**os.environ, "PYTHONPATH": paths}
     size = ["--width", "512", "--blocks", "8", "--rows", "64", "--steps", "2"]
     command = [sys.executable, str(example), *size, "--memory", "208 MiB"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)

@@ -13,7 +13,7 @@ import torch
 from models import Residual, fresh, plain, same, train
 from planned_steps import with_sequence
 from random_programs import random_sequence
-from recording_link import Counting, Forgetful, RecordingFileLink, RecordingLink
+from recording_link import Counting, Forgetful, RecordingFileLink, RecordingLink, moves_over
 from thoroughness import seeds
 from torch import nn
 
@@ -45,13 +45,7 @@ class Trainee:
 
     def train(self, link: RecordingLink | RecordingFileLink) -> list[torch.Tensor]:
         """Two steps whose moves go over `link`."""
-
-        def take(device: torch.device, nbytes: int) -> RecordingLink | RecordingFileLink:
-            link.reserve(nbytes)
-            return link
-
-        self.wrapped._links.take = take
-        self.wrapped._links.give_back = lambda link: None
+        moves_over(self.wrapped, link)
         self.wrapped.load_state_dict(self.state)
         return train(self.wrapped, self.batch, steps=2)
 

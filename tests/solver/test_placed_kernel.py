@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
+from thoroughness import examples
 
 from rotoff import Chain, OpKind, ParameterGroup, Stage, simulate
 from rotoff.solver.genes import (
@@ -49,7 +50,7 @@ def random_plan(chain: Chain, rng: random.Random) -> np.ndarray:
     st.integers(0, 10**9),
     st.sampled_from(["during", "after"]),
 )
-@settings(deadline=None, max_examples=120)
+@examples(120)
 def test_what_the_kernel_says_of_a_plan_the_machine_says_of_its_sequence(chain: Chain, seed: int, updates: str) -> None:
     rng = random.Random(seed)
     plan = random_plan(chain, rng)
@@ -78,7 +79,7 @@ def test_updates_on_a_slow_host_that_nobody_waits_for() -> None:
 
 
 @given(chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters), st.integers(0, 10**9))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_a_plan_whose_parameters_stay_moves_none(chain: Chain, seed: int) -> None:
     genes = at_home(chain)
     plan = random_plan(chain, random.Random(seed))
@@ -95,7 +96,7 @@ def test_a_plan_whose_parameters_stay_moves_none(chain: Chain, seed: int) -> Non
     st.integers(0, 10**9),
     st.sampled_from(["during", "after"]),
 )
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_parts_that_are_placed_like_their_group_move_like_it(chain: Chain, seed: int, updates: str) -> None:
     parts = [replace(group, stages=group.stages[::way]) for group in chain.parameters for way in (1, -1)]
     chain = replace(chain, parameters=tuple(parts))

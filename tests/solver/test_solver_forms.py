@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
+from thoroughness import examples
 
 import rotoff
 from rotoff import Chain, Form, Stage
@@ -29,7 +30,7 @@ def without_forms(chain: Chain) -> Chain:
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
-@settings(max_examples=12)
+@examples(12)
 @given(chain=chains(least=2, most=8), part=st.floats(0.1, 0.95))
 def test_forms_never_make_a_plan_slower(mode: str, chain: Chain, part: float) -> None:
     plain = without_forms(chain)

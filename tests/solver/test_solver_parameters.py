@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains, groups
+from thoroughness import examples
 
 from rotoff import (
     Chain,
@@ -43,7 +44,7 @@ def transformer(layers: int = 8, host: float | None = 2.0) -> Chain:
 
 
 @given(WITH_PARAMETERS, st.sampled_from(MODES), st.sampled_from(WHEN), st.floats(0, 1))
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_there_is_a_plan_from_the_smallest_limit_on(chain: Chain, mode: str, updates: str, share: float) -> None:
     least = min_mem_limit(chain, mode, updates)
     peak = simulate(chain, keep_all(chain, updates)).peak_bytes
@@ -63,7 +64,7 @@ def test_there_is_a_plan_from_the_smallest_limit_on(chain: Chain, mode: str, upd
 
 
 @given(WITH_PARAMETERS, st.sampled_from(WHEN), st.floats(0, 1))
-@settings(deadline=None, max_examples=15)
+@examples(15)
 def test_joint_is_no_slower_than_the_others(chain: Chain, updates: str, share: float) -> None:
     least = min_mem_limit(chain, "joint", updates)
     peak = simulate(chain, keep_all(chain, updates)).peak_bytes

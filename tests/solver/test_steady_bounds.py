@@ -10,12 +10,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
 from oracles.every_step import fastest
 from oracles.link_price import link_price
 from random_programs import mutants, placed
+from thoroughness import examples
 
 from rotoff import (
     Chain,
@@ -186,7 +187,7 @@ def served(
     st.sampled_from(["during", "after"]),
     st.sampled_from([0.0, 0.25]),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_the_dual_is_that_of_every_way_written_out(chain: Chain, seed: int, updates: str, unpaid: float) -> None:
     # Activations of no bytes stay where they are, so that the groups are all there is besides the operations.
     chain = replace(
@@ -243,7 +244,7 @@ def linear_program(dual: Dual, N: int, duplex: bool) -> float:
 
 
 @given(WITH_PARAMETERS, st.floats(0, 0.6), st.sampled_from(["during", "after"]))
-@settings(deadline=None, max_examples=12)
+@examples(12)
 def test_the_ascent_nearly_reaches_the_linear_program(chain: Chain, share: float, updates: str) -> None:
     least = max(1, min_mem_limit(chain, "joint", updates))
     limit = round(least + share * max(0, simulate(chain, keep_all(chain)).peak_bytes - least))
@@ -259,7 +260,7 @@ def test_the_ascent_nearly_reaches_the_linear_program(chain: Chain, share: float
 
 
 @given(WITH_PARAMETERS.flatmap(busy), st.integers(0, 10**9), st.sampled_from(["during", "after"]))
-@settings(deadline=None, max_examples=40)
+@examples(40)
 def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> None:
     rng = random.Random(seed)
     made = placed(chain, rng, updates)
@@ -440,7 +441,7 @@ def test_smallest_limits_by_hand() -> None:
 
 
 @given(chains(most=6))
-@settings(max_examples=15)
+@examples(15)
 def test_without_parameters_nothing_has_changed(chain: Chain) -> None:
     limit = max(1, min_mem_limit(chain, "offload"), min_mem_limit(chain, "remat"))
     asked = itertools.product(("joint", "remat", "offload"), ("during", "after"))

@@ -8,6 +8,7 @@ under a heading for each.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import subprocess
@@ -86,11 +87,14 @@ def fork(ranks: int, main: Callable[[], object]) -> bool:
 
 if __name__ == "__main__":
     import torch
+    import torch._dynamo
 
+    import rotoff.checkpointable  # noqa: F401
     from rotoff.profile.timing import convergence
     from rotoff.solver import anneal
 
     torch.set_num_threads(1)
+    gc.freeze()  # so that no process collects, and copies, what was imported
     anneal.DEFAULT_SECONDS, convergence.FIXED = 0.01, 1  # to fit is enough
     for case in sys.argv[1:]:
         count, module, *arguments = case.split()

@@ -18,11 +18,24 @@ import order_checker as order
 import torch
 from order_checker import HOST, Recording
 
+import rotoff
+from rotoff.runtime.links.base import Link
 from rotoff.runtime.links.cuda import StreamLink
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
 
 _FRESH, _RELEASED = 0xA5, 0xDB  # two bytes that make absurd numbers in every dtype
+
+
+def moves_over(wrapped: rotoff.Checkpointable, link: Link) -> None:
+    """Have `wrapped` move its values over `link`."""
+
+    def take(device: torch.device, nbytes: int) -> Link:
+        link.reserve(nbytes)
+        return link
+
+    wrapped._links.take = take
+    wrapped._links.give_back = lambda link: None
 
 
 class Lane:
