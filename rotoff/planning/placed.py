@@ -31,7 +31,7 @@ from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from ..tensors.storage import block_bytes, rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
-from .planner import Known, in_forms_of, plan_everything
+from .planner import EFFORT, Known, in_forms_of, plan_everything
 from .request import Request
 
 logger = logging.getLogger("rotoff")
@@ -71,6 +71,9 @@ class PlacedPlanner:
             return min(reused, key=lambda plan: plan.trace.makespan)
         if not thorough:
             raise InfeasibleError("no plan of another size fits", whole)
+        if near:  # training has begun, and waits
+            effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
+            request = replace(request, options=effort)
         for asked, groups in itertools.product((request, _quick(request)), found):
             plan = plan_groups(profile, asked, groups, request.mem_limit)
             if plan is not None:
