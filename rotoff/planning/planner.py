@@ -323,10 +323,11 @@ def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
     short = [way.shortened() for way in ways]
     if len(ways) > 1 and short != ways:
         found, _ = _solved(asked, short)
-    near = [n for seconds, n, _ in found if seconds <= WORTH * min(one[0] for one in found)] or range(len(ways))
-    if not found or min(found)[0] > CLOSE * min(way.chain.compute_time for way in ways):
-        longer, least = _solved(asked, [ways[n] for n in near])
-        found += [(seconds, near[n], sequence) for seconds, n, sequence in longer]
+    fastest = min((seconds for seconds, *_ in found), default=math.inf)
+    near = [n for seconds, n, _ in found if seconds <= WORTH * fastest] or range(len(ways))
+    open_still = [n for n in near if fastest > CLOSE * ways[n].chain.compute_time]
+    longer, least = _solved(asked, [ways[n] for n in open_still])
+    found += [(seconds, open_still[n], sequence) for seconds, n, sequence in longer]
     if not found:
         raise InfeasibleError("", min(least))
     _, n, sequence = min(found, key=lambda one: one[0])
