@@ -26,7 +26,7 @@ from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence, slab_bytes
 from ..runtime.links.pinned import room_for_plan
 from ..solver import keep_all
-from ..solver.anneal import Budget, least_compute
+from ..solver.anneal import CLOSE, Budget, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of_any, min_mem_limit
 from ..solver.in_flight import least_in_flight
 from ..solver.search import parse_host_limit
@@ -39,7 +39,6 @@ GOOD = 1.005  # step time / compute time up to which another size's plan is as g
 EFFORT = 0.1  # search time / compute time of a step, if no plan is reused at once
 SHORT = 0.1  # share of the search effort that each variant gets first
 WORTH = 1.005  # step time / best step time up to which a variant then gets the whole effort
-CLOSE = 1.0005  # step time / a bound on it: closer ones print the same
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether the plain model runs
 COMPACT = "compact_gradients"  # likewise: whether waiting gradients are copied
@@ -326,9 +325,11 @@ def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
     short = [way.shortened() for way in ways]
     if len(ways) > 1 and short != ways:
         found, _ = _solved(asked, short)
-    near = [n for seconds, n, _ in found if seconds <= WORTH * min(one[0] for one in found)] or range(len(ways))
-    longer, least = _solved(asked, [ways[n] for n in near])
-    found += [(seconds, near[n], sequence) for seconds, n, sequence in longer]
+    fastest = min((seconds for seconds, *_ in found), default=math.inf)
+    near = [n for seconds, n, _ in found if seconds <= WORTH * fastest] or range(len(ways))
+    open_still = [n for n in near if fastest > CLOSE * ways[n].chain.compute_time]
+    longer, least = _solved(asked, [ways[n] for n in open_still])
+    found += [(seconds, open_still[n], sequence) for seconds, n, sequence in longer]
     if not found:
         raise InfeasibleError("", min(least))
     _, n, sequence = min(found, key=lambda one: one[0])
@@ -341,7 +342,7 @@ def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int,
     found, least = [], []
     fastest = math.inf
     for n, way in enumerate(ways):
-        if fastest <= way.chain.compute_time:
+        if fastest <= CLOSE * way.chain.compute_time:
             break
         try:
             if asked + way.more <= 0:

@@ -36,6 +36,7 @@ OVER_WEIGHTS = (5.0, 50.0)
 GROWTH = 10.0
 STRAYED = 3.0
 FLOAT_ERROR = 1e-12  # relative error of a step time
+CLOSE = 1.001  # step time / a bound on it that ends a search shorter than the default: times are off by more
 NEAREST = 0.1
 COOL_STAGES = 50  # with more stages each is a smaller part of the step, so the start temperatures are lowered
 
@@ -44,11 +45,14 @@ COOL_STAGES = 50  # with more stages each is a smaller part of the step, so the 
 class Budget:
     """Effort of the search, in nominal seconds (`OPERATIONS_PER_SECOND`); 0 for none.
 
-    own: whether it is the default, which is larger for long chains, because their tables take longer anyway.
+    own: whether it is the default, which is larger for long chains, because their tables take longer anyway. near: step
+    time / a bound on it that ends the search. bound: seconds that no step can beat, if that is known.
     """
 
     seconds: float
     own: bool = False
+    near: float = 1 + FLOAT_ERROR
+    bound: float = 0.0
 
     @classmethod
     def of(cls, refine: bool | float) -> Budget:
@@ -57,7 +61,11 @@ class Budget:
             return cls(DEFAULT_SECONDS if refine else 0.0, own=True)
         if not isinstance(refine, (int, float)) or not math.isfinite(refine) or refine < 0:
             raise OptionError(f"refine is {refine!r}; give True, False or a number of seconds")
-        return cls(float(refine))
+        return cls(float(refine), near=CLOSE if refine < DEFAULT_SECONDS else 1 + FLOAT_ERROR)
+
+    def enough(self, chain: Chain) -> float:
+        """Seconds of a step from which on no faster one is looked for."""
+        return self.near * max(self.bound, least_compute(chain))
 
     def evaluations(self, chain: Chain, mode: str) -> int:
         """Plans to decode in each thread."""
@@ -90,7 +98,7 @@ def refined(
     """The best plan that fits, found from `starts` (which need not fit); None if none was found.
 
     Every round anneals in each thread: one from the best plan so far, one from the next start. The search ends early
-    when a plan reaches `least_compute`.
+    when a plan is fast `enough`.
     """
     starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
     if not starts or budget.seconds == 0:
@@ -102,7 +110,7 @@ def refined(
         makespan, _, _, over = evaluators[0].evaluate(codes)
         return makespan, over
 
-    scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
+    scale, enough = chain.compute_time or 1.0, budget.enough(chain)
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
     pool = Pool([widened(codes, width) for codes in starts], judge, weights)
     each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
@@ -111,7 +119,7 @@ def refined(
     kernels = [one.anneal for one in evaluators]
     with ThreadPoolExecutor(THREADS) as threads:
         for turn, heats in enumerate(ROUNDS):
-            if pool.best <= (False, least):
+            if pool.best <= (False, enough):
                 if progress is not None:
                     progress(1.0, pool.best[1])
                 break

@@ -16,7 +16,7 @@ from ..core.chain import Chain
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
-from .anneal import FLOAT_ERROR, Budget, least_compute
+from .anneal import Budget
 from .bounds import host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
@@ -256,7 +256,7 @@ def _annealed(
         makespan, over, host_over, _ = kernels[0].judge(plan)
         return makespan, over + host_over
 
-    scale, least = chain.compute_time or 1.0, least_compute(chain) * (1 + FLOAT_ERROR)
+    scale, enough = chain.compute_time or 1.0, budget.enough(chain)
     pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in weights])
     rules = np.array(RULES[step.mode], dtype=np.int16)
     L, K = len(chain), len(chain.parameters)
@@ -265,7 +265,7 @@ def _annealed(
     searches = [kernel.search for kernel in kernels]
     with ThreadPoolExecutor(THREADS) as threads:
         for turn, heat in enumerate(heats if each else ()):
-            if pool.best <= (False, least):
+            if pool.best <= (False, enough):
                 break
             order, hot = pool.ranked(), [heat * max(scale, pool.best[1] if pool.fits else 0.0)] * THREADS
             firsts = [order[0], order[1 + turn] if turn + 2 < len(heats) and turn + 1 < len(order) else order[0]]

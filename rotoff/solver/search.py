@@ -115,14 +115,25 @@ def _best(problem: Problem, mode: str, progress: Progress | None) -> Candidate |
         return problem.found[key]
     # The results of `solve` in the pure modes, with their whole effort; they compete below.
     pure = [name for name in ("offload", "remat") if mode == "joint" and problem.fits(name)]
-    rivals = [_best(problem, name, None) for name in pure]
-    given, enough = _undisturbed(problem, mode, _best, progress)
+    rivals, close = _rivals(problem, pure, _best)
+    given, enough = (None, True) if close else _undisturbed(problem, mode, _best, progress)
     others = rivals if enough else [_by_forms(problem, mode, forms, progress)]
     problem.found[key] = best = _fastest([given, *others])
     return best
 
 
 Search = Callable[[Problem, str, Progress | None], Candidate | None]
+
+
+def _rivals(problem: Problem, modes: list[str], search: Search) -> tuple[list[Candidate], bool]:
+    """The plans that `search` finds in `modes`, one after the other, and whether the last is fast enough."""
+    found: list[Candidate] = []
+    for mode in modes:
+        made = search(problem, mode, None)
+        found += [made] if made is not None else []
+        if made is not None and made.makespan <= problem.budget.enough(problem.chain):
+            return found, True
+    return found, False
 
 
 def _fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
@@ -164,16 +175,16 @@ def _by_forms(problem: Problem, mode: str, forms: bool, progress: Progress | Non
 
 
 def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
-    """The best of all proposals and of the search from them. A plan that reaches `least_compute` ends the search."""
+    """The best of all proposals and of the search from them. A plan that is fast enough ends the search."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
-    least = least_compute(chain) * (1 + FLOAT_ERROR)
+    enough = problem.budget.enough(chain)
     plans: list[np.ndarray] = []
     found: list[Candidate] = []
     for made, codes in _competitors(problem, mode):
         plans += [codes] if codes is not None else []
         if made is not None:
             found.append(made)
-            if made.makespan <= least:
+            if made.makespan <= enough:
                 if progress is not None:
                     progress(1.0, made.makespan)
                 return made
@@ -275,8 +286,8 @@ def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate
     if key in problem.found:
         return problem.found[key]
     pure = [name for name in ("remat", "offload") if mode == "joint" and problem.fits(name)]
-    found = [made for name in pure if (made := _placed(problem, name, None)) is not None]
-    given, enough = _undisturbed(problem, mode, _placed, progress)
+    found, close = _rivals(problem, pure, _placed)
+    given, enough = (None, True) if close else _undisturbed(problem, mode, _placed, progress)
     found += [given] if given is not None else []
     if enough:
         problem.found[key] = best = _fastest(found)

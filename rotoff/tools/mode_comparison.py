@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import nn
 
 from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
-from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..io.cache import Cache
 from ..io.json_file import save_json
@@ -28,7 +26,7 @@ from ..tensors.tree import flatten
 from .estimate import check_module, estimated
 from .kept_plan import find_plan, keep_plan, plan_key
 from .pipeline_plan import Asked, PlannedPipeline, planned_pipeline
-from .whole_device import EFFORT, HEAD, PlacedStep, placed_step, with_parameters
+from .whole_device import EFFORT, HEAD, PlacedStep, placed_steps, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
 _WAYS_ON = (
@@ -297,7 +295,7 @@ def _planned(
     usable = usable_bytes(target.memory_bytes)
     if asked is None and profile.chain.meta["parameter_bytes"]:
         chain, constant = with_parameters(profile, target, optimizer, host_bandwidth)
-        placed = _placed_steps(chain, constant, usable, _batch(sample, kwargs))
+        placed = placed_steps(chain, constant, usable, MARGIN, _batch(sample, kwargs))
     resident = resident_bytes(profile, optimizer)
     return planned_modes(profile, target, asked, resident, placed, modes, mem_slots)
 
@@ -349,13 +347,6 @@ def _check(model: nn.Module, optimizer: str, host_bandwidth: float, mem_slots: i
     parse_slots(mem_slots)
     if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
         raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
-
-
-def _placed_steps(chain: Chain, constant: int, usable: int, batch: int | None) -> tuple[PlacedStep, ...]:
-    """Training within `usable` bytes in total, with updates after the backward and during it."""
-    with ThreadPoolExecutor() as threads:
-        jobs = [threads.submit(placed_step, chain, constant, usable, MARGIN, batch, when) for when in reversed(WHEN)]
-        return tuple(job.result() for job in jobs)
 
 
 def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedStep, ...]) -> LimitError:

@@ -6,7 +6,7 @@ the bytes that it reads and writes, divided by the bandwidth of the memory where
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,16 +16,18 @@ from torch import nn
 
 from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
+from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError
+from ..core.steady_step import WHEN
 from ..profile.estimate.devices import Device
 from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.parameter_groups import find_groups
 from ..profile.profile import Profile
-from ..solver import solve
+from ..solver.anneal import Budget
 from ..solver.bounds import host_plan, min_mem_limit, steady_bound
 from ..solver.plan_codes import keep_all
+from ..solver.search import Candidate, Problem, best_candidate
 from ..tensors.stage import StageModule
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -34,8 +36,10 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-EFFORT = 0.2  # `refine` of solve for estimates, whose times are off by more than a longer search gains
-PATIENCE = 600  # of the bound's ascent: less than its default, which takes seconds and gains 0.002 %
+EFFORT = 0.1  # `refine` of solve for estimates, whose times are off by more than a longer search gains
+PATIENCE = 300  # of the bound's ascent: less than its default, which takes seconds and gains 0.1 % at most
+AGAIN = 0.4  # share of the effort for updates during the step, which starts from a plan for updates after it
+SLOTS = 50
 MOST_BATCHES = 1 << 20
 
 
@@ -82,7 +86,7 @@ HEAD = (
 class _OfStages(nn.Module):
     """The parameters and buffers of stages, as a model for `find_groups`."""
 
-    def __init__(self, stages: Sequence[StageModule]) -> None:
+    def __init__(self, stages: tuple[StageModule, ...]) -> None:
         super().__init__()
         self._all = tuple(module for stage in stages for module in stage.modules)  # no children: they name their own
 
@@ -115,35 +119,51 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
     return chain, constant + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
 
 
-def placed_step(chain: Chain, constant: int, usable: int, margin: float, batch: int | None, updates: str) -> PlacedStep:
-    """The step of `chain` within `usable` bytes, `constant` of which are not in the chain.
+def placed_steps(chain: Chain, constant: int, usable: int, margin: float, batch: int | None) -> tuple[PlacedStep, ...]:
+    """The steps of `chain` within `usable` bytes, `constant` of which are not in the chain, with updates after the
+    backward and during it.
 
     margin: the share of a device that is not usable. batch: the sample's batch size, if it has one.
     """
-    least = int((min_mem_limit(chain, "joint", updates) + constant) / (1 - margin)) + 1
+    rows: list[PlacedStep] = []
+    best: Candidate | None = None
     limit, unit = usable - constant, chain.compute_time
-    sequence = keep_all(chain, updates)
-    try:
-        if limit <= 0:
-            raise InfeasibleError("nothing is left", least)
-        if simulate(chain, sequence, updates=updates).peak_bytes <= limit:
-            bound = unit  # nothing moves, even if an update on the host would be faster
-        else:
-            sequence = solve(chain, limit, updates=updates, refine=EFFORT)
-            bound = steady_bound(chain, limit, updates, patience=PATIENCE)
-    except InfeasibleError:
-        return PlacedStep(updates, None, None, None, None, None, least, None)
-    trace = simulate(chain, sequence, updates=updates)
-    return PlacedStep(
-        updates=updates,
-        step_time=trace.makespan,
-        overhead=trace.makespan / unit - 1 if unit else 0.0,
-        peak_bytes=trace.peak_bytes + constant,
-        host_bytes=trace.host_peak_bytes,
-        bound_time=bound,
-        min_device_bytes=least,
-        largest_batch=None if batch is None else _largest_batch(chain, limit, batch, updates),
-    )
+    for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
+        least = int((min_mem_limit(chain, "joint", updates) + constant) / (1 - margin)) + 1
+        everything = keep_all(chain, updates)
+        trace, bound = simulate(chain, everything, updates=updates), unit
+        if trace.peak_bytes > limit:  # else nothing moves, even if an update on the host would be faster
+            if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
+                rows.append(PlacedStep(updates, None, None, None, None, None, least, None))
+                continue
+            bound = steady_bound(chain, limit, "during", patience=PATIENCE)  # holds for both, and hardly differs
+            best = _best(chain, limit, updates, bound, best)
+            trace = simulate(chain, Sequence(best.ops, resident=list(best.resident)), updates=updates)
+        rows.append(
+            PlacedStep(
+                updates=updates,
+                step_time=trace.makespan,
+                overhead=trace.makespan / unit - 1 if unit else 0.0,
+                peak_bytes=trace.peak_bytes + constant,
+                host_bytes=trace.host_peak_bytes,
+                bound_time=bound,
+                min_device_bytes=least,
+                largest_batch=None if batch is None else _largest_batch(chain, limit, batch, updates),
+            )
+        )
+    return tuple(rows)
+
+
+def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate | None) -> Candidate:
+    """The best plan found; `known` if that is close to the bound, which a search with less effort starts from."""
+    budget = replace(Budget.of(EFFORT), bound=bound)
+    if known is None:
+        return best_candidate(Problem(chain, limit, None, SLOTS, budget, updates), "joint")
+    if known.makespan <= budget.enough(chain):
+        return known
+    codes = () if known.codes is None else (known.codes,)
+    again = best_candidate(Problem(chain, limit, None, SLOTS, budget.part(AGAIN), updates, codes), "joint")
+    return min(again, known, key=lambda one: one.makespan)
 
 
 def _largest_batch(chain: Chain, limit: int, batch: int, updates: str) -> int | None:
