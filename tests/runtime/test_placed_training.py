@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
-from allocated import peak_bytes
+from allocated import in_file, own_again, peak_bytes
 from models import ALL, Attention, Residual, fresh, same
 from torch import nn
 from torch.optim import Optimizer
@@ -200,28 +200,6 @@ def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> 
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-
-
-def in_file() -> Callable[[torch.Tensor], bool]:
-    """Tells whether a tensor lies over the pages of a file, by the kernel's account of this process."""
-    rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
-    shared = [tuple(int(end, 16) for end in row[0].split("-")) for row in rows if row[1].endswith("s") and len(row) > 5]
-    return lambda t: any(first <= t.data_ptr() < last for first, last in shared)
-
-
-def own_again(model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Whatever lies in memory of the process's own lies in new memory now."""
-    away = in_file()
-    for p in model.parameters():
-        if not away(p):
-            p.data = p.data.clone()
-        if p.grad is not None and not away(p.grad):
-            p.grad = p.grad.clone()
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for key, t in state.items():
-                if isinstance(t, torch.Tensor) and not away(t):
-                    state[key] = t.clone()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
