@@ -41,6 +41,8 @@ class Specialization:
         missed: how many steps were expected to take this course and took another.
         patience: how many misses, over all courses of a signature, until they are measured as one course.
         loose: estimated ratio of the bytes charged to the bytes needed, if the profile is interpolated.
+        borrowed: whether its plan is that of another size, and a search may find a faster one.
+        lost: seconds that steps by a borrowed plan took beyond computing everything once.
         seen: recorded forwards of steps that took random branches, to be covered by the next plan as well.
     """
 
@@ -56,6 +58,8 @@ class Specialization:
     missed: int = 0
     patience: int = 4
     loose: float = 1.0
+    borrowed: bool = False
+    lost: float = 0.0
     seen: list[Tape] = field(default_factory=list)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -14,13 +15,14 @@ from ..runtime.execution_plan import ExecutionPlan
 from .course import Specialization
 from .course_meter import Known
 from .memory_account import reported_bytes
-from .planner import least_limit, make_plan, plan_everything
+from .planner import GOOD, least_limit, make_plan, plan_everything
 from .request import Request
 from .sizes import MeasuredSizes, Sizes, rounded, saved_bytes, volume
 
 _FAMILIES = 8  # families whose sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
 SEVERAL = 2  # measured sizes, from which on a warning is logged and times of unused forms are dropped
+WORTH = 4  # seconds lost by steps / seconds of a search from which on the search is made
 LOOSE = 1.2  # bytes charged / bytes needed from which on an interpolated size counts as too loose
 Measured = MeasuredSizes[Specialization]
 
@@ -36,6 +38,7 @@ class KnownSizes:
         self._varies = varies
         self._measured: dict[Any, Measured] = {}  # by family
         self._rounded: dict[Any, Specialization] = {}  # by family and sizes that were rounded up
+        self._searching = 0.0  # seconds that the last search for a better plan took
 
     def learn(self, course: Specialization, family: Any, sizes: Sizes, seconds: float) -> None:
         """Remember that `course` was measured at `sizes`, which took `seconds`."""
@@ -112,7 +115,23 @@ class KnownSizes:
     def _plan(
         self, course: Specialization, request: Request, near: list[tuple[Profile, ExecutionPlan]], thorough: bool = True
     ) -> None:
-        course.plan = make_plan(course.profile, request, near=near, thorough=thorough or not near, better=False)
+        course.plan = plan = make_plan(
+            course.profile, request, near=near, thorough=thorough or not near, better=course.borrowed
+        )
+        slow = plan.trace.makespan > GOOD * course.profile.chain.compute_time
+        again = any(plan.sequence.ops == other.sequence.ops for _, other in near)
+        course.borrowed, course.lost = slow and again and not course.borrowed, 0.0
+
+    def improve(self, course: Specialization, family: Any, request: Request) -> None:
+        """Search for a better plan than the one of another size, once steps have lost several times what that takes."""
+        if not course.borrowed or course.plan is None or not course.profile.timed:
+            return
+        course.lost += course.plan.trace.makespan - course.profile.chain.compute_time
+        if course.lost < WORTH * self._searching:
+            return
+        began = time.perf_counter()
+        self.plan(course, family, request, None)
+        self._searching = time.perf_counter() - began
 
     def too_loose(self, course: Specialization, family: Any, sizes: Sizes) -> bool:
         """Whether to measure the `sizes` of this step now: by planning for more bytes than they need, steps have lost

@@ -394,6 +394,8 @@ class Specializations:
             course = self.time(course, value, key, self.request)
         if course.plan is None:
             self._sizes.plan(course, family_of(key)[0], self.request, self._group)
+        elif self._group is None:
+            self._sizes.improve(course, family_of(key)[0], self.request)
         self._now(course, value, key)
         return course
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rotoff
+from rotoff.planning import planner
 from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, powers_seen, rounded, split
 from rotoff.planning.specialization import Specializations
 from rotoff.profile.between_sizes import NotAlike, Share, between
@@ -275,6 +276,30 @@ def test_a_larger_size_is_not_measured_if_each_tensors_bytes_follow_it(
         assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= wrapped.get_expected_memory() <= limit
         step(plain, batch)  # so that running statistics stay alike
     assert len(measurings) == 2
+
+
+def test_a_plan_of_another_size_serves_until_steps_have_lost_what_a_search_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrapped, plain = planned("recorded", 0.2, 192, mode="remat", refine=0.1)
+    for size in (192, 96):
+        step(wrapped, rows(size))
+    searches: list[int] = []
+    search = planner._best_within
+    monkeypatch.setattr(planner, "_best_within", lambda *args: searches.append(1) or search(*args))
+    sizes = wrapped._courses._sizes
+    sizes._searching = math.inf
+    for _ in range(4):
+        batch = rows(176)
+        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+    course = wrapped._courses.latest
+    assert course is not None and course.borrowed and not searches
+    slow = course.plan.trace.makespan
+    sizes._searching = course.lost / 8
+    step(wrapped, rows(176))
+    assert searches and not course.borrowed
+    assert course.plan.trace.makespan <= slow
+    assert sizes._searching > 0
 
 
 def test_a_size_at_which_everything_is_kept_is_not_measured_for_what_others_have_lost(measurings: list[int]) -> None:
