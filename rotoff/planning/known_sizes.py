@@ -120,7 +120,9 @@ class KnownSizes:
         )
         slow = plan.trace.makespan > GOOD * course.profile.chain.compute_time
         again = any(plan.sequence.ops == other.sequence.ops for _, other in near)
-        course.borrowed, course.lost = slow and again and not course.borrowed, 0.0
+        # with a `device_limit` another plan would move parameters between the steps of different sizes
+        course.borrowed = slow and again and not course.borrowed and request.planner is None
+        course.lost = 0.0
 
     def improve(self, course: Specialization, family: Any, request: Request) -> None:
         """Search for a better plan than the one of another size, once steps have lost several times what that takes."""
