@@ -36,6 +36,7 @@ from .request import Request
 
 logger = logging.getLogger("rotoff")
 TRIES = 4  # solver calls, each with a smaller limit, until the bytes that the machine does not charge fit, too
+LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
 
 
 @dataclass(frozen=True)
@@ -152,9 +153,16 @@ def _told(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[in
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
-    """A plan of `groups` within `asked` bytes in all; None if none was found."""
-    plans = _plans(profile, request, groups, asked)
-    return next((plan for plan in plans if _peak(plan) <= asked), None)
+    """A plan of `groups` within `asked` bytes in all; None if none was found. Short searches tell how much of them the
+    machine does not charge."""
+    short = request.shortened()
+    plans = list(_plans(profile, short, groups, asked))
+    found = [plan for plan, _ in plans if _peak(plan) <= asked]
+    if short is not request:
+        less, tries = (plans[-1][1], LONGER) if found else (0, TRIES)
+        longer = itertools.islice(_plans(profile, request, groups, asked, less), tries)
+        found += [plan for plan, _ in longer if _peak(plan) <= asked]
+    return min(found, key=lambda plan: plan.trace.makespan, default=None)
 
 
 def _peak(plan: ExecutionPlan) -> int:
@@ -162,12 +170,14 @@ def _peak(plan: ExecutionPlan) -> int:
     return plan.placed.peak_bytes
 
 
-def _plans(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> Iterator[ExecutionPlan]:
-    """Plans of `groups` within `asked` bytes as the machine charges them. If one has a larger peak, the next gets so
-    much less."""
+def _plans(
+    profile: Profile, request: Request, groups: FoundGroups, asked: int, less: int = 0
+) -> Iterator[tuple[ExecutionPlan, int]]:
+    """Plans of `groups` within `asked` bytes, less `less`, as the machine charges them, until one fits; each with what
+    was taken off. If one has a larger peak, so much more is taken off the next."""
     profile = profile.placing(groups.costs)
     chain = profile.with_overhead().chain
-    limit = asked - _constant(profile, request, groups)
+    limit = asked - _constant(profile, request, groups) - less
     for _ in range(TRIES):
         if limit < min_mem_limit(chain, request.mode, when(request)):
             return
@@ -177,8 +187,10 @@ def _plans(profile: Profile, request: Request, groups: FoundGroups, asked: int) 
         except InfeasibleError:
             return
         plan = _compiled(profile, request, groups, sequence, asked)
-        yield plan
-        limit -= max(1, _peak(plan) - asked)
+        yield plan, less
+        if _peak(plan) <= asked:
+            return
+        less, limit = less + _peak(plan) - asked, limit - (_peak(plan) - asked)
 
 
 def _reused(profile: Profile, request: Request, groups: FoundGroups, near: Several[Known]) -> Iterator[ExecutionPlan]:
@@ -274,7 +286,7 @@ def _least(profile: Profile, request: Request, found: Several[FoundGroups], whol
         limit = min_mem_limit(chain, request.mode, when(request)) + constant
         more = max(1, limit // 50)
         while limit < min([whole, *limits]):
-            peaks = [_peak(plan) for plan in _plans(profile, quick, groups, limit)]
+            peaks = [_peak(plan) for plan, _ in _plans(profile, quick, groups, limit)]
             if any(peak <= limit for peak in peaks):
                 limits.append(limit)
                 break

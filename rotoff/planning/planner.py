@@ -26,7 +26,7 @@ from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence, slab_bytes
 from ..runtime.links.pinned import room_for_plan
 from ..solver import keep_all
-from ..solver.anneal import CLOSE, Budget, least_compute
+from ..solver.anneal import CLOSE, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of_any, min_mem_limit
 from ..solver.in_flight import least_in_flight
 from ..solver.search import parse_host_limit
@@ -37,7 +37,6 @@ from .request import Request
 logger = logging.getLogger("rotoff")
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
 EFFORT = 0.1  # search time / compute time of a step, if no plan is reused at once
-SHORT = 0.1  # share of the search effort that each variant gets first
 WORTH = 1.005  # step time / best step time up to which a variant then gets the whole effort
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether the plain model runs
@@ -79,11 +78,8 @@ class PlanVariant:
         return replace(self, request=replace(self.request, options={**options, "host_limit": nbytes}))
 
     def shortened(self) -> PlanVariant:
-        """This variant with the share `SHORT` of the search effort."""
-        effort = SHORT * Budget.of(self.request.options.get("refine", True)).seconds
-        if self.request.policy is not None or not effort:
-            return self
-        return replace(self, request=replace(self.request, options={**self.request.options, "refine": effort}))
+        """This variant with a shorter search."""
+        return replace(self, request=self.request.shortened())
 
 
 Known = tuple[Profile, ExecutionPlan]
@@ -236,10 +232,8 @@ def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
 
 def useful_forms(profile: Profile, request: Request) -> list[UsedForm] | None:
     """The smaller forms that a short search for `request` uses; None if nothing fits."""
-    effort = SHORT * Budget.of(request.options.get("refine", True)).seconds
-    short = replace(request, options={**request.options, "refine": effort}, cache=Cache(None))
     try:
-        sequence = _decide(profile, short, None, (), True, GOOD)
+        sequence = _decide(profile, replace(request.shortened(), cache=Cache(None)), None, (), True, GOOD)
     except InfeasibleError:
         return None
     used = dict.fromkeys((op.stage, op.form) for op in sequence if op.kind is OpKind.F_SEL)

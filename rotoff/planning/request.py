@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.chain import Chain
@@ -16,6 +16,7 @@ from ..io.progress import Bar
 from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
 from ..solver import solve
+from ..solver.anneal import Budget
 from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
 from ..solver.slots import parse_slots
@@ -24,6 +25,7 @@ from ..version import __version__
 from .memory_account import expected_bytes
 
 logger = logging.getLogger("rotoff")
+SHORT = 0.1  # share of the search effort with which a plan is looked for first
 
 
 def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
@@ -88,6 +90,13 @@ class Request:
     def replays(self) -> bool:
         """Whether forwards may run more than once."""
         return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
+
+    def shortened(self) -> Request:
+        """This with the share `SHORT` of the search effort; itself if there is no search."""
+        effort = SHORT * Budget.of(self.options.get("refine", True)).seconds
+        if self.policy is not None or not effort:
+            return self
+        return replace(self, options={**self.options, "refine": effort})
 
     def expected_bytes(self, profile: Profile, plan: ExecutionPlan) -> int:
         """The expected peak of `plan`, in the terms of the limit."""
