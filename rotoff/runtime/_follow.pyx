@@ -144,12 +144,8 @@ cdef class Follower:
             named_kwargs = {name: self._refer(foreign, stage, one) for name, one in kwargs.items()}
         self.seen, self.dead = stage != OUTSIDE, dead
         try:
-            if (
-                self._unusual
-                or not known.ordinary
-                or (kwargs and "out" in kwargs)
-                or (known.flagged and known.written(args, kwargs))
-                or (foreign and self.reads.changing and self.reads.are_changing(foreign))
+            if self._unusual or not known.ordinary or (kwargs and "out" in kwargs) or (
+                foreign and self.reads.changing and self.reads.are_changing(foreign)
             ):
                 result, written = self._carefully(function, known, args, kwargs, stage)
             else:
@@ -186,7 +182,7 @@ cdef class Follower:
         if not grad or self.autocast_before or known.attention or _is_any_autocast_enabled():
             around = self._settings(grad, known.attention)
         call = function, named, named_kwargs, made, around, dead
-        if flat and known.ordinary and not written:
+        if flat and known.ordinary:
             _untracked(named)
             _untracked(call)
         tape.calls.append(call)

@@ -59,13 +59,6 @@ _CONVERSIONS: dict[Any, Callable[..., bool]] = {
 }
 
 
-def _drops_nothing(tensor: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    return p == 0 or not training
-
-
-_CONVERSIONS[torch.nn.functional.dropout] = _drops_nothing
-
-
 class Known:
     """Properties of a torch function that the runtime needs.
 
@@ -74,12 +67,11 @@ class Known:
     vague: whether name and schema say only that it writes to ``out``; it may change other arguments, too.
     watched: whether it is vague and no schema excludes such changes, so that versions before and after are compared.
     writes: whether it changes, or may change, arguments other than ``out``.
-    flagged: whether it does so only in calls with ``inplace=True``.
     content: whether it changes the numbers in these arguments.
     draws: returns whether a call may draw random numbers; None: none does.
     attention: whether it depends on the attention kernels that are allowed.
     returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``, or only its type.
-    ordinary: whether none of the above concerns its calls, unless they have an ``out`` or are in place.
+    ordinary: whether none of the above concerns its calls, unless they have an ``out``.
     owner: the custom or scripted Function that it calls; None for all others.
     instead: the function that is called in its place; None: itself.
     name: for messages.
@@ -92,21 +84,15 @@ class Known:
         self.instead = instead
         self.written = written
         self.vague = written is _out
-        self.watched = self.vague and function not in _PURE and not _is_said_to_change_nothing(function)
+        self.watched = self.vague and not _is_said_to_change_nothing(function)
         self.writes = (written is not None and not self.vague) or owner is not None
-        self.flagged = isinstance(written, partial) and written.func is _flagged
         self.content = function not in _NO_CONTENT
         self.draws = _chance(function)
         self.attention = function in _ATTENTION
         self.returns_itself = _CONVERSIONS.get(function)
         self.owner = owner
         self.ordinary = not (
-            fact
-            or self.watched
-            or (self.writes and not self.flagged)
-            or self.attention
-            or instead
-            or function is torch.Tensor.__iter__
+            fact or self.watched or self.writes or self.attention or instead or function is torch.Tensor.__iter__
         ) and (self.draws is None is self.returns_itself)
         self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 
@@ -147,14 +133,6 @@ def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs
     return [t for t in flat if isinstance(t, torch.Tensor)]
 
 
-# functions in Python, without schemas, that change no argument
-_PURE = frozenset(
-    getattr(torch.nn.functional, name)
-    for name in (
-        "layer_norm", "rms_norm", "group_norm", "softmax", "log_softmax", "cross_entropy", "nll_loss", "mse_loss",
-        "l1_loss", "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "interpolate", "glu",
-    )
-)  # fmt: skip
 _NATIVE = frozenset(map(type, (torch.cat, torch.Tensor.add, torch.Tensor.__getitem__)))
 _UNTOLD = re.compile("^_[^_]|batch_norm")  # functions whose schemas do not name all arguments that they change
 
