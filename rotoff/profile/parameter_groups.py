@@ -16,9 +16,6 @@ from ..tensors.stage import StageModule, shared_parameters
 from ..tensors.storage import block_bytes, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 
-SMALL = 1 << 16  # bytes of a parameter whose copy takes less time than starting it
-LEAST_MOVED = 1 / 256  # small parameters that take a larger share of all are moved
-
 
 @dataclass(frozen=True)
 class FoundGroups:
@@ -62,8 +59,8 @@ def find_groups(
     """Group the parameters of each stage, or of the stages that share them; large groups are split, and trained and
     frozen parameters are kept apart.
 
-    Parameters stay on the device if no stage reads them, if a compiled module reads them, if they share a storage with
-    others, or if they are small.
+    Parameters stay on the device if no stage reads them, if a compiled module reads them, or if they share a storage
+    with others.
 
     Args:
         host: whether the host may update a group. On the CPU, host and device are the same processor.
@@ -72,11 +69,11 @@ def find_groups(
     """
     readers = _readers(stages)
     every = list({id(p): p for p in model.parameters()}.values())
-    staying = _sharing(every) | _small(every)
+    shared = _sharing(every)
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     outside = []
     for parameter in every:
-        if id(parameter) not in readers or id(parameter) in staying or not may_move(parameter):
+        if id(parameter) not in readers or id(parameter) in shared or not may_move(parameter):
             outside.append(parameter)
         else:
             key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)
@@ -129,15 +126,3 @@ def _sharing(parameters: Sequence[nn.Parameter]) -> set[int]:
     for parameter in parameters:
         by_storage.setdefault(storage_key(parameter), []).append(id(parameter))
     return {one for several in by_storage.values() if len(several) > 1 for one in several}
-
-
-def _small(parameters: Sequence[nn.Parameter]) -> set[int]:
-    """Return the ids of the small parameters that are not worth moving, the smallest first."""
-    room = LEAST_MOVED * sum(p.nbytes for p in parameters)
-    found = set()
-    for parameter in sorted(parameters, key=lambda p: p.nbytes):
-        room -= parameter.nbytes
-        if room < 0 or parameter.nbytes > SMALL:
-            break
-        found.add(id(parameter))
-    return found

@@ -294,15 +294,6 @@ def test_a_new_plan_once_an_optimizer_has_a_state_of_other_shapes() -> None:
     assert same(trained("untied", make, anew, 0.3)[0], plainly("untied", make, usual))
 
 
-def test_small_parameters_stay_on_the_device_where_they_are_few() -> None:
-    model = rotoff.Checkpointable(nn.Sequential(*[nn.Linear(512, 512) for _ in range(3)]), cache_directory=None)
-    optimizers = adamw(list(model.parameters()))
-    model.measure(torch.randn(4, 512), repeats=1)
-    place(model, optimizers, 0.3)
-    assert [len(group.parameters) for group in model._plan.placed.groups] == [1, 1, 1]
-    assert {id(p) for p in model._plan.placed.outside} == {id(p) for p in model.parameters() if p.dim() == 1}
-
-
 def clipped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     loss = model(batch()).float().square().mean()
     loss.backward()
