@@ -555,12 +555,14 @@ def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None
         options["updates"] = updates
         limit = place(wrapped, optimizers, 0.2, updates=updates)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
-    towards = torch.randn_like(model(x).detach()).flatten()
+    output = model(x).detach()
+    towards, last = torch.randn_like(output).flatten(), wrapped.profile.stages[-1]
+    order = sorted(range(output.dim()), key=output.stride, reverse=True)
 
     def step() -> None:
         """Of a loss that takes nothing beside the gradient of the output, which is held."""
         y = wrapped(x)
-        torch.dot(y.flatten(), towards).backward()
+        torch.dot(y.permute(order).flatten(), towards).backward()
         optimizers[0].step()
         optimizers[0].zero_grad()
 
@@ -576,7 +578,8 @@ def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None
             step()
 
     measured, expected = peak_bytes(steps, before=plan) + x.nbytes, wrapped.get_expected_memory()
-    assert 0.95 * expected <= measured <= expected
+    spare = output.nbytes * (len(last.modules) > 1)  # the gradient of the output, which such a stage's backward frees
+    assert 0.95 * expected - spare <= measured <= expected
 
 
 # -- what is there, and what is refused
