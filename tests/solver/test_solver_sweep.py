@@ -86,7 +86,7 @@ def test_a_sweep_solves_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
         return _searched(problem, mode, progress)
 
     monkeypatch.setattr("rotoff.solver.search._searched", noted)
-    found = sweep(CHAIN, [100, 150], ("joint", "remat", "offload"), refine=0.01)
+    found = sweep(CHAIN, [100, 120], ("joint", "remat", "offload"), refine=0.01)
     assert [row.mode for row in found] == ["joint", "joint", "remat", "remat", "offload", "offload"]
     assert len(searched) == len(set(searched)) == 6
 
