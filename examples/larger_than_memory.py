@@ -48,7 +48,8 @@ def child(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     threading.stack_size(2**20)  # in place of 8 MiB for each thread, which would count
     small = nn.Linear(64, 64)
-    small(torch.randn(64, 64)).sum().backward()  # threads and kernels are set up
+    small(torch.randn(64, 64)).sum().backward()
+    torch.optim.AdamW(small.parameters()).step()  # threads and kernels are set up, and what optimizers need is imported
     memory = rotoff.parse_bytes(options.memory)
     if options.way != "free":
         limit = data_bytes() + memory
