@@ -243,7 +243,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         Raises:
             LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
             InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
-                `up_to` the message names smaller inputs that fit.
+                `up_to` and a `mem_limit`, the message names smaller inputs that fit.
         """
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, self._group is not None)
         if device_limit is not None:

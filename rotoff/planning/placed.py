@@ -25,7 +25,7 @@ from ..profile.profile import Profile
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
-from ..runtime.placed.placement import PlacedGroup, PlacedPlan
+from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit

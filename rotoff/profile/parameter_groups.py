@@ -10,7 +10,7 @@ from torch import nn
 
 from ..capture.unrepeatable import compiled
 from ..core.parameters import ParameterGroup, in_parts
-from ..runtime.placed.placement import PlacedGroup
+from ..runtime.placed.placed_plan import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
 from ..tensors.stage import StageModule, shared_parameters
 from ..tensors.storage import block_bytes, rounded, storage_key

@@ -10,7 +10,7 @@ from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value
 from ..core.simulator import Machine, Trace, early_stops, simulate
 from ..solver.in_flight import resting_bytes, turn
-from .placed.placement import PlacedPlan
+from .placed.placed_plan import PlacedPlan
 
 
 @dataclass(frozen=True)

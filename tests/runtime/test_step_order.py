@@ -22,7 +22,8 @@ from rotoff.planning import placed as planning
 from rotoff.planning import step_runner
 from rotoff.runtime.placed import placement as placement_of
 from rotoff.runtime.placed import updates as updates_of
-from rotoff.runtime.placed.placement import PlacedPlan, Placement
+from rotoff.runtime.placed.placed_plan import PlacedPlan
+from rotoff.runtime.placed.placement import Placement
 
 NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 

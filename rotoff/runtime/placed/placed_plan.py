@@ -1,0 +1,59 @@
+"""Where a plan has the parameters, their gradients and optimizer states."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ...core.sequence import Value
+from .tensor import room_of
+
+
+@dataclass(frozen=True)
+class PlacedGroup:
+    """The parameters of one group of the chain. state_bytes: of the optimizer's state of each parameter. name: for
+    messages."""
+
+    parameters: tuple[nn.Parameter, ...]
+    state_bytes: tuple[int, ...]
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class PlacedPlan:
+    """How a plan places the parameters.
+
+    groups: in the chain's order.
+    resident: the values that the device holds between steps.
+    on_both: those of which the host has a valid copy, too.
+    moved: the groups whose parameters are moved within a step.
+    levels: the expected bytes of each operation.
+    keep_gradients: the groups whose gradients stay on the device.
+    early: parameters that lie on the host between steps and are prefetched when a step begins.
+    outside: parameters that stay on the device.
+    during: whether groups are updated within the backward.
+    room: bytes for parameters on the device, in a forward that saves nothing.
+    """
+
+    groups: tuple[PlacedGroup, ...]
+    resident: frozenset[Value]
+    on_both: frozenset[Value]
+    moved: frozenset[int]
+    levels: tuple[int, ...] = ()
+    keep_gradients: frozenset[int] = frozenset()
+    early: frozenset[Value] = frozenset()
+    outside: tuple[nn.Parameter, ...] = ()
+    during: bool = False
+    room: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The expected peak."""
+        return max(self.levels)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host bytes for parameters, gradients and optimizer state."""
+        pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
+        return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)
