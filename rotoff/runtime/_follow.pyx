@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .arguments import NESTED, VALUES, tensors_in, tensors_of
+from .arguments import VALUES, tensors_in, tensors_of
 from .torch_calls import KNOWN, find
 
 
@@ -24,7 +24,7 @@ cdef int OUTSIDE = 0  # as in `capture.course`
 cdef dict _properties = KNOWN
 cdef str _name = TAG
 cdef object _Tensor = Tensor, _Parameter = Parameter, _iter = Tensor.__iter__, _unbind = torch.unbind
-cdef object _values = VALUES, _nested = NESTED
+cdef object _values = VALUES
 cdef object _is_grad_enabled = torch.is_grad_enabled, _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -67,8 +67,7 @@ cdef object _plainly(function, tuple args, dict kwargs):
 
 
 cdef object _untracked(one):
-    """Hide from the garbage collector an object through which no cycle goes: a step makes thousands, and visiting them
-    took a third of the time."""
+    """Hide from the garbage collector an object through which no cycle goes: a step makes thousands of them."""
     PyObject_GC_UnTrack(<PyObject*>one)
     return one
 
