@@ -4,7 +4,6 @@ the random generators of Python and NumPy."""
 from __future__ import annotations
 
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +11,7 @@ from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import checkpoint as checkpoints
@@ -62,7 +62,7 @@ def intercept_calls(called: Callable[..., Any], applied: Callable[..., Any]) -> 
     def wrapped_script(function: Any, *args: Any, **kwargs: Any) -> Any:
         return applied(partial(_SCRIPTED, function), partial(script_call, function), function, *args, **kwargs)
 
-    with _calling(wrapped_call, SEEN_APPLY, wrapped_apply, wrapped_script):
+    with _calling(wrapped_call, SEEN_APPLY, wrapped_apply, wrapped_script), ARRAYS_SEEN:
         yield
 
 
@@ -111,6 +111,12 @@ class Patches:
                     setattr(owner, name, old)
 
 
+def _dispatched(from_numpy: Callable[[Any], torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    return lambda array: torch.as_tensor(array, device="cpu") if isinstance(array, np.ndarray) else from_numpy(array)
+
+
+# within, a ``TorchFunctionMode`` sees ``torch.from_numpy``, too
+ARRAYS_SEEN = Patches((torch, "from_numpy", _dispatched))
 _OPEN = threading.local()
 
 
@@ -154,18 +160,15 @@ def without_checkpoints() -> Iterator[None]:
         _OPEN.checkpoints = before
 
 
-def other_generators() -> list[Any]:
-    """Return the states of Python's generator and, if it is loaded, NumPy's."""
-    found: list[Any] = [random.getstate()]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = numpy.random.get_state()
-        found.append((kind, keys.tobytes(), *rest))
-    return found
+def other_generators() -> tuple[Any, Any]:
+    """Return the states of Python's generator and NumPy's."""
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
+    return random.getstate(), (kind, keys.tobytes(), *rest)
 
 
-def put_other_generators(states: list[Any]) -> None:
+def put_other_generators(states: tuple[Any, Any]) -> None:
     """Restore `states` from `other_generators`."""
     random.setstate(states[0])
-    if len(states) > 1 and (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = states[1]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    kind, keys, *rest = states[1]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))

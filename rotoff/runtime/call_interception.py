@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..capture.collectives import collectives_visible, several_processes
-from ..capture.interception import APPLIES, APPLY, SEEN_APPLY, Patches, without_checkpoints
+from ..capture.interception import APPLIES, APPLY, ARRAYS_SEEN, SEEN_APPLY, Patches, without_checkpoints
 
 if TYPE_CHECKING:
     from .live import LiveForward
@@ -32,7 +32,8 @@ def following(live: LiveForward) -> Iterator[None]:
     before = _FOLLOWED.live
     _FOLLOWED.live = live
     try:
-        with _SEEN, collectives_visible() if several_processes() else nullcontext(), without_checkpoints(), live:
+        collectives = collectives_visible() if several_processes() else nullcontext()
+        with _SEEN, ARRAYS_SEEN, collectives, without_checkpoints(), live:
             yield
     finally:
         _FOLLOWED.live = before

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -300,7 +301,7 @@ class LiveForward(OnCourse):
             return replaced(leaf, partial(self._reference, foreign, stage))
         if type(leaf) is torch.Generator and leaf.device.type == "cpu" and leaf is not torch.default_generator:
             return Seeded(leaf)
-        return leaf
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     def _refer_made(self, var: Var, stage: int, leaf: torch.Tensor) -> Any:
         """Return what `_reference` returns for a tensor that this forward made."""

@@ -43,7 +43,7 @@ class Span(NamedTuple):
     outputs: list[Var]
 
 
-def _once(module: nn.Module, drawn: list[Any], *args: Any, **kwargs: Any) -> Any:
+def _once(module: nn.Module, drawn: tuple[Any, Any], *args: Any, **kwargs: Any) -> Any:
     """Call a module with the generators of Python and NumPy as they were in the first call."""
     now = other_generators()
     put_other_generators(drawn)

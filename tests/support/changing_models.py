@@ -385,6 +385,22 @@ row("an array changed in place", lambda net, n: net.box.array.fill(1.0 + n // 2)
 )
 
 
+def filled(array: numpy.ndarray, n: int) -> numpy.ndarray:
+    array[:] = numpy.sin(numpy.arange(len(array)) * (n + 1.0))
+    return array
+
+
+def refills(as_tensor: Callable[[numpy.ndarray], torch.Tensor]) -> type[Trunk]:
+    return along(
+        lambda net, x, n: torch.sin(x + as_tensor(filled(net.room, n))),
+        room=lambda: numpy.zeros(WIDTH, dtype=numpy.float32),
+    )
+
+
+row("an array filled again after each block, as_tensor")(refills(lambda array: torch.as_tensor(array)))
+row("an array filled again after each block, from_numpy")(refills(lambda array: torch.from_numpy(array)))
+
+
 def five_numbers() -> Iterator[float]:
     return iter([1.0, 0.5, 2.0, 1.5, 3.0])
 
