@@ -95,6 +95,10 @@ class Specialization:
             self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
         return self._expected
 
+    def like(self, measured: Specialization) -> None:
+        """Take over the expected calls of the `measured` course that this one was interpolated from."""
+        self._expected = measured.expected
+
 
 _told_of_parameter = attrgetter("shape", "dtype", "requires_grad")
 

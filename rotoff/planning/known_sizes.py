@@ -94,14 +94,18 @@ class KnownSizes:
     def _made(self, measured: Measured, wanted: Sizes, request: Request) -> Specialization | None:
         """A course with a plan for all sizes up to `wanted`."""
         near = measured.near(wanted)
-        whole = near is not None and fits(near.profile, request)
-        if near is None or (not whole and (not near.profile.timed or (len(measured) == 1 and near.loose >= LOOSE))):
+        if near is None:
+            return None
+        vague = not near.profile.timed or (len(measured) == 1 and near.loose >= LOOSE)
+        if vague and not fits(near.profile, request):
             return None  # a second measured size makes the interpolation much tighter
         course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
         try:
             self._plan(course, request, self._plans(measured, course.profile), thorough=False)
         except InfeasibleError:
             return None  # it may fit all the same, since it may need less than it is charged
+        if course.plan is not None and not course.plan.keeps_all:
+            course.like(near.like)
         return course
 
     def plan(self, course: Specialization, family: Any, request: Request, group: Any) -> None:

@@ -31,10 +31,11 @@ from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from ..tensors.storage import block_bytes, rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
-from .planner import EFFORT, Known, in_forms_of, plan_everything
+from .planner import Known, in_forms_of, plan_everything
 from .request import Request
 
 logger = logging.getLogger("rotoff")
+EFFORT = 0.1  # search time / compute time of a step, if training has begun
 TRIES = 4  # solver calls, each with a smaller limit, until the bytes that the machine does not charge fit, too
 LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
 

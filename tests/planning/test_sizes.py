@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import rotoff
+from rotoff.capture.course import expected
 from rotoff.planning import planner
 from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, powers_seen, rounded, split
 from rotoff.planning.specialization import Specializations
@@ -276,6 +277,19 @@ def test_a_larger_size_is_not_measured_if_each_tensors_bytes_follow_it(
         assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= wrapped.get_expected_memory() <= limit
         step(plain, batch)  # so that running statistics stay alike
     assert len(measurings) == 2
+
+
+def test_a_new_size_takes_over_which_calls_a_measured_one_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = planned("recorded", 0.05, 192)
+    for size in (192, 96):
+        step(wrapped, rows(size))
+    found: list[int] = []
+    monkeypatch.setattr("rotoff.planning.course.expected", lambda *args: found.append(1) or expected(*args))
+    for size in (176, 160, 144):
+        batch = rows(size)
+        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
+        assert not wrapped._courses.latest.plan.keeps_all
+    assert not found
 
 
 def test_a_plan_of_another_size_serves_until_steps_have_lost_what_a_search_takes(
