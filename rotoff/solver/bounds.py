@@ -322,7 +322,10 @@ def least_time_of(chain: Chain, limit: int) -> float:
     transients; at least the smallest form of each) and possibly more of ā_q, q = 1..L-1. Consider, for each q, the ā_q
     that B_q uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes are copied
     out, and held until then) and returns (they are copied in, and held from then on); or it is made again (at least
-    u_F − `tail_time` more compute) and stays, or leaves and returns. These are linear constraints on the intervals'
+    u_F − `tail_time` more compute) and stays, or leaves and returns. A stage whose input the ā_q is not, at F_{q+1} or
+    at B_{q+1}, takes a_q there, which another run of F_q has made, before the start of B_{q+1}: what the first run made
+    is held at both cuts, and has come in before B_{q+1} if it has left, or F_q also runs again. No ā_q is held at a cut
+    beside whose operation it does not fit (`Arrays.apart`). These are linear constraints on the intervals'
     lengths. Relax them so that each ā_q may mix these alternatives; then the linear program "least sum of lengths" is
     below the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of memory at cut k and p_k,
     r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k work_k − Σ λ_k room_k +
@@ -378,7 +381,8 @@ def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
     # Cap the time of a copy over a very slow link: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
     slower = np.where(c.real, c.u_B - fastest[:, None], 0.0) / seconds
-    stages = (c.u_again / seconds, c.saved / size, slower, c.entry / size, c.n_forms)
+    apart = c.apart(limit, needs_F, needs_B)
+    stages = (c.u_again / seconds, c.saved / size, slower, c.entry / size, c.n_forms, apart)
     costs: tuple[Any, ...] = (chain.duplex, *rates, room, work, *stages)
 
     patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))

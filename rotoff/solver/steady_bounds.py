@@ -166,9 +166,9 @@ def steady_time(
     patience = int(max(60, min(patience, ASCENT_WORK / (40 * N * (20 * N + 60 * len(chain.parameters))))))
     least, prices, drift = dual.at(np.zeros((ROWS, N)))[0], _start(dual, N, patience // QUICK), 0.0
     most = drift_time(chain, limit, updates, costs) / seconds if steps == PERIODS else np.inf
-    # The mean of four steps counts a forward and a backward and three steps at least: V <= value + (value - least) / 3.
+    # Four steps pay three quarters of most copies, so the endless bound is hardly above 4/3 of theirs.
     quick = _ascend(dual, prices.copy(), patience // QUICK) if most < np.inf else least
-    if 2 * most < quick - least:
+    if 3 * most < quick:
         endless = problem(chain, limit, updates, costs, needs, 0.0)
         assert endless is not None
         start = _start(endless[0], N, patience // QUICK)
@@ -237,6 +237,7 @@ def problem(
     time.
     """
     L, groups = len(chain), chain.parameters
+    read, trained, _ = own_needs(chain, updates)
     fastest = c.fastest
     work = np.concatenate([c.u_F[1:], fastest[:0:-1], [0.0]])
     sizes = np.array(
@@ -264,6 +265,7 @@ def problem(
         slower,
         c.entry / size,
         c.n_forms,
+        c.apart(limit, needs[0] + read[1:], needs[1] + trained[1:]),
         sizes / size,
         np.ascontiguousarray(times / seconds),
         np.cumsum([len(at) for at in cuts]).astype(np.int32),

@@ -74,7 +74,7 @@ def test_refusals() -> None:
 
 def _dual(prices: np.ndarray, costs: tuple) -> float:
     """The dual that `kernels.bound` ascends, at given prices, every way of every ā_q and every input's written out."""
-    duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms, out, *shares = costs
+    duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms, apart, out, *shares = costs
     lam, p, r, lam2, r2, alpha2 = prices
     n, L = len(lam), len(lam) // 2
     whole, inward = (1 - link_price(p, r + r2, shares), r) if duplex else (1 - p - r2, p)
@@ -87,15 +87,21 @@ def _dual(prices: np.ndarray, costs: tuple) -> float:
         for k in range(n_forms[q]):
             size, slow = saved[q, k], whole[n - q] * slower[q, k]
             held = [[size * lam[a : b + 1].sum() for b in range(n)] for a in range(n + 1)]
-            left = [size * p[first - 1] * out_rate]
+            left = [size * p[first - 1] * out_rate + held[first][first] - ends]
             left += [size * p[a] * out_rate + held[first][a] - ends for a in range(first, n)]
+            left = [np.inf] if apart[q, k] & 1 else left
             own = size * lam2[last]
             back = [size * inward[b] * in_rate + held[b + 1][last] + own - late for b in range(first - 1, last)]
+            back = [np.inf] if apart[q, k] & 2 else back
+            ways += [min(left) + min(back) + slow]
+            left += [size * p[first - 1] * out_rate]
             back += [size * (inward[last] + r2[last]) * in_rate]
-            ways += [held[first][last] + own - ends - late + slow, min(left) + min(back) + slow]
+            ways += [min(left) + min(back) + min(alpha[first - 1 : last]) * u_F[q] + slow]
+            ways += [] if apart[q, k] else [held[first][last] + own - ends - late + slow]
             for b in range(first - 1, last + 1):
                 off = (late - own if b < last else 0.0) + (ends if b < first else 0.0)
-                ways.append((whole if b == last else alpha)[b] * u_F[q] + held[b + 1][last] - off + slow)
+                if b == last or not apart[q, k] & (3 if b < first else 2):
+                    ways.append((whole if b == last else alpha)[b] * u_F[q] + held[b + 1][last] - off + slow)
                 moved = min(size * p[a] * out_rate + held[b + 1][a] for a in range(b, n)) + min(back) - late - ends
                 ways.append(alpha[b] * u_F[q] + moved + slow)
         value += min(ways)
@@ -116,7 +122,7 @@ def test_the_dual_is_that_of_every_way_written_out(seed: int, inputs: bool) -> N
     saved = entry[:, None] + rng.random((L + 1, K)) * 0.3
     costs = (duplex, link, link * rng.uniform(0.5, 2), rng.random(n), rng.random(n), rng.random(L + 1) / L, saved)
     costs += (rng.random((L + 1, K)) * 0.1, entry, rng.integers(1, K + 1, L + 1).astype(np.int32))
-    costs += (rng.random(L + 1) * 0.1 if inputs else None,)
+    costs += (rng.integers(0, 4, (L + 1, K)).astype(np.int8), rng.random(L + 1) * 0.1 if inputs else None)
     costs += [(1.0, 1.0), (0.75, 0.5), (0.3, 0.4)][seed % 3] if duplex else (1.0, 1.0)
     for _ in range(20):
         prices = np.zeros((6, n))
@@ -135,6 +141,15 @@ def test_the_bound_knows_that_inputs_are_made_again_too() -> None:
     chain = Chain(tuple(Stage("", 1.0, 1.0, 10, 100, 0) for _ in range(12)), 1e-3, 1e-3)
     limit = min_mem_limit(chain, "joint")
     assert lower_bound(chain, limit) > 1.5 * chain.compute_time
+
+
+def test_the_bound_knows_that_an_input_beside_which_its_abar_does_not_fit_is_made_by_itself() -> None:
+    """Over a fast link every ā moves for nothing, but none fits beside the next backward, which takes an a."""
+    chain = Chain(tuple(Stage("", 1.0, 1.0, 10, 100) for _ in range(6)), 1e6, 1e6)
+    limit = min_mem_limit(chain, "joint")
+    assert lower_bound(chain, limit) == pytest.approx(chain.compute_time + 5, rel=1e-3)
+    assert lower_bound(chain, limit + 100) == pytest.approx(chain.compute_time, rel=1e-3)
+    assert solve(chain, limit).meta["makespan"] < chain.compute_time + 5.01
 
 
 @given(chains(least=2, most=4, forms=False), st.sampled_from([0.0, 0.05, 0.2]))

@@ -1,7 +1,7 @@
 """The dual of a step's activations, for `kernels.bound` itself and for `kernels.steady_bound`, which adds the
 parameters."""
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int8_t, int32_t
 
 
 cdef struct Problem:
@@ -16,6 +16,7 @@ cdef struct Problem:
     const double *slower         # [q, form] backward time beyond the fastest form's
     const double *entry          # [q] bytes of the smallest form of a_q or ā_q: part of the next operation's own need
     const int32_t *n_forms
+    const int8_t *apart          # [q, form] whether ā_q does not fit beside F_{q+1} (1), beside B_{q+1} (2)
     const double *out            # [q] bytes of a_q, where something may be paid for inputs; else NULL
     # Where an interval is cut in two, when its operation ends (`kernels.steady_bound`), α of both; else NULL. p and r
     # are then those of the cheaper part, and p_made is p of the second part, in which the interval's operation has made

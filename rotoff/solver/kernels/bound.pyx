@@ -11,7 +11,7 @@ r_k + r'_k and α_k are the machine's prices. Seconds are in units of the keep-a
 import numpy as np
 
 from libc.math cimport INFINITY
-from libc.stdint cimport int32_t
+from libc.stdint cimport int8_t, int32_t
 from libc.string cimport memcpy
 
 
@@ -116,10 +116,11 @@ cdef inline void _computes(Problem *c, Work *w, Py_ssize_t k, double seconds, do
 cdef double dual_value(Problem *c, const double *lam, const double *p, const double *r, const Second *s, double *g_lam,
                        double *g_p, double *g_r, Second *g, Work *w) noexcept nogil:
     """The dual at these prices; its supergradient."""
-    cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, moves, made_at, left_at, back_at, in_at, at
+    cdef Py_ssize_t n = 2 * c.L, k, q, f, x, first, last, moves, made_at, left_at, back_at, in_at, twice_at, at
     cdef Way way, best_way
     cdef Py_ssize_t best_form
     cdef double value = 0.0, size, u, ends, late, slower, out, returned, cost, least, best, back, lowest, until
+    cdef double early, soon, twice
     cdef double *total = w.total
     cdef bint parts = c.own != NULL, two = c.duplex or parts
     cdef const double *p_made = c.p_made if parts else p
@@ -151,7 +152,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             w.leave_at[k] = w.leave_at[k + 1]
         w.away[k] = w.leave[k] - total[k]
     # Arrival in an interval before B_{q+1}: the intervals from F_q on; smaller q have more of them.
-    in_at = c.L - 1
+    in_at = twice_at = c.L - 1
     lowest = w.alpha[c.L]
     for q in range(c.L - 1, 0, -1):
         first = q        # F_{q+1}
@@ -161,12 +162,17 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             in_at = first - 1
         if w.arrive[last - 1] < w.arrive[in_at]:
             in_at = last - 1
+        if w.alpha[first - 1] <= w.alpha[twice_at]:
+            twice_at = first - 1
+        if w.alpha[last - 1] < w.alpha[twice_at]:
+            twice_at = last - 1
         lowest = _least(lowest, _least(w.alpha[first - 1], w.alpha[first]))
         lowest = _least(lowest, _least(w.alpha[last - 1], w.alpha[last]))
         best = INFINITY
         best_way = STAYS
         best_form = 0
         u = c.u_F[q]
+        twice = w.alpha[twice_at] * u  # F_q has also made a_q, where F_{q+1} or B_{q+1} does not have ā_q
         # At F_{q+1} and B_{q+1} the operation's own need already contains the smallest input.
         ends = c.entry[q] * lam[first]
         late = c.entry[q] * (lam[last] + s.lam[last])
@@ -175,19 +181,23 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             size = c.saved[x]
             slower = w.whole[n - q] * c.slower[x]
             until = total[last] + s.lam[last]  # no input is held for B q+1 at the cut of ā_q's own
-            least = size * (until - total[first - 1]) - ends - late
+            least = INFINITY if c.apart[x] else size * (until - total[first - 1]) - ends - late
             way = STAYS
             # Leaving in the interval of F_q itself passes no cut.
-            out = _least(size * p_made[first - 1] * c.out_rate, size * (w.leave[first] - total[first - 1]) - ends)
-            back = size * (w.arrive[in_at] + until) - late
+            early = size * p_made[first - 1] * c.out_rate
+            out = _least(size * (w.leave[first] - total[first - 1]), early + size * lam[first]) - ends
+            out = INFINITY if c.apart[x] & 1 else out
+            back = INFINITY if c.apart[x] & 2 else size * (w.arrive[in_at] + until) - late
             cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
             returned = _least(back, cost)
-            if out + returned < least:
-                least = out + returned
+            cost = _least(out + back, _least(early, out) + returned + twice)
+            if cost < least:
+                least = cost
                 way = MOVES
             # A lower bound of the cost of making it again, at any time; it excludes most ways.
-            if lowest * u - late - ends < least:
+            if lowest * u - late - ends < least and not c.apart[x] & 2:
                 cost = _least(_least_sum(w.alpha + first, w.minus + first, u, size, last - first),
+                              INFINITY if c.apart[x] & 1 else
                               w.alpha[first - 1] * u + size * w.minus[first - 1] - ends) + size * until - late
                 if cost < least:
                     least = cost
@@ -226,7 +236,8 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
                 made_at = first - 1 + _least_sum_at(w.alpha + first - 1, w.away + first - 1, u, size, moves)
             else:
                 at = first + _least_sum_at(w.alpha + first, w.minus + first, u, size, last - first)
-                if u * w.alpha[at] + size * w.minus[at] < w.alpha[first - 1] * u + size * w.minus[first - 1] - ends:
+                if (c.apart[x] & 1 or u * w.alpha[at] + size * w.minus[at]
+                        < w.alpha[first - 1] * u + size * w.minus[first - 1] - ends):
                     made_at = at
             _computes(c, w, made_at, u, g_p, g_r, g, w.redone_late if best_way == AGAIN_LATE else w.redone)
             if best_way != AGAIN_LATE:
@@ -246,18 +257,29 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             g.lam[last] -= c.entry[q]
         else:
             left_at = first - 1
-            if size * (w.leave[first] - total[first - 1]) - ends < size * p_made[first - 1] * c.out_rate:
-                left_at = w.leave_at[first]
+        back_at = last
+        until = total[last] + s.lam[last]
+        early = size * p_made[first - 1] * c.out_rate
+        soon = early + size * lam[first] - c.entry[q] * lam[first]
+        out = _least(size * (w.leave[first] - total[first - 1]) - c.entry[q] * lam[first], soon)
+        out = INFINITY if c.apart[x] & 1 else out
+        back = INFINITY if c.apart[x] & 2 else size * (w.arrive[in_at] + until) - late
+        cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
+        if best_way == MOVES and out + back < _least(early, out) + _least(back, cost) + twice:
+            early, cost = INFINITY, INFINITY
+        elif best_way == MOVES:
+            _computes(c, w, twice_at, u, g_p, g_r, g, w.redone)
+            g.alpha[twice_at] -= u
+        if best_way == MOVES:
+            if out < early:
+                left_at = first - 1 if soon <= out else w.leave_at[first]
                 g_lam[first] -= c.entry[q]
-            _hold(w, first, left_at, size)
+                _hold(w, first, first if soon <= out else left_at, size)
         if parts and best_way == MOVES and left_at == first - 1:
             w.left[left_at] += size * c.out_rate
         else:
             g_p[left_at] += size * c.out_rate
-        back_at = last
-        until = total[last] + s.lam[last]
-        cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
-        if size * (w.arrive[in_at] + until) - late <= cost:
+        if back <= cost:
             back_at = in_at
             g_lam[last] -= c.entry[q]
             g.lam[last] += size - c.entry[q]
@@ -358,7 +380,7 @@ cdef double _ascend(Problem *c, double **x, double **g, Py_ssize_t steps, double
 def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t patience, double shrink, bint duplex,
            double out_rate, double in_rate, const double[::1] room, const double[::1] work, const double[::1] u_F,
            const double[:, ::1] saved, const double[:, ::1] slower, const double[::1] entry, const int32_t[::1] n_forms,
-           const double[::1] out, double out_share=1.0, double in_share=1.0):
+           const int8_t[:, ::1] apart, const double[::1] out, double out_share=1.0, double in_share=1.0):
     """The best dual value within `steps` steps from `prices`, which become the prices of that value.
 
     prices: rows λ, p, r, λ', r', α'. goal: a first guess of the rise; it shrinks by `shrink` after `patience` steps
@@ -388,6 +410,7 @@ def ascend(double[:, ::1] prices, Py_ssize_t steps, double goal, Py_ssize_t pati
     c.slower = &slower[0, 0]
     c.entry = &entry[0]
     c.n_forms = &n_forms[0]
+    c.apart = &apart[0, 0]
     c.out = NULL if out is None else &out[0]
     c.own = NULL
     w.total, w.minus, w.alpha, w.arrive = &rows[0, 0], &rows[1, 0], &rows[2, 0], &rows[3, 0]

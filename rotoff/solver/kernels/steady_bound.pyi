@@ -13,6 +13,7 @@ class Dual:
         slower: np.ndarray,
         entry: np.ndarray,
         n_forms: np.ndarray,
+        apart: np.ndarray,
         sizes: np.ndarray,
         times: np.ndarray,
         ends: np.ndarray,

@@ -198,7 +198,7 @@ cdef class Dual:
 
     def __init__(self, bint duplex, double out_rate, double in_rate, const double[::1] room, const double[::1] work,
                  const double[::1] u_F, const double[:, ::1] saved, const double[:, ::1] slower,
-                 const double[::1] entry, const int32_t[::1] n_forms, const double[:, ::1] sizes,
+                 const double[::1] entry, const int32_t[::1] n_forms, const int8_t[:, ::1] apart, const double[:, ::1] sizes,
                  const double[:, ::1] times, const int32_t[::1] ends, const int32_t[::1] cuts,
                  const int32_t[::1] begun, Py_ssize_t earliest, bint after, double unpaid, shares):
         cdef Py_ssize_t L = u_F.shape[0] - 1, N = 2 * L + 1
@@ -210,13 +210,13 @@ cdef class Dual:
         cdef int8_t[::1] room_of = intervals
         cdef Work *v = &self.work
         cdef Lines *t = &self.t
-        self.keep = (room, work, u_F, saved, slower, entry, n_forms, sizes, times, ends, cuts, begun, at, of, intervals)
+        self.keep = (room, work, u_F, saved, slower, entry, n_forms, apart, sizes, times, ends, cuts, begun, at, of, intervals)
         self.a.L, self.a.K, self.a.duplex = L, saved.shape[1], duplex
         self.a.out_rate, self.a.in_rate = out_rate, in_rate
         self.a.out_share, self.a.in_share = shares
         self.a.room, self.a.work, self.a.u_F, self.a.saved = &room[0], &work[0], &u_F[0], &saved[0, 0]
         self.a.slower, self.a.entry, self.a.n_forms = &slower[0, 0], &entry[0], &n_forms[0]
-        self.a.out = NULL
+        self.a.apart, self.a.out = &apart[0, 0], NULL
         self.c.K, self.c.N, self.c.earliest, self.c.after = ends.shape[0], N, earliest, after
         self.c.w, self.c.g, self.c.o = &sizes[0, 0], &sizes[1, 0], &sizes[2, 0]
         self.c.update, self.c.host_update = &times[0, 0], &times[1, 0]
