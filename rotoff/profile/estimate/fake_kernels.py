@@ -82,7 +82,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
             if place is None and storage in given and storage not in of:
                 return None
             given.add(storage)
-            layout = tuple(one.shape), one.stride(), one.storage_offset(), one.dtype
+            layout = tuple(one.shape), one.stride(), int(one.storage_offset()), one.dtype
             outputs.append((*layout, of.get(storage), one.fake_device, {**vars(one)}) if place is None else place)
         kind = list if isinstance(result, list) else tuple if isinstance(result, tuple) else None
         answer = kind, tuple(outputs)
