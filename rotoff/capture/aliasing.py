@@ -36,6 +36,14 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
     Raises:
         MeasureError: if a later stage changes in place a part of the batch that was passed on to it.
     """
+    groups = _merged(stages, value, device, False)
+    return groups if groups is not None else _merged(stages, value, device, True) or []
+
+
+def _merged(stages: Sequence[StageModule], value: Any, device: torch.device, tables: bool) -> list[StageModule] | None:
+    """Return the merged stages; None if a stage changes its input, which may be another stage's own table, unless
+    `tables` says to run each stage with several outputs twice, so that these are known."""
+    unsure = False
     groups: list[StageModule] = []
     first_aliases = False  # whether the first group's output is the batch itself
     given, rebuild = flatten(value)
@@ -56,11 +64,15 @@ def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.devic
             if changed and at_start:
                 stage, aliases = replace(stage, modules=(Copy(), *stage.modules)), False
                 lasting -= keys
+            elif changed and unsure:
+                return None
             elif changed & lasting:
                 raise MeasureError(
                     f"stage {stage.name!r} changes in place a part of the model's input that earlier stages passed on;"
                     " clone it in that stage"
                 )
+            elif not changed and len(outputs) > 1 and not tables:
+                unsure = True
             elif not changed and len(outputs) > 1:
                 again = flatten(_run(stage, source, device))[0]
                 lasting |= {storage_key(t) for t in outputs} & {storage_key(t) for t in again} - keys
