@@ -101,7 +101,9 @@ def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], late
         born.update(n for n in op.outputs if n is not None and n not in reads)
     beside = tuple(sorted((born & later).difference(call.outputs)))
     saves = tuple(dict.fromkeys(one for op in inner for one in op.saves))
-    seen = {tape.variables[n].storage for n in (*reads, *call.outputs, *beside) if n is not None} | {n for n, _ in saves}
+    seen = {tape.variables[n].storage for n in (*reads, *call.outputs, *beside) if n is not None} | {
+        n for n, _ in saves
+    }
     inner_storages = {tape.variables[n].storage for n in born} - seen
     return Operation(
         function=call.module,
