@@ -164,7 +164,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
             ExpectedCall(
                 function=op.function,
                 stage=stage_of.get(id(op), OUTSIDE),
-                outputs=op.outputs,
+                outputs=op.outputs[: len(op.outputs) - op.beside],
                 last_uses=tuple(last_uses[k]),
                 dead=id(op) not in needed,
                 reads=tuple(_numbers(op)),

@@ -7,7 +7,7 @@ of the model stays as the one forward left it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -65,6 +65,8 @@ def as_one(
     """
     operations: list[Operation] = []
     before = list(accumulate((op.makes for op in tape.operations), initial=0))
+    last = {n: k for k, op in enumerate(tape.operations) for n in op.reads}
+    last.update(dict.fromkeys(tape.result_variables(), len(tape.operations)))
     renumbered: dict[int, int] = {}  # number of operations before an entry that make something, before and after
     made = at = until = 0
 
@@ -83,7 +85,7 @@ def as_one(
         elif call.module in modules and call.begin < call.end:
             take(call.begin)
             inner = tape.operations[call.begin : call.end]
-            operations.append(_as_operation(tape, call, inner))
+            operations.append(_as_operation(tape, call, inner, {n for n, k in last.items() if k >= call.end}))
             tape.inner[id(operations[-1])] = tuple(instead.get(n, op) for n, op in enumerate(inner, start=at))
             made, at, until = made + 1, call.end, call.until
     take(len(tape.operations))
@@ -91,20 +93,23 @@ def as_one(
     tape.operations = operations
 
 
-def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> Operation:
-    """Return the operation that stands for those made in a call."""
+def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], later: Set[int]) -> Operation:
+    """Return the operation that stands for those made in a call. later: the variables that are read after it."""
     reads, born = dict.fromkeys(call.given), set[int]()
     for op in inner:
         reads.update(dict.fromkeys(n for n in op.reads if n not in born))
         born.update(n for n in op.outputs if n is not None and n not in reads)
+    beside = tuple(sorted((born & later).difference(call.outputs)))
     saves = tuple(dict.fromkeys(one for op in inner for one in op.saves))
-    seen = {tape.variables[n].storage for n in (*reads, *call.outputs) if n is not None} | {n for n, _ in saves}
+    seen = {tape.variables[n].storage for n in (*reads, *call.outputs, *beside) if n is not None} | {
+        n for n, _ in saves
+    }
     inner_storages = {tape.variables[n].storage for n in born} - seen
     return Operation(
         function=call.module,
         args=tuple(map(Ref, call.given)),
         kwargs={},
-        outputs=call.outputs,
+        outputs=call.outputs + beside,
         reads=tuple(reads),
         writes=frozenset().union(*(op.writes for op in inner)),
         writes_owned=tuple(dict.fromkeys(owned for op in inner for owned in op.writes_owned)),
@@ -116,6 +121,7 @@ def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation]) -> O
         saves=saves,
         ends=tuple(dict.fromkeys(n for op in inner for n in op.ends if n not in inner_storages)),
         keys=alone(call.entry, call.module),
+        beside=len(beside),
     )
 
 

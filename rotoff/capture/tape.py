@@ -92,6 +92,7 @@ class Operation:
         ends: storages freed before the next operation, because Python releases them; saved tensors do not count as
             holders.
         keys: identify the operation in other forwards (`places`).
+        beside: how many of the outputs, the last ones, a module does not return but leaves in attributes.
     """
 
     function: Callable[..., Any]
@@ -111,6 +112,7 @@ class Operation:
     saves: tuple[tuple[int, int], ...] = ()
     ends: tuple[int, ...] = ()
     keys: tuple[Hashable, ...] = ()
+    beside: int = 0
 
     @property
     def makes(self) -> bool:

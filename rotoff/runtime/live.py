@@ -159,6 +159,9 @@ class LiveForward(OnCourse):
         held = self.frames.held()
         self.kept_more = bool(held)
         self._refill(held)
+        if self.astray is not None:  # what the plan has left to do drops values that the caller may hold now
+            for var in self.frames.every:
+                var.stays = True
 
     def results(self, result: Any, stage: int) -> list[tuple[Var, int]]:
         """Return the tensors in `result` that the last `stage` made."""

@@ -582,6 +582,28 @@ def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None
     assert 0.95 * expected - spare <= measured <= expected
 
 
+def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:
+    """The plan has operations left that drop values which the caller holds."""
+
+    class Exits(Adapted):
+        until = 5
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            found = []
+            for base, down, up in list(zip(self.base, self.down, self.up, strict=True))[: self.until]:
+                x = x + torch.tanh(base(x))
+                found.append(up(down(x)))
+            return found
+
+    torch.manual_seed(0)
+    net, x = Exits(), torch.randn(16, 64)
+    model = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
+    force(model, adamw([p for p in net.parameters() if p.requires_grad]), 0.0)
+    for until in (5, 4, 3, 2):
+        net.until = until
+        assert same([t.detach() for t in model(x)], [t.detach() for t in net(x)])
+
+
 # -- what is there, and what is refused
 
 
