@@ -3,13 +3,13 @@ CUDA."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 
 def usual(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
@@ -96,7 +96,8 @@ def loaded(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Saved and read back in the middle of the training."""
     loss = usual(model, optimizers, n, batch)
     if n == 2:
-        saved = copy.deepcopy((model.state_dict(), optimizers[0].state_dict()))
+        states = dict(model.state_dict()), optimizers[0].state_dict()
+        saved = tree_map_only(torch.Tensor, torch.clone, states)
         usual(model, optimizers, n, batch)
         model.load_state_dict(saved[0])
         optimizers[0].load_state_dict(saved[1])
