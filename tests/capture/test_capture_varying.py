@@ -224,40 +224,6 @@ class Around(nn.Module):
         return self.inner(x) * 1.0
 
 
-class Sized(nn.Module):
-    """Chooses a size by a number drawn, as detection models do."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        super().__init__()
-        self.sizes, self.linear = sizes, nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        size = self.sizes[int(torch.empty(1).uniform_(0.0, float(len(self.sizes))).item())]
-        return self.linear(x[:, :4]) * size
-
-
-@pytest.mark.parametrize("sizes", [[3], [3, 4]])
-def test_random_number_may_be_read(sizes: list[int]) -> None:
-    x, plain = torch.ones(2, 5), Sized(sizes)
-    model = (
-        rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None)
-        .measure(x, repeats=1)
-        .compute_sequence("1 MiB")
-    )
-    torch.manual_seed(0)
-    model(x).sum().backward()
-    after = torch.rand(1)
-    torch.manual_seed(0)
-    torch.empty(1).uniform_()
-    assert torch.equal(after, torch.rand(1))  # the number is still drawn in each step
-    for seed in range(6):
-        outputs = []
-        for one in (model, plain):
-            torch.manual_seed(seed)
-            outputs.append(one(x))
-        assert torch.equal(*outputs)
-
-
 class Table(nn.Module):
     """A tensor that is no buffer, cast to what it is."""
 
@@ -273,27 +239,3 @@ def test_constant_returned_by_a_call_stays_a_constant() -> None:
     model, x = Table(), torch.ones(2, 4)
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1).compute_sequence("1 MiB")
     assert torch.equal(wrapped(x), model(x))
-
-
-class Waves(nn.Module):
-    """Multiplies a spectrum by a conjugate, which PyTorch saves as a view that only says so."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        f = torch.fft.rfft(torch.tanh(self.linear(x)))
-        return torch.fft.irfft(f * torch.conj(f.roll(1, 0)) + f.imag, n=x.shape[-1])
-
-
-@pytest.mark.parametrize("mode", ["offload", "remat"])
-def test_offloaded_conjugates_stay_conjugates(mode: str) -> None:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(Waves() for _ in range(5))), torch.randn(32, 16)
-    expected = trained(copy.deepcopy(model), [x])
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    wrapped.compute_sequence(int(0.7 * wrapped.keep_all_memory), mode=mode, refine=False)
-    assert wrapped.sequence is not None and any(op.kind.name in ("OFFLOAD", "F_CK") for op in wrapped.sequence)
-    assert all(torch.equal(a, b) for a, b in zip(trained(wrapped, [x]), expected, strict=True))
-    wrapped.close()

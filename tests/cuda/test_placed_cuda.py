@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import ALL, Attention, Residual, fresh
+from placed_loops import accumulated, clamped, clipped, frozen_later, given_up, hooked, loaded, looked_at, result, usual
 from torch import nn
 
 import rotoff
@@ -93,78 +94,12 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-def everywhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """All that must not differ, on the host."""
-    found = [*model.parameters(), *model.buffers()]
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            found += [t for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
-    return [t.detach().cpu().clone() for t in found]
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    loss = model(x).float().square().mean()
-    loss.backward()
-    assert all(p.grad is None or p.grad.device == p.device for p in model.parameters())
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    model(x).float().square().mean().backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm.cpu()
-
-
-def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    for _ in range(3):
-        loss = model(x).float().square().mean()
-        loss.backward()
-        assert all(p.grad is None or p.grad.device == p.device for p in model.parameters())
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=n % 2 == 0)
-    return loss.detach()
-
-
-def hooked(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    seen: list[torch.Tensor] = []
-    handles = [p.register_hook(lambda g: g * 1.5) for p in model.parameters() if p.requires_grad]
-    handles += [
-        p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().cpu()))
-        for p in model.parameters()
-        if p.requires_grad
-    ]
-    loss = step(model, optimizer, x, n)
-    for handle in handles:
-        handle.remove()
-    return loss.cpu() + torch.stack(seen).double().sort().values.sum()
-
-
-def looked_at(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    """Forwards without gradients, in eval mode and with gradients there, between forwards and steps."""
-    loss = model(x).float().square().mean()
-    model.eval()
-    with torch.no_grad():
-        seen = model(x).sum()
-    model.train()
-    loss.backward()
-    model.eval()
-    model(x).float().square().mean().backward()
-    model.train()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach() + seen
-
-
-def penalised(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+def penalised(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Parameters that the loss takes outside of the model."""
-    loss = model(x).float().square().mean()
+    loss = model(batch()).float().square().mean()
     (loss + sum(p.square().sum().to(CUDA) for p in model.parameters() if p.requires_grad)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
     return loss.detach()
 
 
@@ -183,75 +118,38 @@ class Slowly(torch.autograd.Function):
 
 
 def penalised_late(
-    model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int, times: int = 2, seconds: float = 0.1
+    model: Any, optimizers: Any, n: int, batch: Any, times: int = 2, seconds: float = 0.1
 ) -> torch.Tensor:
     for _ in range(times):
-        loss = model(x).float().square().mean()
+        loss = model(batch()).float().square().mean()
         penalty = Slowly.apply(next(model.parameters()).square().sum(), seconds)
         (loss + penalty.to(CUDA)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
     return loss.detach()
 
 
-def clamped(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    loss = step(model, optimizer, x, n)
-    for p in model.parameters():
-        p.data.clamp_(-0.1, 0.1)
-    return loss
-
-
-def loaded(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    loss = step(model, optimizer, x, n)
-    if n == 1:
-        saved = torch.utils._pytree.tree_map(
-            lambda t: t.clone() if isinstance(t, torch.Tensor) else t,
-            (dict(model.state_dict()), optimizer.state_dict()),
-        )
-        step(model, optimizer, x, n)
-        model.load_state_dict(saved[0])
-        optimizer.load_state_dict(saved[1])
-    return loss
-
-
-def given_up(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    first = model(x).float().square().mean()
-    other = model(x).float().square().mean()
-    if n == 1:
-        other.backward()
-        optimizer.zero_grad()
-    del other
-    return first.detach() + step(model, optimizer, x, n)
-
-
-def carried(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+def carried(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Through ``.data`` of parameters and gradients, to the host and to the device, after a backward and a step."""
-    loss = model(x).float().square().mean()
+    loss = model(batch()).float().square().mean()
     loss.backward()
     model.cpu().to(CUDA if n % 2 else "cpu").to(CUDA)
-    optimizer.step()
-    for state in optimizer.state.values():
+    optimizers[0].step()
+    for state in optimizers[0].state.values():
         for tensor in state.values():
             tensor.data = tensor.data.cpu().to(tensor.device)
     model.cpu().to(CUDA)
-    optimizer.zero_grad()
+    optimizers[0].zero_grad()
     return loss.detach()
 
 
-def shared(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
+def shared(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Moved, in place, into memory that processes share, as tensors are that go to another process."""
-    loss = step(model, optimizer, x, n)
+    loss = usual(model, optimizers, n, batch)
     for tensor in model.state_dict().values():
         if not tensor.is_cuda:
             tensor.share_memory_()
     return loss
-
-
-def frozen_later(model: nn.Module, optimizer: torch.optim.Optimizer, x: Any, n: int) -> torch.Tensor:
-    for k, p in enumerate(model.parameters()):
-        if n in (1, 3) and k % 3 == 0:
-            p.requires_grad_(n == 3)
-    return step(model, optimizer, x, n)
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -298,8 +196,8 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
     results = []
     for one, own in ((wrapped, optimizer), (plain, twin)):
         torch.manual_seed(2)
-        losses = [how(one, own, x, n).cpu() for n in range(steps)]
-        results.append([*losses, *everywhere(one, own)])
+        losses = [how(one, [own], n, lambda: x).cpu() for n in range(steps)]
+        results.append([*losses, *(t.cpu() for t in result(one, [own]))])
     equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     record("bits equal", equal)
     assert equal or not STANDIN
@@ -311,7 +209,7 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
 @pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
 @pytest.mark.parametrize("name", ["language", "adapted", *sorted(set(ALL) - NOT_THERE)])
 def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
-    compare(name, share, updates, step, OPTIMIZERS["AdamW"], record_property)
+    compare(name, share, updates, usual, OPTIMIZERS["AdamW"], record_property)
 
 
 STEPS = (
@@ -326,7 +224,7 @@ def test_what_surrounds_a_step(how: Any, share: float, record_property: Record) 
     compare("language", max(share, least), "after", how, OPTIMIZERS["AdamW"], record_property)
 
 
-@pytest.mark.parametrize("how", [step, hooked, clamped, loaded])
+@pytest.mark.parametrize("how", [usual, hooked, clamped, loaded])
 def test_what_surrounds_a_step_that_updates_during_its_backward(how: Any, record_property: Record) -> None:
     compare("language", 0.3, "during", how, OPTIMIZERS["AdamW"], record_property)
 
@@ -340,7 +238,7 @@ def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Reco
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer: str, updates: str, record_property: Record) -> None:
-    compare("language", 0.5, updates, step, OPTIMIZERS[optimizer], record_property)
+    compare("language", 0.5, updates, usual, OPTIMIZERS[optimizer], record_property)
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
@@ -398,15 +296,15 @@ def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     assert all(t.device == CUDA for t in (*model.parameters(), *model.buffers()))
-    step(wrapped, optimizer, x, 0)
+    usual(wrapped, [optimizer], 0, lambda: x)
     wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 2, optimizer=optimizer, refine=False)
     assert {p.device.type for p in model.parameters()} > {"cpu"} or not any(p.is_cuda for p in model.parameters())
-    step(wrapped, optimizer, x, 1)
+    usual(wrapped, [optimizer], 1, lambda: x)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     assert all(p.device == CUDA for p in model.parameters())
     states = [t for one in optimizer.state.values() for t in one.values() if t.numel() > 1]
     assert all(t.device == CUDA for t in states)
-    step(wrapped, optimizer, x, 2)
+    usual(wrapped, [optimizer], 2, lambda: x)
 
 
 def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
@@ -419,7 +317,7 @@ def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 3, optimizer=optimizer, refine=False)
     held = sum(p.nbytes for p in model.parameters() if p.is_cuda)
     assert held < wrapped.keep_all_memory // 3
-    step(wrapped, optimizer, x, 0)
+    usual(wrapped, [optimizer], 0, lambda: x)
     assert {t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}
     wrapped.close()
 

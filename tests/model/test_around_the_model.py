@@ -168,32 +168,6 @@ def test_measuring_within_somebodys_saved_tensor_hooks_is_refused() -> None:
         checkpoint(model, torch.randn(32, 16), use_reentrant=False)
 
 
-def test_a_block_mapped_by_torch_func_runs_as_its_own_code() -> None:
-    class Mapped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + torch.func.vmap(self.inner)(x)
-
-    class Stack(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList([Mapped() for _ in range(3)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for part in self.parts:
-                x = part(x).sin()
-            return x
-
-    model = Stack()
-    expected = gradients(model)
-    wrapped = planned(model)
-    assert same(gradients(wrapped), expected)
-    wrapped.close()  # torch 2.15 holds on to what has been mapped
-
-
 TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "grad": lambda model, x: torch.func.grad(lambda given: model(given).sum())(x),
     "vjp": lambda model, x: torch.func.vjp(model, x)[1](x.cos())[0],

@@ -103,12 +103,7 @@ def test_a_limit_that_fails_leaves_the_plan_before_it(measured: Checkpointable) 
     with pytest.raises(OptionError):
         measured.compute_sequence(10**9, mode="none")
     assert measured.sequence is before
-
-
-def test_a_limit_too_small_before_any_measurement_fails_in_the_first_step() -> None:
-    model = Checkpointable(small_model()).compute_sequence(100)
-    with pytest.raises(InfeasibleError, match="needs at least"):
-        model(torch.randn(64, 32))
+    assert measured.mem_limit == measured.keep_all_memory
 
 
 # -- out of order
@@ -194,7 +189,10 @@ def test_an_input_that_cannot_be_looked_into(batch: Any) -> None:
     assert torch.equal(run(given, torch.ones(2, 4)), plain(given))
 
 
-@pytest.mark.parametrize("wanted", [40.0, True, object(), iter(["linear"]), [], "linear", [["linear"]], [3]])
+@pytest.mark.parametrize(
+    "wanted",
+    [0, 40.0, True, object(), iter(["linear"]), [], "linear", ["nowhere"], [["linear"]], [3], [nn.Linear(2, 2)]],
+)
 def test_what_are_no_stages(wanted: Any) -> None:
     with pytest.raises(OptionError, match="give a number of stages, or a list|is no module of the model"):
         Checkpointable(Reads(), stages=wanted)
@@ -220,13 +218,6 @@ def test_a_model_without_parameters(mode: str) -> None:
     check_step(
         nn.Sequential(nn.GELU(), nn.Softmax(-1), nn.Tanh(), nn.SiLU()), torch.randn(64, 32, requires_grad=True), mode
     )
-
-
-def test_a_model_without_anything_to_train_runs_as_it_is() -> None:
-    model = Checkpointable(nn.Sequential(nn.GELU(), nn.Tanh())).compute_sequence(1)
-    out = model(torch.ones(4, 4))
-    assert not out.requires_grad
-    assert torch.equal(out, nn.functional.gelu(torch.ones(4, 4)).tanh())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -189,22 +189,6 @@ def test_plans_are_kept_for_the_signatures_seen_last(monkeypatch: pytest.MonkeyP
     assert wrapped.chain is latest  # known: neither measured nor planned again
 
 
-def test_a_limit_that_does_not_fit_changes_nothing() -> None:
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    limit = half(wrapped)
-    wrapped.compute_sequence(limit)
-    before = wrapped.sequence
-    with pytest.raises(rotoff.InfeasibleError, match="needs at least") as caught:
-        wrapped.compute_sequence(1000)
-    assert wrapped.sequence is before
-    assert wrapped.mem_limit == limit
-    wrapped.compute_sequence(caught.value.min_mem_limit)
-    assert wrapped.get_expected_memory() <= caught.value.min_mem_limit
-    with pytest.raises(rotoff.InfeasibleError):
-        wrapped.compute_sequence(caught.value.min_mem_limit - 1)
-
-
 def test_keeping_everything_runs_the_plain_model() -> None:
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model).measure(batch())

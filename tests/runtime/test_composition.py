@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from models import Batch, Residual, fresh, same, train
 from planned_steps import compare, sequential, smallest, with_sequence
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.capture.recording import Call, record
@@ -33,17 +31,6 @@ def residuals() -> tuple[nn.Sequential, Batch]:
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-class Inner(nn.Module):
-    """A block that checkpoints its body by itself."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.body, self.reentrant = Residual(16), reentrant
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.body, torch.tanh(x), use_reentrant=self.reentrant).sin()
 
 
 def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -81,23 +68,6 @@ def test_normalisations_with_parametrised_weights() -> None:
         norms = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh()), nn.GroupNorm(4, 16), nn.BatchNorm1d(16, momentum=None)
         return sequential(
             nn.Linear(16, 16), weight, norms[0], spectral, norms[1], orthogonal, norms[2], nn.Linear(16, 4)
-        )
-
-    compare(make, train)
-
-
-def test_weight_and_spectral_norm_in_their_older_form_by_hooks() -> None:
-    """They set the weight anew in a forward pre-hook; spectral norm also moves its vectors on."""
-
-    def make() -> tuple[nn.Sequential, Batch]:
-        spectral = nn.utils.spectral_norm(nn.Linear(16, 16), n_power_iterations=2)
-        convolution = nn.utils.spectral_norm(nn.Conv1d(1, 2, 3, padding=1))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            weight = nn.utils.weight_norm(nn.Linear(32, 16))
-        shaped = nn.Sequential(nn.Unflatten(1, (1, 16)), convolution, nn.Flatten())
-        return sequential(
-            nn.Linear(16, 16), spectral, nn.GELU(), shaped, weight, nn.Dropout(), spectral, nn.Linear(16, 4)
         )
 
     compare(make, train)
@@ -186,38 +156,6 @@ def test_a_cache_that_grows_is_that_of_the_plain_model() -> None:
         wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
         for _ in range(3):
             assert same(step(wrapped, x), step(plain, x))
-
-
-def test_a_layer_that_is_skipped_at_random_is_right() -> None:
-    class Skipped(Residual):
-        rate = 0.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x * 1 if torch.rand(()) < self.rate else super().forward(x)
-
-    def made() -> tuple[nn.Sequential, Batch]:
-        torch.manual_seed(0)
-        return sequential(nn.Linear(16, 32), Skipped(32), nn.Tanh(), Skipped(32), nn.Linear(32, 8))
-
-    plain, batch = made()
-    wrapped = rotoff.Checkpointable(made()[0]).measure(batch(), repeats=1)
-    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
-    Skipped.rate = 0.5
-    for seed in range(12):
-        x = batch()
-        for model in (plain, wrapped):
-            model.zero_grad()
-            torch.manual_seed(seed)
-            model(x).square().mean().backward()
-        assert same(gradients(wrapped), gradients(plain))
-
-
-def test_checkpoint_within_a_stage() -> None:
-    compare(lambda: sequential(nn.Linear(16, 16), Inner(False), nn.Tanh(), Inner(False), nn.Linear(16, 4)), train)
-
-
-def test_a_reentrant_checkpoint_within_a_stage() -> None:
-    compare(lambda: sequential(nn.Linear(16, 16), Inner(True), nn.Tanh(), Inner(True), nn.Linear(16, 4)), train)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -358,30 +296,6 @@ def test_hooks_on_parameters_and_backward_hooks_on_stages() -> None:
     compare(residuals, run)
 
 
-def test_hooks_that_are_there_when_measured() -> None:
-    def make() -> tuple[nn.Sequential, Batch]:
-        model, batch = residuals()
-        model[2].register_full_backward_hook(lambda m, gi, go: (gi[0] * 3,))
-        model[3].register_forward_hook(lambda m, i, o: o * 2)
-        model[4].register_forward_pre_hook(lambda m, i: (i[0] + 1,))
-        return model, batch
-
-    compare(make, train)
-
-
-def test_forward_hooks_fire_once_a_step() -> None:
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    text = ["F_ck 1", "F_ck 2", "F_none 3", "F_none 4", "F_none 5", "F_all 6", "B 6"]
-    text += ["F_all 2", "F_all 3", "F_all 4", "F_all 5", "B 5", "B 4", "B 3", "B 2", "F_all 1", "B 1"]
-    with_sequence(wrapped, rotoff.Sequence.from_text(text))
-    seen: list[torch.Tensor] = []
-    hook = model[2].register_forward_hook(lambda m, i, o: seen.append(o.detach().clone()))
-    wrapped(batch()).sum().backward()
-    hook.remove()
-    assert len(seen) == 1
-
-
 # -- around the model
 
 
@@ -495,26 +409,6 @@ def test_torch_autograd_grad_of_everything_and_of_the_input() -> None:
     compare(make, run)
 
 
-def test_outputs_of_which_only_some_get_a_gradient() -> None:
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(32, 4), nn.Linear(32, 4)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            return self.one(x).tanh(), self.two(x).tanh(), x.argmax(1)
-
-    def run(model: nn.Module, batch: Batch) -> list[torch.Tensor]:
-        seen = []
-        for which in (0, 1, 0):
-            model.zero_grad()
-            model(batch())[which].square().sum().backward()
-            seen += gradients(model)
-        return seen
-
-    compare(lambda: sequential(nn.Linear(16, 32), *blocks(), Heads()), run)
-
-
 def test_a_loss_of_an_intermediate_result_beside_the_last() -> None:
     """A forward hook takes a stage's output into the loss: the gradient enters there too."""
 
@@ -531,21 +425,6 @@ def test_a_loss_of_an_intermediate_result_beside_the_last() -> None:
 
     taken: list[torch.Tensor] = []
     compare(make, run)
-
-
-def test_a_hook_that_came_after_measuring_and_saves() -> None:
-    model, batch = residuals()
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    wrapped.compute_sequence(smallest(wrapped, "joint"))
-    model[2].register_forward_hook(lambda m, i, o: o * o.tanh())
-    x = batch()
-    seen = []
-    for one in (model, wrapped):
-        one.zero_grad()
-        torch.manual_seed(3)
-        one(x).square().mean().backward()
-        seen.append(gradients(one))
-    assert same(*seen)
 
 
 COMPILED_INSIDE = """

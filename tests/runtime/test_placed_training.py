@@ -22,6 +22,7 @@ import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
 from models import ALL, Attention, Residual, fresh, same
+from placed_loops import accumulated, clamped, clipped, frozen_later, given_up, hooked, loaded, looked_at, result, usual
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
@@ -33,7 +34,6 @@ from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import updates
 from rotoff.runtime.placed.placement import Placement
 
-Loop = Callable[[nn.Module, list[Optimizer], int], object]  # one step, of that number
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 
 
@@ -115,25 +115,6 @@ def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
 
 def adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
     return [torch.optim.AdamW(parameters, lr=1e-2)]
-
-
-def usual(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.detach()
-
-
-def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
-    """All that must not differ."""
-    found = [p.detach().clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                found += [t.clone() for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
-    return found
 
 
 def trained(
@@ -294,24 +275,6 @@ def test_a_new_plan_once_an_optimizer_has_a_state_of_other_shapes() -> None:
     assert same(trained("untied", make, anew, 0.3)[0], plainly("untied", make, usual))
 
 
-def clipped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return norm
-
-
-def accumulated(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    for _ in range(3):
-        loss = model(batch()).float().square().mean()
-        loss.backward()
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return loss.detach()
-
-
 def zeroed(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     loss = model(batch()).float().square().mean()
     loss.backward()
@@ -348,14 +311,6 @@ def scheduled(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     optimizers[1].step()
     if n == 4:
         optimizers.pop()
-    return loss
-
-
-def clamped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """As old code does: past autograd's version counters."""
-    loss = usual(model, optimizers, n, batch)
-    for p in model.parameters():
-        p.data.clamp_(-0.1, 0.1)
     return loss
 
 
@@ -399,62 +354,6 @@ def shared(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
 
 def tensors_of(state: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-
-
-def loaded(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """Saved and read back in the middle of the training."""
-    loss = usual(model, optimizers, n, batch)
-    if n == 2:
-        saved = copy.deepcopy((model.state_dict(), optimizers[0].state_dict()))
-        usual(model, optimizers, n, batch)
-        model.load_state_dict(saved[0])
-        optimizers[0].load_state_dict(saved[1])
-    return loss
-
-
-def given_up(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """Forwards without backwards, and an update left out."""
-    loss = model(batch()).float().square().mean()
-    other = model(batch()).float().square().mean()
-    if n == 3:
-        other.backward()
-        optimizers[0].zero_grad()
-    del other
-    return loss.detach() + usual(model, optimizers, n, batch)
-
-
-def looked_at(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """Without gradients, and in eval mode, between forwards and steps."""
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    model.eval()
-    with torch.no_grad():
-        seen = model(batch()).sum()
-    model.train()
-    with torch.no_grad():
-        seen = seen + model(batch()).sum()
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return loss.detach() + seen
-
-
-def frozen_later(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    for k, p in enumerate(model.parameters()):
-        if n in (2, 4) and k % 3 == 0:
-            p.requires_grad_(n == 4)
-    return usual(model, optimizers, n, batch)
-
-
-def hooked(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    seen: dict[int, torch.Tensor] = {}
-    handles = []
-    for k, p in enumerate(model.parameters()):
-        handles.append(p.register_hook(lambda g: g * 1.5))
-        handles.append(p.register_post_accumulate_grad_hook(lambda p, k=k: seen.update({k: p.grad.sum()})))
-    loss = usual(model, optimizers, n, batch)
-    for handle in handles:
-        handle.remove()
-    return loss + torch.stack([seen[k] for k in sorted(seen)]).sum()
 
 
 def other_shapes(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:

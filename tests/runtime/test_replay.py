@@ -29,21 +29,6 @@ def run_twice(L: int) -> rotoff.Sequence:
     return rotoff.Sequence.from_text(text)
 
 
-class ForkedNoise(nn.Module):
-    """Reads the generator's state, draws, and puts the state back: nothing seems to have been drawn."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.random.fork_rng(devices=[]):
-            return x * torch.rand_like(x)
-
-
-def test_a_stage_that_draws_and_puts_the_generator_back() -> None:
-    compare(
-        lambda: sequential(nn.Linear(16, 16), ForkedNoise(), nn.Dropout(), nn.Tanh(), ForkedNoise(), nn.Linear(16, 4)),
-        train,
-    )
-
-
 class Asks(nn.Module):
     """Asks a buffer for a number, which is then a part of what Python did."""
 
@@ -69,37 +54,6 @@ def test_a_buffer_that_no_call_of_a_replay_reads_may_change_before_the_backward(
     with_sequence(wrapped, run_twice(len(wrapped.chain)))
     assert same(gradients(model, wrapped), gradients(again, again))
     wrapped.close()
-
-
-def test_a_stage_that_begins_to_draw_after_it_was_measured() -> None:
-    """Stochastic depth whose rate grows from 0: as many tensors are saved, of the same shapes."""
-
-    class Path(nn.Module):
-        rate = 0.0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            kept = torch.ones(len(x), 1) if self.rate == 0 else (torch.rand(len(x), 1) > self.rate).float()
-            return x + torch.tanh(x) * kept
-
-    def steps(model: nn.Sequential, wrapped: nn.Module) -> list[torch.Tensor]:
-        seen = []
-        for rate in (0.0, 0.5, 0.7):
-            for module in model:
-                if isinstance(module, Path):
-                    module.rate = rate
-            seen += train(wrapped, batch, steps=1)
-        return seen
-
-    torch.manual_seed(0)
-    model, batch = sequential(nn.Linear(16, 16), Path(), Path(), Path(), nn.Linear(16, 4))
-    state = {name: t.clone() for name, t in model.state_dict().items()}
-    expected = steps(model, model)
-    model.load_state_dict(state)
-    for module in model:
-        module.rate = 0.0
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    with_sequence(wrapped, run_twice(len(wrapped.chain)))
-    assert same(steps(model, wrapped), expected)
 
 
 def test_hooks_that_draw_between_replays() -> None:

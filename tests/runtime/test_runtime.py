@@ -55,33 +55,6 @@ def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str
     wrapped.close()
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid(every=3)
-def test_the_predicted_peak_of_any_sequence_holds(name: str) -> None:
-    model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    for seed in seeds(4):
-        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
-        assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), str(wrapped.sequence)
-    wrapped.close()
-
-
-def test_the_prediction_is_close_on_average() -> None:
-    """Where stages are more than a few kilobytes, so that generator states (5 kB each) do not decide."""
-    ratios = []
-    for name in ("residual", "convolutional", "language"):
-        model, batch = fresh(name)
-        many = lambda batch=batch: torch.cat([batch() for _ in range(16)])  # noqa: E731
-        wrapped = rotoff.Checkpointable(model).measure(many(), repeats=1)
-        least, everything = smallest(wrapped, "joint"), wrapped.keep_all_memory
-        for fraction in (1.0, 0.7, 0.4, 0.1):
-            wrapped.compute_sequence(int(least + (everything - least) * fraction))
-            ratios.append(wrapped.get_expected_memory() / step_peak(wrapped, many))
-        wrapped.close()
-    assert min(ratios) >= 1
-    assert sum(ratios) / len(ratios) <= 1.05, ratios
-
-
 @pytest.mark.parametrize("name", ["residual", "convolutional", "tuples", "stateful"])
 def test_nothing_stays_behind(name: str) -> None:
     """After a step, after a forward whose graph is dropped, and after a stage that raises."""
@@ -141,24 +114,6 @@ class Failing:
             return function(*args)
 
         return counted
-
-
-def test_two_forwards_before_their_backwards() -> None:
-    model, batch = fresh("residual")
-    x, y = batch(), batch()
-    torch.manual_seed(3)
-    first, second = model(x), model(y)
-    (first.sum() * 2).backward()
-    second.sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
-    wrapped.compute_sequence((smallest(wrapped, "joint") + wrapped.keep_all_memory) // 3)
-    torch.manual_seed(3)
-    first, second = wrapped(x), wrapped(y)
-    (first.sum() * 2).backward()
-    second.sum().backward()
-    assert same([p.grad for p in wrapped.parameters()], expected)
 
 
 def test_another_backward_without_retain_graph_and_a_double_one_are_refused_in_a_sentence() -> None:
@@ -246,26 +201,6 @@ def test_changing_the_output_of_a_moved_stage_in_place_is_noticed() -> None:
         wrapped(batch()).sum().backward()
     handle.remove()
     hook.remove()
-
-
-def test_autocast_is_the_same_in_the_replay() -> None:
-    def run(model: torch.nn.Module, batch: object) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(batch()).float().square().mean()
-            loss.backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    expected = run(*fresh("residual"))
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        wrapped.measure(batch(), repeats=1)
-    for seed in range(4):
-        with_sequence(wrapped, random_sequence(wrapped.chain, seed))
-        wrapped.zero_grad()
-        assert same(run(wrapped, batch), expected)
 
 
 def test_gradients_of_a_part_only() -> None:

@@ -10,8 +10,6 @@ import random
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -38,42 +36,32 @@ class ByKeyword(Trunk):
         return self.head(x)
 
 
-def in_another_order(n: int) -> Call:
-    given = {"mask": drawn(n, of=1), "bias": drawn(n, of=2)}
-    return (drawn(n),), given if n < 2 else dict(reversed(given.items()))
+def by_keyword(n: int) -> Call:
+    """Both in one order and in the other; one tensor under one keyword, then the other; an argument that is None."""
+    a, b = drawn(n, of=1), drawn(n, of=2)
+    keywords = ({"mask": a, "bias": b}, {"bias": b, "mask": a}, {"mask": a}, {"bias": a}, {"mask": None, "bias": a})
+    return (drawn(n),), keywords[n]
 
 
-row("the same tensors under other keywords", call=lambda n: ((drawn(n),), {("mask", "bias")[n >= 2]: drawn(n, of=1)}))(
-    ByKeyword
-)
-row("an argument that is None at first", call=lambda n: ((drawn(n),), {"bias": drawn(n, of=1)} if n >= 2 else {}))(
-    ByKeyword
-)
-row("keywords in another order", call=in_another_order)(ByKeyword)
+row("tensors under other keywords", call=by_keyword)(ByKeyword)
 
 
 def nested(n: int) -> Call:
     a, b, c = (drawn(n, of=k) for k in (1, 2, 3))
-    return (drawn(n), [a, b], [c]) if n < 2 else (drawn(n), [a], [b, c]), {}
+    return (drawn(n), [a, b], [c], {"a": a}) if n < 2 else (drawn(n), [a], [b, c], {"b": b}), {}
 
 
-@row("arguments nested otherwise", call=nested)
+@row("arguments nested otherwise, and a dict of other keys", call=nested)
 class Nested(Trunk):
-    def forward(self, x: torch.Tensor, added: list[torch.Tensor], factors: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, added: list[torch.Tensor], factors: list[torch.Tensor], given: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
             for part in added:
                 x = x + part.tanh()
             for part in factors:
                 x = x * part.sigmoid()
-        return self.head(x)
-
-
-@row("an argument that is a dict of other keys", call=lambda n: ((drawn(n), {("a", "b")[n >= 2]: drawn(n, of=1)}), {}))
-class OfDict(Trunk):
-    def forward(self, x: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
             x = x * given["a"].sigmoid() if "a" in given else x + given["b"]
         return self.head(x)
 
@@ -89,44 +77,28 @@ class Power:
         return torch.sin(x * self.factor)
 
 
-@row("callables among the arguments that look alike", call=lambda n: ((drawn(n), Power(1.0 + n // 2)), {}))
+def numbers_of_all_kinds(n: int) -> Call:
+    """And a callable that looks like another."""
+    scales = (0.9 - 0.1 * n, numpy.float32(0.9 - 0.1 * n), torch.tensor(0.9 - 0.1 * n), (1.0, 2)[n % 2])
+    return (drawn(n), Power(1.0 + n // 2), scales), {"flag": n + 1, "on": True}
+
+
+@row("numbers as arguments", call=numbers_of_all_kinds)
 @row(
-    "lambdas among the arguments", call=lambda n: ((drawn(n), (lambda x: x.sin()) if n < 2 else lambda x: x.cos()), {})
+    "flags, a string and a lambda as arguments",
+    call=lambda n: (
+        (drawn(n), (lambda x: x.sin()) if n < 2 else lambda x: x.cos(), ()),
+        {"flag": n % 3, "on": n >= 2, "task": "sine" if n < 2 else "tanh"},
+    ),
 )
-class Called(Trunk):
-    def forward(self, x: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+class Called(Trunk, heads=lambda: nn.ModuleDict({"sine": nn.Linear(WIDTH, 4), "tanh": nn.Linear(WIDTH, 6)})):
+    def forward(self, x: torch.Tensor, act: Any, scales: Any, flag: int, on: bool, task: str = "sine") -> torch.Tensor:
         for block in self.blocks:
             x = act(block(x))
-        return self.head(x)
-
-
-@row("a float argument", call=lambda n: ((drawn(n),), {"scale": 0.9 - 0.1 * n}))
-@row("a number of NumPy as argument", call=lambda n: ((drawn(n),), {"scale": numpy.float32(0.9 - 0.1 * n)}))
-@row("a number that is a tensor as argument", call=lambda n: ((drawn(n),), {"scale": torch.tensor(0.9 - 0.1 * n)}))
-@row("a number as argument that is a float, then an int", call=lambda n: ((drawn(n),), {"scale": (1.0, 2)[n % 2]}))
-class Scaled(Trunk):
-    def forward(self, x: torch.Tensor, scale: Any) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.sin(block(x) * scale)
-        return self.head(x)
-
-
-@row("an int flag", call=lambda n: ((drawn(n), n % 3), {}))
-@row("a bool flag", call=lambda n: ((drawn(n), n >= 2), {}))
-class Flagged(Trunk):
-    def forward(self, x: torch.Tensor, flag: int) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if flag:
+            for scale in scales:
+                x = torch.sin(x * scale)
+            if flag and on:
                 x = torch.sin(x * flag)
-        return self.head(x)
-
-
-@row("a string", call=lambda n: ((drawn(n),), {"task": "sine" if n < 2 else "tanh"}))
-class Tasks(Trunk, heads=lambda: nn.ModuleDict({"sine": nn.Linear(WIDTH, 4), "tanh": nn.Linear(WIDTH, 6)})):
-    def forward(self, x: torch.Tensor, task: str) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.sin(block(x)) if task == "sine" else torch.tanh(block(x))
         return self.heads[task](x)
 
 
@@ -144,13 +116,22 @@ class Sizes(Trunk):
 # -- buffers and counts
 
 
-@row("a buffer that counts and is read as a number")
-class CountingBuffer(Trunk, step=lambda: nn.Buffer(torch.zeros(()))):
+@row("counts in a buffer, a dict, an attribute and lists")
+class Counts(
+    Trunk, step=lambda: nn.Buffer(torch.zeros(())), counts=lambda: {"steps": 0}, seen=int, history=list, means=list
+):
+    """Between its blocks, too; one of the lists is of what was computed."""
+
     def begin(self) -> None:
         self.step += 1
+        self.counts["steps"] += 1
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * (float(self.step) / 3))
+        self.seen += 1
+        self.history.append(0.1 * n)
+        self.means.append(x.detach().abs().mean().item())
+        counted = self.counts["steps"] * (1 + self.seen / 10) * (1 + sum(self.history))
+        return torch.sin(x * (float(self.step) / 3) * counted) / (1 + self.means[-1])
 
 
 class CountingBlock(Block):
@@ -176,16 +157,6 @@ row("a buffer replaced by one of another shape", another_table)(
 )
 
 
-@row("a count in a dict")
-class CountInDict(Trunk, counts=lambda: {"steps": 0}):
-    def begin(self) -> None:
-        self.counts["steps"] += 1
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * self.counts["steps"])
-
-
-@row("a counter attribute")
 class CounterAttribute(Trunk, count=int):
     def begin(self) -> None:
         self.count += 1
@@ -221,30 +192,6 @@ class CallsBlocks(Trunk):
 
 
 row("a counter attribute of each part of an nn.Sequential")(lambda: nn.Sequential(*[CallsBlock() for _ in range(5)]))
-row("a counter attribute whose threshold changes the course")(
-    along(lambda net, x, n: torch.sin(x) if net.count <= 3 else x.sigmoid(), of=CounterAttribute)
-)
-
-
-@row("a counter that counts between blocks")
-class CountsAlong(Trunk, seen=int):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.seen += 1
-        return torch.sin(x * (1 + self.seen / 10))
-
-
-@row("a list that grows")
-class Grows(Trunk, history=list):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.history.append(0.1 * n)
-        return torch.sin(x * (1 + sum(self.history)))
-
-
-@row("a list of what was computed grows")
-class Means(Trunk, means=list):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.means.append(x.detach().abs().mean().item())
-        return x / (1 + self.means[-1])
 
 
 @row("a list of tensors of former steps grows")
@@ -263,19 +210,6 @@ class Averages(Trunk, average=lambda: nn.Buffer(torch.ones(WIDTH))):
         return x / self.average
 
 
-@row("running averages that the forward changes in place")
-class AveragesInPlace(Averages):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = x / self.average.clone()
-        self.average.lerp_(x.detach().abs().mean(0), 0.1)
-        return y
-
-
-row("a running average in an attribute that is no buffer")(
-    along(AveragesInPlace.along, average=lambda: torch.ones(WIDTH))
-)
-
-
 # -- what lies outside of the model
 
 SCALE = 1.0
@@ -287,38 +221,47 @@ def activation(x: torch.Tensor) -> torch.Tensor:
 
 
 OfGlobal = along(lambda net, x, n: torch.sin(x * SCALE))
-row("a global", lambda net, n: PATCH.setattr(HERE, "SCALE", 1.0 + n // 2))(OfGlobal)
-row(
-    "a setting in another module's namespace",
-    lambda net, n: PATCH.setattr(F, "rotoff_scale", 1.0 + n // 2, raising=False),
-)(along(lambda net, x, n: torch.sin(x * getattr(F, "rotoff_scale", 1.0))))
 
 
 def with_cell() -> nn.Module:
+    """Reads a closure's cell, a context variable, an environment variable, another module's namespace and globals."""
     scale = 1.0
 
-    def act(x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x * scale)
+    def act(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+        factor = SCALE * scale * SCALE_HERE.get() * float(os.environ.get("SCALE_OF_TESTS", "1"))
+        return torch.sin(x * factor * getattr(F, "rotoff_scale", 1.0))
 
     def tell(to: float) -> None:
         nonlocal scale
         scale = to
 
-    return along(lambda net, x, n: act(x), tell=lambda: tell)()
+    return along(act, tell=lambda: tell)()
 
 
-row("a closure's cell", lambda net, n: net.tell(1.0 + n // 2))(with_cell)
-row("a context variable", lambda net, n: SCALE_HERE.set(1.0 + n // 2))(
-    along(lambda net, x, n: torch.sin(x * SCALE_HERE.get()))
-)
-row("an environment variable", lambda net, n: PATCH.setenv("SCALE_OF_TESTS", str(1 + n // 2)))(
-    along(lambda net, x, n: torch.sin(x * float(os.environ.get("SCALE_OF_TESTS", "1"))))
-)
-row("a function of the namespace replaced", at(2, lambda net: PATCH.setattr(HERE, "activation", torch.tanh)))(
-    along(lambda net, x, n: activation(x))
-)
-row("a function of torch replaced", at(2, lambda net: PATCH.setattr(F, "softsign", torch.tanh)))(
-    along(lambda net, x, n: F.softsign(x))
+def change_outside(net: Any, n: int) -> None:
+    """One thing a step."""
+    changes: tuple[Callable[[], object], ...] = (
+        lambda: PATCH.setattr(HERE, "SCALE", 1.1),
+        lambda: PATCH.setattr(F, "rotoff_scale", 1.2, raising=False),
+        lambda: net.tell(1.3),
+        lambda: SCALE_HERE.set(1.4),
+        lambda: PATCH.setenv("SCALE_OF_TESTS", "1.5"),
+    )
+    changes[n]()
+
+
+row("a global, a namespace, a closure's cell, a context variable, an environment variable", change_outside)(with_cell)
+
+
+def functions_replaced(net: Any, n: int) -> None:
+    if n == 2:
+        PATCH.setattr(HERE, "activation", torch.tanh)
+    if n == 3:
+        PATCH.setattr(F, "softsign", torch.tanh)
+
+
+row("functions of the namespace and of torch replaced", functions_replaced)(
+    along(lambda net, x, n: F.softsign(activation(x)))
 )
 
 
@@ -353,36 +296,15 @@ class ActBlock(Block):
 
 ActBlocks = made_of(ActBlock)
 row("a lambda replaced", of_blocks("act", lambda n: (lambda x: x.sin()) if n < 2 else (lambda x: x.cos())))(ActBlocks)
-row(
-    "a functools.partial of another number",
-    of_blocks("act", lambda n: functools.partial(torch.mul, other=1.0 + n // 2)),
-)(ActBlocks)
-row("a float attribute in each step another", of_blocks("scale", lambda n: 1.0 - 0.1 * n))(ActBlocks)
 
 
-@dataclass
-class Config:
-    gain: float = 1.0
-    squared: bool = False
+def numbers_of_blocks(net: Any, n: int) -> None:
+    for block in net.blocks:
+        block.act = functools.partial(torch.mul, other=1.0 + n // 2)
+        block.scale = 1.0 - 0.1 * n
 
 
-def config_changed(net: Any, n: int) -> None:
-    if n == 2:
-        net.config = replace(net.config, gain=2.0)
-    if n == 3:
-        net.config.squared = True
-
-
-@row("a dataclass of settings", config_changed)
-class Configured(Trunk, config=Config):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        x = torch.sin(x * self.config.gain)
-        return x.square() if self.config.squared else x
-
-
-row("an array changed in place", lambda net, n: net.box.array.fill(1.0 + n // 2))(
-    along(lambda net, x, n: torch.sin(x * float(net.box.array[n])), box=lambda: SimpleNamespace(array=numpy.ones(4)))
-)
+row("a functools.partial and an attribute of each block, of other numbers", numbers_of_blocks)(ActBlocks)
 
 
 def filled(array: numpy.ndarray, n: int) -> numpy.ndarray:
@@ -410,21 +332,19 @@ def numbers() -> Iterator[float]:
         yield 1.0 + n / 10
 
 
-@row("an iterator that each forward takes from", again=lambda net: setattr(net, "it", five_numbers()))
-class Iterates(Trunk, scale=lambda: 1.0, it=five_numbers):
+def rewound(net: Any) -> None:
+    net.of_forward, net.of_blocks, net.generator = five_numbers(), itertools.count(1), numbers()
+
+
+@row("iterators that each forward and each block take from", again=rewound)
+class Iterates(
+    Trunk, scale=lambda: 1.0, of_forward=five_numbers, of_blocks=lambda: itertools.count(1), generator=numbers
+):
     def begin(self) -> None:
-        self.scale = next(self.it, 7.0)
+        self.scale = next(self.of_forward, 7.0)
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * self.scale)
-
-
-row("an iterator that each block takes from", again=lambda net: setattr(net, "it", itertools.count(1)))(
-    along(lambda net, x, n: torch.sin(x * (1 + next(net.it) / 10)), it=lambda: itertools.count(1))
-)
-row("a generator function's generator that each block takes from", again=lambda net: setattr(net, "it", numbers()))(
-    along(lambda net, x, n: torch.sin(x * (1 + next(net.it) / 10)), it=numbers)
-)
+        return torch.sin(x * self.scale * (1 + next(self.of_blocks) / 10) * next(self.generator))
 
 
 # -- modules and parameters that change
@@ -499,11 +419,6 @@ row(
     room=0.8,
     stages=8,
 )(Long)
-row(
-    "model.float() after model.double()",
-    lambda net, n: net.double() if n < 2 else net.float(),
-    call=lambda n: ((drawn(n).double() if n < 2 else drawn(n),), {}),
-)(lambda: Trunk().double())
 
 
 @row(
@@ -514,14 +429,6 @@ row(
 class DefaultType(Long):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         return torch.sin(x.double() + torch.full((WIDTH,), 0.1)).float()
-
-
-def in_double() -> nn.Module:
-    torch.set_default_dtype(torch.float64)
-    return Trunk()
-
-
-row("another default dtype throughout", call=lambda n: ((drawn(n).double(),), {}))(in_double)
 
 
 class NormBlock(Block):
@@ -668,15 +575,6 @@ class Reentrant(Switched):
         return checkpoint(block, x, use_reentrant=True)
 
 
-row("an einsum of another equation", sets("equation", lambda n: ("ij,kj->ik", "ij,jk->ik")[n >= 2]))(
-    along(
-        lambda net, x, n: torch.sin(torch.einsum(net.equation, x, net.matrix)),
-        equation=lambda: "ij,kj->ik",
-        matrix=lambda: nn.Parameter(0.3 * torch.randn(WIDTH, WIDTH)),
-    )
-)
-
-
 # -- courses that data choose
 
 
@@ -692,14 +590,6 @@ class Branch(Trunk):
             if x.mean() > 0:
                 x = torch.sin(x)
         return self.head(x)
-
-
-class BranchBlock(Block):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) if x.mean() > 0 else torch.sin(super().forward(x))
-
-
-row("a branch on data in each block", call=of_both_signs)(made_of(BranchBlock))
 
 
 class Experts(nn.Module):
@@ -725,18 +615,6 @@ class Experts(nn.Module):
 row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6, stages=8)(made_of(Experts))
 
 
-@row("routing in the model's own forward", call=lambda n: ((3 * drawn(n),), {}), room=0.6)
-class RoutedHere(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left, right = self.blocks[1], self.blocks[2]
-        x = self.blocks[0](x)
-        positive = x.mean(1) > 0
-        y = torch.zeros_like(x)
-        y = y.index_add(0, positive.nonzero()[:, 0], left(x[positive]))
-        y = y.index_add(0, (~positive).nonzero()[:, 0], right(x[~positive]))
-        return self.head(self.blocks[3](x + y))
-
-
 row("sizes that data choose, by masked_select", room=0.6)(
     along(lambda net, x, n: x + torch.masked_select(x, x > 0).sin().mean())
 )
@@ -750,9 +628,6 @@ class Indexed(Trunk):
         for block in self.blocks[1:]:
             x = block(x)
         return self.head(x)
-
-
-row(".item() as a factor")(along(lambda net, x, n: torch.sin(x * (1 + x.detach().abs().max().item()))))
 
 
 @row(".tolist() of what was computed")
@@ -769,21 +644,6 @@ class Until(Trunk):
         while x.abs().max() > 2.0 and times < 6:
             x, times = 0.5 * self.blocks[1](x), times + 1
         return self.head(self.blocks[3](self.blocks[2](x)))
-
-
-@row("an error that the forward catches", call=lambda n: ((drawn(n) + (0, 100)[n % 2],), {}))
-class Caught(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        try:
-            return self.strict(x)
-        except ValueError:
-            return torch.tanh(x)
-
-    def strict(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.sin(x)
-        if x.detach().abs().max() > 50:
-            raise ValueError("too large")
-        return y
 
 
 @row("an error of torch that the forward catches", call=lambda n: ((drawn(n, LENGTH - 4 * (n % 2), WIDTH),), {}))
@@ -829,32 +689,13 @@ row("layers dropped by torch's chance", room=0.7)(dropped_by(lambda: torch.rand(
 row("layers dropped by NumPy's chance", room=0.7)(dropped_by(lambda: numpy.random.uniform()))
 
 
-@row("inputs masked by NumPy")
-class Masking(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * torch.from_numpy((numpy.random.random(x.shape) > 0.3).astype(numpy.float32))
-        return super().forward(x)
-
-
 def factor_by(chance: Callable[[], float]) -> type[Trunk]:
     return along(lambda net, x, n: torch.sin(x * (0.5 + chance())))
 
 
-row("a factor drawn by Python")(factor_by(random.random))
-row("a factor drawn by NumPy")(factor_by(lambda: numpy.random.random()))
-row("a factor drawn by torch")(factor_by(lambda: torch.rand(()).item()))
-
-OWN_RANDOM = random.Random(3)
-row("a factor drawn by a random.Random of its own", again=lambda net: OWN_RANDOM.seed(3))(
-    lambda: (OWN_RANDOM.seed(3), factor_by(OWN_RANDOM.random)())[1]
+row("factors drawn by torch, Python and NumPy")(
+    factor_by(lambda: torch.rand(()).item() + random.random() + numpy.random.random())
 )
-
-
-@row("torch.manual_seed inside the forward")
-class Seeds(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        torch.manual_seed(n)
-        return F.dropout(x, 0.3)
 
 
 @row("torch.manual_seed of a count inside the forward")
@@ -862,13 +703,6 @@ class SeedsOfCount(CounterAttribute):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         torch.manual_seed(self.count)
         return F.dropout(x, 0.3)
-
-
-row("a torch.Generator of the model's own", again=lambda net: net.chance.manual_seed(4))(
-    along(
-        lambda net, x, n: x * torch.rand(x.shape, generator=net.chance), chance=lambda: torch.Generator().manual_seed(4)
-    )
-)
 
 
 @row("chance of its own for each block, by fork_rng")
@@ -927,14 +761,6 @@ def counting_hook(net: Any) -> None:
 
 
 row("a forward hook that counts", at(0, counting_hook))(Trunk)
-
-
-@row("a hook on a tensor inside the forward")
-class TensorHook(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda grad: 0.5 * grad)
-        return torch.sin(x)
 
 
 @row("a hook on a tensor inside the forward, of another factor", sets("factor", lambda n: 1.0 - 0.2 * n))
@@ -1015,16 +841,6 @@ class EarlyExit(Long):
         return self.head(x)
 
 
-@row("another number of iterations", sets("times", lambda n: (6, 5, 3, 6, 4)[n]))
-class Recurrent(Trunk):
-    times = 6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = self.blocks[0](x)
-        return self.head(x)
-
-
 @row("a recurrence over the input's length", call=lambda n: ((drawn(n, 6 - n, 8, WIDTH),), {}))
 class OverLength(Trunk, cell=lambda: nn.GRUCell(WIDTH, WIDTH)):
     many = 1
@@ -1052,31 +868,6 @@ class Skips(Trunk):
 # -- autograd's own
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.square() * 0.5
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * x
-
-
-class Holds(torch.autograd.Function):
-    """Keeps its input past all hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.x = x
-        return x.square() * 0.5
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * ctx.x
-
-
 class Clipped(torch.autograd.Function):
     """Goes by a number of its class, in its forward and in its backward."""
 
@@ -1094,38 +885,9 @@ class Clipped(torch.autograd.Function):
         return grad * torch.cos(x * ctx.level) * ctx.level
 
 
-class Scales(torch.autograd.Function):
-    """By a number that it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return x * scale
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.scale, None
-
-
-row("a function of autograd that saves")(along(lambda net, x, n: Square.apply(torch.tanh(x))))
-row("a function of autograd that holds its input on ctx")(along(lambda net, x, n: Holds.apply(torch.tanh(x))))
 row("a function of autograd whose number changes", lambda net, n: PATCH.setattr(Clipped, "level", 1.0 + n // 2))(
     along(lambda net, x, n: Clipped.apply(torch.tanh(x)))
 )
-row("a function of autograd given another number", sets("scale", lambda n: 1.0 + n / 10))(
-    along(lambda net, x, n: Scales.apply(torch.sin(x), net.scale * (n + 1)), scale=lambda: 1.0)
-)
-
-
-@row("a forward that differentiates", may_refuse="differentiates")
-class Differentiates(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        if n != 1:
-            return x
-        with torch.enable_grad():
-            z = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(z.sin().sum(), z)
-        return x + 0.1 * gradient
 
 
 @row("a gradient by the input inside the forward", room=0.8, may_refuse="differentiates")
@@ -1143,15 +905,6 @@ class Force(Trunk):
 # -- in place
 
 
-@row("what was computed changed in place")
-class InPlace(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = x * 2
-        y += x
-        y.mul_(0.3)
-        return y.relu_()
-
-
 @row("what was computed changed in place, in some steps", sets("on", lambda n: n >= 2))
 class InPlaceSometimes(Trunk):
     on = False
@@ -1159,18 +912,9 @@ class InPlaceSometimes(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         y = torch.sin(x)
         if self.on:
-            y += 0.5
-        return y * 0.7 if self.on else y.relu_()
-
-
-@row("a skip connection added in place")
-class InPlaceSkip(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            y = 0.3 * block(x)
             y += x
-            x = y
-        return self.head(x)
+            y.mul_(0.7)
+        return y * 0.7 if self.on else y.relu_()
 
 
 @row("a skip connection changed in place")
@@ -1189,6 +933,7 @@ class View(Trunk):
         y = x * 1.5
         y[:, : self.width].mul_(0.5)
         y.t()[0].add_(1.0)
+        y[:, self.width :].tanh_()
         return y
 
 
@@ -1242,14 +987,6 @@ class GrowingTable(Rotary):
         return super().forward(x)
 
 
-@row("a dict of tables by length", call=lambda n: ((drawn(n, (16, 12, 16, 8, 12)[n], WIDTH),), {}))
-class Tables(Trunk, tables=dict):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        if len(x) not in self.tables:
-            self.tables[len(x)] = torch.linspace(0, 1, len(x))[:, None]
-        return torch.sin(x + self.tables[len(x)])
-
-
 @row("a memory of the step before", again=lambda net: setattr(net, "memory", None), room=0.8)
 class Memory(Trunk):
     memory: Any = None
@@ -1294,15 +1031,6 @@ def between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return first + second
 
 
-def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    total = torch.zeros(())
-    for part in call[0][0].chunk(2):
-        loss = error_of(run(part)) / 2
-        loss.backward()
-        total = total + loss.detach()
-    return total
-
-
 def evaluates(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     net.eval()
     with torch.no_grad():
@@ -1318,7 +1046,6 @@ row("two forwards before one backward", step=two_forwards)(Trunk)
 row("two forwards before one backward, that count", step=two_forwards)(CallsBlocks)
 row("two forwards before two backwards", step=crossed, call=large)(Dropout)
 row("two forwards before two backwards, the global between them", step=between)(OfGlobal)
-row("gradients accumulated", step=accumulated)(Trunk)
 row("an evaluation between steps, that counts", step=evaluates)(CallsBlocks)
 
 
@@ -1362,7 +1089,7 @@ row("a bias changed in place before the backward", step=changed_before_backward(
 ), may_refuse=rf"{BY_OTHERS}|bias")(Trunk)  # fmt: skip
 row("a buffer changed in place before the backward", step=changed_before_backward(
     lambda net, call: net.step.add_(3.0)
-))(CountingBuffer)  # fmt: skip
+))(Counts)  # fmt: skip
 row("an attribute changed before the backward", step=changed_before_backward(
     lambda net, call: setattr(net, "count", net.count + 3)
 ))(CounterAttribute)  # fmt: skip

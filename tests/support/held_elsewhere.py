@@ -1,14 +1,8 @@
 """Models in which something beside autograd's saved tensors holds what stages make: attributes of ``ctx``, closures of
-hooks, attributes of modules, globals. The rows of test_held_elsewhere.py.
-
-``PYTHONPATH=. python tests/support/held_elsewhere.py [part of a name ...]`` prints bytes predicted and measured for
-each row, mode and limit.
-"""
+hooks, attributes of modules, globals. The rows of test_held_elsewhere.py."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -277,20 +271,3 @@ def bytes_and_plans(net: nn.Module, name: str, *modes: str) -> Iterator[tuple[To
     while CYCLES:
         CYCLES.pop().remove()
     wrapped.close()
-
-
-if __name__ == "__main__":
-    os.environ["ROTOFF_CACHE"] = "off"
-    torch.set_num_threads(1)
-    for asked in MAKES:
-        if not sys.argv[1:] or any(part in asked for part in sys.argv[1:]):
-            for mode in MODES:
-                try:
-                    said = "  ".join(
-                        f"{part}: {'FAILS ' if not measured <= predicted <= limit else ''}{measured / predicted:.2f} of"
-                        f" {predicted}"
-                        for (part, limit, predicted, measured), _ in bytes_and_plans(fresh(asked), asked, mode)
-                    )
-                except rotoff.RotoffError as error:
-                    said = f"{type(error).__name__}: {error}"
-                print(f"{asked} | {mode} | {said}", flush=True)

@@ -3,55 +3,21 @@ test_changing_models.py."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import io
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
 import torch
-from changing_models import numbers
-from step_by_step import PATCH, Call, error_of
+from step_by_step import Call, error_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Long, Trunk, along, at, drawn, made_of, row, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, along, at, drawn, made_of, row, sets
 
-WORLD: dict[str, Any] = {"n": 0, "seen": []}
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[int]:
-    WORLD["n"] += 1
-    try:
-        yield WORLD["n"]
-    finally:
-        WORLD["n"] += 1
-
-
-@row(
-    "a context manager of the user's own",
-    at(0, lambda net: PATCH.setitem(WORLD, "n", 0)),
-    again=lambda net: WORLD.update(n=0),
-)
-class WithContext(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with counted() as k:
-            return torch.sin(x) * (1 + 0.01 * k)
-
-
-def pre_kwargs(net: Any, n: int) -> None:
-    if n == 0:
-        net.blocks[1].register_forward_pre_hook(
-            lambda m, a, k: ((a[0] * (1.0 + 0.1 * net.steps),), k), with_kwargs=True
-        )
-    net.steps = n
-
-
-row("a forward pre-hook with kwargs added", pre_kwargs, room=0.8)(Long)
+WORLD: dict[str, Any] = {"seen": []}
 
 
 class Keyworded(nn.Module):
@@ -85,26 +51,6 @@ class AlwaysCalled(Trunk, seen=list):
         self.blocks[2].register_forward_hook(
             lambda m, a, out: self.seen.append(float(out.detach().mean())), always_call=True
         )
-
-
-def kept_step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    out = run(*call[0])
-    loss = error_of(out) + sum(k.square().mean() for k in net.kept)
-    net.kept.clear()
-    loss.backward()
-    return loss
-
-
-@row(
-    "a forward hook that keeps its output, in the loss",
-    may_refuse="adds tensors of the graph",
-    room=0.8,
-    step=kept_step,
-)
-class KeepsByHook(Trunk, kept=list):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].register_forward_hook(lambda m, a, out: self.kept.append(out))
 
 
 class Symmetric(nn.Module):
@@ -174,14 +120,6 @@ class KeyCache(Trunk, cache=dict):
         return torch.sin(x + self.cache[self.key, n])
 
 
-@row("chunks changed in place")
-class Chunks(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = x * 1.0
-        y[:, WIDTH // 2 :].mul_(1.1).tanh_()
-        return torch.sin(y)
-
-
 @row("a view of a view changed in place after a use")
 class ViewOfView(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -198,19 +136,6 @@ class Strided(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         windows = x.contiguous().as_strided((LENGTH, WIDTH), (WIDTH, 1)).unfold(1, 4, 2)
         return torch.tanh(x) + windows.mean(2).repeat_interleave(2, 1)[:, :1]
-
-
-@row("a buffer that keeps a queue, written by index")
-class Queue(
-    Trunk,
-    queue=lambda: nn.Buffer(torch.zeros(8, WIDTH)),
-    at=lambda: nn.Buffer(torch.zeros((), dtype=torch.long)),
-):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.no_grad():
-            self.queue[self.at % 8] = x.detach().mean(0)
-            self.at += 1
-        return torch.sin(x + (x @ self.queue.clone().T) @ self.queue.clone() * 0.01)
 
 
 @row("out= given")
@@ -268,21 +193,6 @@ class TwiceCast(Trunk):
             return self.head(x).float()
 
 
-def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        out = run(*call[0])
-    loss = error_of(out)
-    loss.backward()
-    return loss
-
-
-@row("autocast switched off within autocast", step=under_autocast, room=0.8)
-class OffIn(Long):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return torch.sin(x.float())
-
-
 class Cast(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
@@ -301,25 +211,6 @@ class CustomFwd(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             return Cast.apply(x)
-
-
-@row("straight through")
-class StraightThrough(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        q = (x * 4).round() / 4
-        return x + (q - x).detach()
-
-
-@row("set_grad_enabled by a decorator", sets("m", lambda n: 0.9 - 0.1 * n))
-class Decorated(Trunk):
-    m = 0.9
-
-    @torch.no_grad()
-    def target(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks[0](x) * self.m
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.tanh(x + self.target(x))
 
 
 @row("requires_grad_ on what was made within no_grad")
@@ -440,9 +331,6 @@ row("a function of autograd that counts in a buffer", may_refuse="changed in pla
     along(lambda net, x, n: torch.sin(DirtyBuffer.apply(x, net.count) * 0.1), count=lambda: nn.Buffer(torch.ones(())))
 )
 row("a function of autograd given a list of tensors")(along(lambda net, x, n: Sums.apply(2, *x.chunk(2, 1))))
-row("vmap of a function in the forward", may_refuse="torch.func")(
-    along(lambda net, x, n: torch.func.vmap(lambda r: torch.sin(r) * r.mean())(x))
-)
 
 
 class Calls(nn.Module):
@@ -488,13 +376,6 @@ row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.
 # -- the world
 
 
-row(
-    "a generator of the world",
-    at(0, lambda net: WORLD.update(gen=numbers())),
-    again=lambda net: WORLD.update(gen=numbers()),
-)(along(lambda net, x, n: torch.sin(x) * next(WORLD["gen"])))
-
-
 def in_thread(what: Any) -> Any:
     box: list[Any] = []
     t = threading.Thread(target=lambda: box.append(what()))
@@ -503,9 +384,6 @@ def in_thread(what: Any) -> Any:
     return box[0]
 
 
-row("a thread that computes a factor")(
-    along(lambda net, x, n: torch.sin(x) * in_thread(lambda: float(torch.tensor([1.0, 2.0]).sum())) * 0.4)
-)
 row("a thread that runs a part of the forward", may_refuse="thread|cannot see|outside of torch", room=0.6)(
     along(lambda net, x, n: x + in_thread(lambda: torch.sin(x) * 0.5))
 )
@@ -519,35 +397,45 @@ def copied_whole(net: Any, n: int) -> None:
     WORLD["copy"] = copy.deepcopy(net)
 
 
-def assigned(net: Any) -> None:
-    net.load_state_dict({k: (v * 0.9).clone() for k, v in net.state_dict().items()}, assign=True)
+def state_dicts(net: Any, n: int) -> None:
+    if n in (1, 2):
+        net.load_state_dict({k: (v * 0.9).clone() for k, v in net.state_dict().items()}, assign=n == 2)
+    if n == 3:
+        torch.save(net.state_dict(), io.BytesIO())
+        for block in net.blocks:
+            nn.init.constant_(block.down.weight, 0.01)
 
 
 row("a block deep-copied between steps", at(2, deep_copied))(Trunk)
 row("the model deep-copied between steps", copied_whole)(Trunk)
-row("a state_dict loaded between steps", at(
-    2, lambda net: net.load_state_dict({k: v * 0.9 for k, v in net.state_dict().items()})
-))(Trunk)  # fmt: skip
-row("a state_dict assigned between steps", at(2, assigned))(Trunk)
-row("a state_dict saved between steps", lambda net, n: torch.save(net.state_dict(), io.BytesIO()))(Trunk)
-row("weights set anew between steps", at(
-    3, lambda net: [nn.init.constant_(b.down.weight, 0.01) for b in net.blocks]
-))(Trunk)  # fmt: skip
+row("a state_dict loaded, assigned and saved, and weights set anew between steps", state_dicts)(Trunk)
 
 
 # -- hooks
 
 
-@row("hooks on tensors that change gradients by a count", again=lambda net: setattr(net, "count", 0))
+def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    net.flag = 1.0
+    loss = error_of(run(*call[0]))
+    net.flag = 1 + 0.1 * n
+    loss.backward()
+    return loss
+
+
+@row(
+    "hooks on tensors that change gradients by a count, and by a flag that only the backward reads",
+    step=flagged,
+    again=lambda net: setattr(net, "count", 0),
+)
 class HookCount(Trunk):
-    count = 0
+    count, flag = 0, 1.0
 
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         y = torch.sin(x)
 
         def hook(g: torch.Tensor) -> torch.Tensor:
             self.count += 1
-            return g * (1 + 0.01 * self.count)
+            return g * (1 + 0.01 * self.count) * self.flag
 
         y.register_hook(hook)
         return y
@@ -582,14 +470,6 @@ class Multi(Trunk):
         return a + b
 
 
-@row("hooks on nodes")
-class Nodes(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x)
-        y.grad_fn.register_prehook(lambda gs: (gs[0] * 1.1,))
-        return y
-
-
 @row("a hook on the whole model's gradient")
 class HookedWhole(Trunk):
     def __init__(self) -> None:
@@ -607,26 +487,6 @@ class PostAccumulate(Trunk):
 
 
 # -- sparse, nested, checkpointed
-
-
-def words(n: int, many: int = LENGTH) -> Call:
-    return (torch.randint(0, 32, (many,), generator=torch.Generator().manual_seed(n)),), {}
-
-
-@row("a sparse embedding", call=words)
-class Sparse(Trunk, emb=lambda: nn.Embedding(32, WIDTH, sparse=True)):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad.to_dense()))
-
-    def forward(self, i: torch.Tensor) -> Any:
-        return super().forward(self.emb(i))
-
-
-@row("an embedding bag", call=lambda n: words(n, LENGTH * 3))
-class Bag(Trunk, emb=lambda: nn.EmbeddingBag(32, WIDTH, mode="mean")):
-    def forward(self, i: torch.Tensor) -> Any:
-        return super().forward(self.emb(i, torch.arange(0, LENGTH * 3, 3)))
 
 
 @row("nested tensors inside", may_refuse="NestedTensor|nested", room=0.6)
@@ -665,19 +525,6 @@ row("selective checkpoint contexts")(
 # -- modules
 
 
-@row("a property that counts", again=lambda net: setattr(net, "reads", 0))
-class Property(Trunk):
-    reads = 0
-
-    @property
-    def scale(self) -> float:
-        self.reads += 1
-        return 1 + 0.01 * self.reads
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x) * self.scale
-
-
 row("a module made in the forward")(along(lambda net, x, n: nn.LayerNorm(WIDTH)(x)))
 row("a module called twice with state")(
     along(lambda net, x, n: net.bn(net.bn(x)) + x, bn=lambda: nn.BatchNorm1d(WIDTH))
@@ -690,12 +537,6 @@ class ByForward(Trunk):
         for b in self.blocks:
             x = b.forward(x)
         return self.head(x)
-
-
-@row("outputs in a dict with a non tensor", room=0.6)
-class DictOut(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"a": super().forward(x), "n": 3, "b": {"c": x.sum()}}
 
 
 @row("an input returned as it is", room=0.6)
@@ -717,27 +558,12 @@ class GradIn(Trunk):
 
 
 row("torch.where over nan")(along(lambda net, x, n: torch.where(x > 0, x.clamp(min=1e-3).sqrt(), x)))
-row("dtype by a default", sets("t", lambda n: (torch.float32, torch.float64)[n % 2]), room=0.6)(
-    along(lambda net, x, n: torch.sin(x.to(net.t)).float(), t=lambda: torch.float32)
-)
 row("rnn")(
     along(
         lambda net, x, n: net.rnn(x.unsqueeze(1))[0].squeeze(1) + x,
         rnn=lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2),
     )
 )
-
-
-@row("a hidden state carried between steps", again=lambda net: setattr(net, "h", None), room=0.8)
-class Carried(Trunk):
-    h = None
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = x.new_zeros(WIDTH) if self.h is None else self.h
-        for b in self.blocks:
-            x = b(x + h)
-        self.h = x.detach().mean(0)
-        return self.head(x)
 
 
 row("multihead attention")(
@@ -754,57 +580,6 @@ row("an encoder layer of torch")(
 )
 
 
-class MoE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.ex = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.register_buffer("load", torch.zeros(4))
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.calls += 1
-        WORLD["n"] += 1
-        w, i = (self.gate(x) + 0.1 * torch.randn(4)).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for e in range(4):
-            r, k = torch.where(i == e)
-            self.load[e] += len(r)
-            if r.numel():
-                out.index_add_(0, r, self.ex[e](x[r]) * w[r, k, None])
-        return x + out * (1 + 0.01 * WORLD["n"])
-
-
-row("MoE: top-2 with scatter", at(0, lambda net: WORLD.update(n=0)), room=0.6)(
-    along(lambda net, x, n: net.moe[n](x), moe=lambda: nn.ModuleList(MoE() for _ in range(4)))
-)
-
-
-def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    net.flag = 1.0
-    loss = error_of(run(*call[0]))
-    net.flag = 1 + 0.1 * n
-    loss.backward()
-    return loss
-
-
-@row("a flag that only the backward reads", step=flagged)
-class BackwardFlag(Trunk):
-    flag = 1.0
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x)
-        y.register_hook(lambda g: g * self.flag)
-        return y
-
-
-def clipped(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    loss.backward()
-    nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-    return loss
-
-
-row("gradients clipped and zeroed by set_to_none in the step", step=clipped)(Trunk)
 row("a buffer of another dtype assigned", at(2, lambda net: setattr(net, "b", net.b.double())), room=0.6)(
     along(lambda net, x, n: x * net.b.float(), b=lambda: nn.Buffer(torch.ones(WIDTH)))
 )
@@ -834,10 +609,3 @@ class OfGlobal(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         TENSOR.add_(0.1)
         return torch.sin(x) * TENSOR.clone()
-
-
-@row("an attribute tensor changed in place", room=0.0, again=lambda net: net.t.fill_(1.0))
-class OfAttribute(Trunk, t=lambda: torch.ones(())):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.t.add_(0.1)
-        return torch.sin(x) * self.t.clone()

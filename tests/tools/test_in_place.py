@@ -108,24 +108,6 @@ def test_hooks_of_the_model_run_once_for_each_call() -> None:
         assert calls == ["forward"]
 
 
-def test_a_copy_has_a_plan_of_its_own() -> None:
-    model, batch = fresh("residual")
-    x = batch()
-    planned = rotoff.attach(model, 2**40)
-    planned.measure(x, repeats=1)
-    planned.compute_sequence(smallest(planned), refine=False)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.mul_(0.5)
-    reference, _ = fresh("residual")
-    reference.load_state_dict(twin.state_dict())
-    assert same(gradients(twin, x), gradients(reference, x))
-    assert attached(twin) is not planned
-    assert attached(twin)._model is twin  # type: ignore[union-attr]
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_forward_that_others_wrap_keeps_the_plan_inside() -> None:
     model, batch = fresh("residual")
     x = batch()
