@@ -72,8 +72,9 @@ class Interpreter:
         self._live: LiveForward | None = None  # while the model's own forward runs
         # of each stage: its outputs with their measured places, and whether each needs a gradient
         self._crossing: dict[int, tuple[Sequence[tuple[Var, int]], list[bool]]] = {}
-        # values that stay on the device: the forward took another course, and they exceed their place on the host
+        # values that stay on the device: larger than their place on the host, since the forward took another course
         self._too_large: set[Value] = set()
+        self._behind = 0  # bytes of values that are larger than their place on the host
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
         self._span: record_function | None = None  # of the running operation, if a profiler is active
@@ -110,13 +111,25 @@ class Interpreter:
         return recipes[op.form - 1]
 
     def _offload(self, op: Op) -> None:
-        place = self._plan.host[self._next]
-        base = 0 if self._placement is None else self._placement.base
         self._held.touch(op, [op.value], [])
-        if not self._held[op.value].offload(self._need_link(), base + place.offset, place.room):
+        if not self._held[op.value].offload(self._need_link(), self._place):
             self._too_large.add(op.value)
         elif self._times is not None:
             self._times.copy(self._next, self._held[op.value].offloaded)
+
+    def _place(self, size: int) -> int | None:
+        """Return where on the host the value of this operation goes. Values that the step's data made larger than they
+        were when measured go behind all others."""
+        place = self._plan.host[self._next]
+        base = 0 if self._placement is None else self._placement.base
+        if size <= place.room:
+            return base + place.offset
+        if self._live is not None and self._live.astray is not None:
+            return None
+        start = base + self._plan.host_bytes + self._behind
+        self._need_link().reserve(start + size)
+        self._behind += size
+        return start
 
     def _free(self, op: Op) -> None:
         if op.value in self._too_large:

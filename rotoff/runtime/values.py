@@ -7,7 +7,7 @@ decides when.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 import torch
@@ -90,9 +90,11 @@ class Held:
             slot.put(tensor)
         self.on_device = self.usable = True
 
-    def offload(self, link: Link, offset: int, room: int) -> bool:
-        """Start to copy every storage to bytes `offset` to `offset + room` of the host slab; returns False, and copies
-        nothing, if they do not fit.
+    def offload(self, link: Link, where: Callable[[int], int | None]) -> bool:
+        """Start to copy every storage to the host slab; returns False, and copies nothing, if there is no place.
+
+        Args:
+            where: returns the first byte of the place for so many bytes, or None.
 
         Raises:
             RuntimeError: if a tensor was changed in place.
@@ -122,7 +124,7 @@ class Held:
         self._layout = layout
         sources = [bytes_of(storage) for storage in storages]
         self._sizes = [source.numel() for source in sources]
-        if sum(self._sizes) > room:
+        if (offset := where(sum(self._sizes))) is None:
             return False
         self._kinds = kinds if link.typed else []
         sources = self._as_kinds(sources)

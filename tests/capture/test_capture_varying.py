@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import peak_bytes
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -212,6 +213,31 @@ def test_data_that_needs_more_than_the_limit_is_told_with_the_figure(caplog: pyt
         assert sum("the data of a step" in line for line in caplog.messages) == told
     assert f"the limit is {rotoff.format_bytes(limit)}" in caplog.text
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    run.close()
+
+
+class PicksOften(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Picks() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + part(x, least)
+        return x.sum()
+
+
+@pytest.mark.parametrize("mode", ["offload", "joint"])
+def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x = PicksOften(), torch.randn(256, 8)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0), repeats=1)
+    limit = run.min_mem_limit(mode)
+    run.compute_sequence(limit, mode=mode, refine=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run(x, torch.tensor(-0.1)).backward()
+    assert peak_bytes(lambda: run(x, torch.tensor(-0.1)).backward()) <= 1.15 * limit
     run.close()
 
 

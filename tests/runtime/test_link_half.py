@@ -54,7 +54,7 @@ def test_on_the_host_each_storage_begins_at_a_boundary_of_its_own():
     held = Held(("a_1", "stage"), [torch.zeros(size, dtype=torch.uint8) for size in sizes])
     link = RecordingHalfLink(0.0, 0)
     link.reserve(sum(sizes))
-    assert held.offload(link, 0, sum(sizes))
+    assert held.offload(link, lambda _: 0)
     offset = 0
     for size in held._sizes:
         assert not size or offset % (size & -size) == 0

@@ -1,7 +1,7 @@
 """The interface of a link between device and host; one implementation for CUDA, one for CPU and file.
 
 A link only moves bytes; the plan decides which value, when, and where it lies on the host. The host side
-is one slab per plan, reserved once, addressed by offset. The compute lane is whatever executes the stages (the current
+is one slab per plan, reserved before its steps, addressed by offset. The compute lane is whatever executes the stages (the current
 CUDA stream, or the thread that runs forward and backward).
 """
 
@@ -42,7 +42,8 @@ class Link(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int) -> None:
-        """Secure at least `nbytes` bytes of host memory until `close`; called outside of steps.
+        """Secure at least `nbytes` bytes of host memory until `close`; called within a step only for values that its
+        data made larger than measured.
 
         Raises:
             rotoff.ExecutionError: if the host cannot give them.
