@@ -1,8 +1,8 @@
 """The interface of a link between device and host; one implementation for CUDA, one for CPU and file.
 
 A link only moves bytes; the plan decides which value, when, and where it lies on the host. The host side
-is one slab per plan, reserved before its steps, addressed by offset. The compute lane is whatever executes the stages (the current
-CUDA stream, or the thread that runs forward and backward).
+is one slab per plan, reserved before its steps, addressed by offset. The compute lane is whatever executes the stages
+(the current CUDA stream, or the thread that runs forward and backward).
 """
 
 from __future__ import annotations

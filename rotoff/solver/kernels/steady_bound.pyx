@@ -198,8 +198,8 @@ cdef class Dual:
 
     def __init__(self, bint duplex, double out_rate, double in_rate, const double[::1] room, const double[::1] work,
                  const double[::1] u_F, const double[:, ::1] saved, const double[:, ::1] slower,
-                 const double[::1] entry, const int32_t[::1] n_forms, const int8_t[:, ::1] apart, const double[:, ::1] sizes,
-                 const double[:, ::1] times, const int32_t[::1] ends, const int32_t[::1] cuts,
+                 const double[::1] entry, const int32_t[::1] n_forms, const int8_t[:, ::1] apart,
+                 const double[:, ::1] sizes, const double[:, ::1] times, const int32_t[::1] ends, const int32_t[::1] cuts,
                  const int32_t[::1] begun, Py_ssize_t earliest, bint after, double unpaid, shares):
         cdef Py_ssize_t L = u_F.shape[0] - 1, N = 2 * L + 1
         at = np.zeros(N, dtype=np.int32)
@@ -210,7 +210,8 @@ cdef class Dual:
         cdef int8_t[::1] room_of = intervals
         cdef Work *v = &self.work
         cdef Lines *t = &self.t
-        self.keep = (room, work, u_F, saved, slower, entry, n_forms, apart, sizes, times, ends, cuts, begun, at, of, intervals)
+        self.keep = (room, work, u_F, saved, slower, entry, n_forms, apart, sizes, times)
+        self.keep += (ends, cuts, begun, at, of, intervals)
         self.a.L, self.a.K, self.a.duplex = L, saved.shape[1], duplex
         self.a.out_rate, self.a.in_rate = out_rate, in_rate
         self.a.out_share, self.a.in_share = shares
