@@ -200,7 +200,8 @@ cdef class Dual:
                  const double[::1] u_F, const double[:, ::1] saved, const double[:, ::1] slower,
                  const double[::1] entry, const int32_t[::1] n_forms, const int8_t[:, ::1] apart,
                  const double[:, ::1] sizes, const double[:, ::1] times, const int32_t[::1] ends,
-                 const int32_t[::1] cuts, const int32_t[::1] begun, Py_ssize_t earliest, bint after, double unpaid, shares):
+                 const int32_t[::1] cuts, const int32_t[::1] begun, Py_ssize_t earliest, bint after, double unpaid,
+                 shares):
         cdef Py_ssize_t L = u_F.shape[0] - 1, N = 2 * L + 1
         at = np.zeros(N, dtype=np.int32)
         of = np.zeros((50, 2 * N + 1))
