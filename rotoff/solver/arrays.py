@@ -55,6 +55,7 @@ class Arrays:
         forward, backward: least bytes that the operations of stages 1 to L need.
         """
         more, found = self.saved - self.entry[:, None], np.zeros(self.saved.shape, np.int8)
+        limit = min(limit, 4 * MOST_BYTES)  # more than any sequence holds
         beside_F, beside_B = (np.maximum(limit - needs, 0)[:, None] for needs in (forward, backward))
         found[:-1] = (more[:-1] > beside_F) + 2 * (more[:-1] > beside_B)
         return found
