@@ -157,6 +157,7 @@ def steady_time(
     costs: the activations'; needs: bytes of each forward and of each backward alone, from stage 1 on, without
     parameters. patience: as of `Dual.ascend`, at most; with less, the bound is weaker.
     """
+    limit = min(limit, MOST_LIMIT)
     made = problem(chain, limit, updates, costs, needs, 1 / steps)
     if made is None:
         return 0.0
@@ -249,7 +250,7 @@ def problem(
     seconds = float(work.sum()) or float(np.abs(times).sum()) or copies
     if seconds == 0:
         return None
-    size = float(min(max(limit, 1), MOST_LIMIT))
+    size = float(max(limit, 1))
     at_end = c.out[0] + c.out[L] + c.grad[0]
     room = 1 + ROOM_ERROR - np.concatenate([needs[0], needs[1][::-1], [at_end]]) / size
     cuts = [sorted([i - 1 for i in s.stages] + [2 * L - i for i in s.stages]) for s in groups]

@@ -90,6 +90,8 @@ def test_what_is_no_chain_is_named(ask: Any) -> None:
 
 def test_a_bound_at_more_bytes_than_a_float_holds_is_that_of_plenty() -> None:
     assert rotoff.lower_bound(CHAIN, 10**400) == rotoff.lower_bound(CHAIN, 10**12) == CHAIN.compute_time
+    placed = replace(CHAIN, parameters=(rotoff.ParameterGroup((1,), 5, 5, 10, update_time=0.5),))
+    assert rotoff.lower_bound(placed, 10**400) == pytest.approx(placed.compute_time + 0.5)
 
 
 def test_text_in_place_of_operations_is_refused() -> None:
