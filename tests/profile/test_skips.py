@@ -462,7 +462,7 @@ def test_planner_chooses_faster_skip_treatment_and_smaller_limit(monkeypatch: py
         assert list(plan.kept) == sequence.meta.get("kept_skips", [])
         assert plan.compact == sequence.meta.get("compact_gradients", False)
         for way, alone in profiles.items():
-            more = alone.resident_input_bytes - alone.unmanaged_bytes - alone.replay_bytes
+            more = alone.resident_input_bytes - alone.unmanaged_bytes - alone.snapshot_bytes - alone.replay_bytes
             if limit >= limits[way]:
                 assert seconds <= rotoff.solve(alone.with_overhead().chain, limit + more, mode="remat").meta["makespan"]
     wrapped.compute_sequence(everything)
