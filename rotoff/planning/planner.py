@@ -36,7 +36,7 @@ from .request import Request
 
 logger = logging.getLogger("rotoff")
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
-EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once; 0.1 found no better plans
+EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 WORTH = 1.005  # step time / best step time up to which a variant then gets the whole effort
 KEPT = "kept_skips"  # in a sequence's meta: numbers of the profile's skip connections that its chain leaves out
 PLAIN = "plain_model"  # likewise: whether the plain model runs

@@ -72,7 +72,7 @@ class Interpreter:
         self._live: LiveForward | None = None  # while the model's own forward runs
         # of each stage: its outputs with their measured places, and whether each needs a gradient
         self._crossing: dict[int, tuple[Sequence[tuple[Var, int]], list[bool]]] = {}
-        # values that stay on the device: larger than their place on the host, since the forward took another course
+        # values that stay on the device: larger than their place on the host, which has no other for them
         self._too_large: set[Value] = set()
         self._behind = 0  # bytes of values that are larger than their place on the host
         self._last = len(stages)  # the stage in which the forward ended
@@ -118,8 +118,8 @@ class Interpreter:
             self._times.copy(self._next, self._held[op.value].offloaded)
 
     def _place(self, size: int) -> int | None:
-        """Return where on the host the value of this operation goes. Values that the step's data made larger than they
-        were when measured go behind all others."""
+        """Return where on the host the value of this operation goes; None if it has to stay on the device. Values that
+        the step's data made larger than they were when measured go behind all others."""
         place = self._plan.host[self._next]
         base = 0 if self._placement is None else self._placement.base
         if size <= place.room:
@@ -127,7 +127,10 @@ class Interpreter:
         if self._live is not None and self._live.astray is not None:
             return None
         start = base + self._plan.host_bytes + self._behind
-        self._need_link().reserve(start + size)
+        try:
+            self._need_link().reserve(start + size)
+        except ExecutionError:  # the host is full; the step is correct all the same
+            return None
         self._behind += size
         return start
 

@@ -241,6 +241,25 @@ def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_dev
     run.close()
 
 
+def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = PicksOften(), torch.randn(256, 8)
+    twin = copy.deepcopy(model)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0), repeats=1)
+    run.compute_sequence(run.min_mem_limit("offload"), mode="offload", refine=False)
+    run(x, torch.tensor(0.0)).backward()
+    model.zero_grad()
+
+    def full(_self: object, nbytes: int) -> None:
+        raise rotoff.ExecutionError(f"{nbytes} bytes are needed")
+
+    monkeypatch.setattr("rotoff.runtime.links.host_file.HostFile.reserve", full)
+    for one in (run, twin):
+        one(x, torch.tensor(-0.1)).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    run.close()
+
+
 class Around(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
