@@ -114,6 +114,28 @@ def test_copies_of_noncontiguous_gradients_are_charged(passing: int) -> None:
     model.close()
 
 
+class Joined(nn.Module):
+    """Concatenates channels, so that the gradient of `x` is a part of a larger one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((x, torch.ones_like(x)), 1)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_copies_of_gradients_with_gaps_are_charged(memory_format: torch.memory_format) -> None:
+    """The backward of an interpolation copies a gradient that has gaps, and none that lies in another order."""
+    x = torch.randn(2, 8, 8, 8).to(memory_format=memory_format)
+
+    def backward_bytes(channels: int, *between: nn.Module) -> int:
+        up = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Upsample(scale_factor=4, mode="bilinear"))
+        last = nn.Sequential(*between, nn.Conv2d(channels, 4, 1), nn.Tanh())
+        model = nn.Sequential(up, last).to(memory_format=memory_format)
+        planned = rotoff.Checkpointable(model, stages=["0", "1"], forms=False, cache_directory=None)
+        return planned.measure(x, repeats=1).chain.stages[0].backward_transient_bytes
+
+    assert backward_bytes(32, Joined()) > backward_bytes(16)
+
+
 def test_passed_on_gradients_keep_their_layout() -> None:
     fresh, expanded = GradientPlace(1, 8, None), GradientPlace(1, 8, None, Layout.ORDER)
     keeps = GradientPlace(1, 8, None, from_permuted=Layout.ORDER)

@@ -90,6 +90,12 @@ class AllocationLog:
                 kept.append(event)
         return AllocationLog(tuple(kept), self.drew)
 
+    def releasing_less(self, nbytes: Mapping[int, int]) -> AllocationLog:
+        """Return the events as if the blocks at these addresses, allocated before, were so many bytes smaller."""
+        left = dict(nbytes)
+        events = [replace(e, size=e.size + left.pop(e.ptr, 0)) if e.size < 0 else e for e in self.events]
+        return replace(self, events=tuple(events))
+
     def by_itself(self) -> AllocationLog:
         """Return the events without releases of earlier blocks, such as what a module left in an attribute in its last
         run."""

@@ -125,6 +125,7 @@ def backward_bytes(
     untouched: list[int] = []  # outputs that are inputs
     watches: list[StorageWeakRef] = []  # of the given gradients: no other storage gets the key of a freed one
     made: set[int] = set()
+    gaps: dict[int, int] = {}  # of the given gradients, by address
 
     def step() -> Gradients:
         outputs = flatten(run.forward(leaves))[0]
@@ -134,6 +135,7 @@ def backward_bytes(
         needing = [n for n, t in enumerate(outputs) if t.requires_grad]
         incoming.extend((storage_key(g), n) for g, n in zip(gradients, needing, strict=True))
         watches.extend(StorageWeakRef(g.untyped_storage()) for g in gradients)
+        gaps.update((allocator.address(g), _gaps(allocator, g)) for g in gradients)
         untouched.extend(n for n, t in enumerate(outputs) if storage_key(t) in entering)
         made.update(allocator.address(t) for t in outputs)
         start = handed_over(outputs, gradients)
@@ -144,11 +146,17 @@ def backward_bytes(
 
     grads, log, ends = log_backward(allocator, run.parameters, step)
     log = allocator.as_requested(log, [piece for g in grads if g is not None for piece in pieces(g)])
-    rest = log.after("backward")
+    rest = log.after("backward").releasing_less(gaps)
     begun = rest.after("begun")
     staying = Levels.of(rest.without_release(made), ends).peak()
     places = tuple(_places(allocator, leaves, grads, dict(incoming), untouched))
     return BackwardBytes((Levels.of(begun, ends, rest.level() - begun.level()),), staying, places)
+
+
+def _gaps(allocator: Allocator, tensor: torch.Tensor) -> int:
+    """Return the bytes of the storage of `tensor` beyond those that it would take by itself."""
+    own = tensor.numel() * tensor.element_size()
+    return max(0, allocator.rounded(tensor.untyped_storage().nbytes()) - allocator.rounded(own))
 
 
 def _places(

@@ -79,22 +79,22 @@ def expanded(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def permuted(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return gradients of ones in a layout that is not contiguous."""
+    """Return gradients of ones in another order of dimensions and with gaps, as a part of a larger gradient has them:
+    some kernels copy no gradient but one with gaps."""
     return [_permuted(t) for t in outputs if t.requires_grad]
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def _permuted(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ones with channels last for images, otherwise with all dimensions reversed."""
-    gradient = torch.ones_like(tensor, memory_format=torch.contiguous_format)
-    if tensor.dim() in _CHANNELS_LAST:
-        last = gradient.to(memory_format=_CHANNELS_LAST[tensor.dim()])
-        if not last.is_contiguous():
-            return last
-    turned = tuple(range(tensor.dim()))[::-1]
-    return gradient.permute(turned).contiguous().permute(turned)
+    """Return ones with channels last for images, otherwise with all dimensions reversed; a gap follows each run of the
+    innermost."""
+    order = [*range(tensor.dim())][::-1]  # outermost first
+    if tensor.dim() in (4, 5) and tensor.shape[1] > 1 and any(size > 1 for size in tensor.shape[2:]):
+        order = [0, *range(2, tensor.dim()), 1]
+    innermost = next((d for d in reversed(order) if tensor.shape[d] > 1), None)
+    larger = [tensor.shape[d] + (d == innermost) for d in order]
+    back = [order.index(d) for d in range(tensor.dim())]
+    made = torch.ones(larger, dtype=tensor.dtype, device=tensor.device).permute(back)
+    return made if innermost is None else made.narrow(innermost, 0, tensor.shape[innermost])
 
 
 class _Act(torch.autograd.Function):
