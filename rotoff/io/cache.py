@@ -1,12 +1,13 @@
 """A cache on disk for the next process: solved sequences, and measured models.
 
-Each entry is a JSON file. Its name is the hash of a key with everything that the entry depends on. The file contains
-the key, too, which is compared. Files are written atomically; one that cannot be read is ignored with a warning in the
+Each entry is a JSON file. Its name is the hash of a key with everything that the entry depends on, and of rotoff's own
+code. The file contains the key, too, which is compared. Files are written atomically; one that cannot be read is ignored with a warning in the
 log. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -22,6 +23,7 @@ ENVIRONMENT = "ROTOFF_CACHE"  # "off", or the directory
 KEPT = 1000  # most entries; the oldest are deleted first
 _FORMAT = "rotoff.cached"
 _VERSION = 1
+PACKAGE = Path(__file__).parent.parent
 
 
 def default_directory() -> Path | None:
@@ -84,7 +86,7 @@ class Cache:
 
     def _path(self, kind: str, key: Any) -> Path:
         assert self.directory is not None
-        text = json.dumps(key, sort_keys=True)
+        text = code_of(PACKAGE) + json.dumps(key, sort_keys=True)
         return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def _trim(self) -> None:
@@ -94,6 +96,18 @@ class Cache:
             return
         for path in sorted(files, key=_age)[: len(files) - KEPT]:
             path.unlink(missing_ok=True)
+
+
+@functools.cache
+def code_of(package: Path) -> str:
+    """A digest of the code in a folder. A version does not tell two commits of a clone apart."""
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*")):
+        if path.suffix == ".py":
+            digest.update(path.read_bytes())
+        elif path.suffix == ".so":  # megabytes
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+    return digest.hexdigest()
 
 
 def _age(path: Path) -> float:

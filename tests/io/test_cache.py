@@ -15,7 +15,8 @@ from models import ALL, fresh, residual, same, train
 from torch import nn
 
 import rotoff
-from rotoff.io.cache import KEPT, Cache, default_directory
+from rotoff.io import cache as cache_module
+from rotoff.io.cache import KEPT, Cache, code_of, default_directory
 from rotoff.profile.timing import timing_cache as known_times
 from rotoff.profile.timing.timing_cache import (
     KnownTimes,
@@ -54,6 +55,18 @@ def test_a_file_of_another_key_is_not_taken(tmp_path: Path) -> None:
     path = next(tmp_path.iterdir())
     path.write_text(path.read_text().replace('"key": 1', '"key": 7'))
     assert cache.find("plan", 1) is None
+
+
+def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package, cache = tmp_path / "package", Cache(tmp_path / "cache")
+    (package / "within").mkdir(parents=True)
+    monkeypatch.setattr(cache_module, "PACKAGE", package)
+    for name, content in (("within/a.py", "1"), ("within/a.py", "2"), ("b.so", "12"), ("b.so", "123")):
+        code_of.cache_clear()
+        (package / name).write_text(content)
+        assert cache.find("sequence", {"a": 1}) is None
+        cache.keep("sequence", {"a": 1}, content)
+        assert cache.find("sequence", {"a": 1}) == content
 
 
 def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
