@@ -1,8 +1,8 @@
 """A cache on disk for the next process: solved sequences, and measured models.
 
 Each entry is a JSON file. Its name is the hash of a key with everything that the entry depends on, and of rotoff's own
-code. The file contains the key, too, which is compared. Files are written atomically; one that cannot be read is ignored with a warning in the
-log. Nothing is ever unpickled.
+code. The file contains the key, too, which is compared. Files are written atomically; one that cannot be read is
+ignored with a warning in the log. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
