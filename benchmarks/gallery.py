@@ -3,10 +3,12 @@ joint, and compares outputs, gradients, buffers and random states with the plain
 each.
 
     python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE]
-    [--jobs 2]
+    [--jobs 2] [--varying]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A
-model passes where all bits are equal and the measured peak is at most the predicted one. Needs the extra ``gallery``.
+model passes where all bits are equal and the measured peak is at most the predicted one. With --varying, every step has
+another number of examples and, where the model takes it, of tokens; the limit is for the largest batch, and all peaks
+must be within it. Needs the extra ``gallery``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -54,12 +56,16 @@ def loss_of(output: Any) -> torch.Tensor:
     return torch.stack([t if t.ndim == 0 else t.abs().square().mean() for t in losses(output)]).sum()
 
 
-def train(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], steps: int = 2) -> list[torch.Tensor]:
-    """All that two steps leave: outputs, gradients, parameters, buffers, the generator's state."""
+Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
+SIZES = (4, 1.0), (2, 1.0), (3, 0.5), (6, 0.75), (5, 1.0), (2, 0.75)  # examples, and the share of the tokens
+
+
+def train(model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor]:
+    """All that a step on each batch leaves: outputs, gradients, parameters, buffers, the generator's state."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     seen = []
-    for _ in range(steps):
+    for args, kwargs in batches:
         optimizer.zero_grad()
         output = model(*args, **kwargs)
         seen += [t.detach().clone() for t in tensors(output)]
@@ -77,6 +83,63 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     )
 
 
+def of_size(batch: Batch, examples: int, tokens: float) -> Batch:
+    """`batch` with so many examples, those that it has over again, and with a share of its tokens."""
+    count = tensors(batch)[0].shape[0]
+
+    def cut(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim() or len(leaf) != count:
+            return leaf
+        leaf = leaf.repeat(-(-examples // count), *[1] * (leaf.dim() - 1))[:examples]
+        text = leaf.dim() > 1 and not (leaf.is_floating_point() or leaf.is_complex())
+        return leaf[:, : max(1, int(tokens * leaf.shape[1]))] if text else leaf
+
+    return pytree.tree_map(cut, batch)
+
+
+def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]:
+    """What came of one model on batches of varying sizes, the limit being for the largest. Without "equal" if the plain
+    model takes no other size."""
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model, *batch = build()
+    model.train()
+    states = copy.deepcopy(model)
+    for shares in (True, False):
+        model = copy.deepcopy(states)
+        batches = [of_size(tuple(batch), n, tokens if shares else 1.0) for n, tokens in SIZES]
+        try:
+            expected = train(model, batches)
+            break
+        except Exception as error:
+            refused = f"{type(error).__name__}: {error}"
+    else:
+        return {"passed": True, "refused": refused}
+    largest = max(batches, key=lambda one: sum(t.numel() for t in tensors(one)))
+    wrapped = rotoff.Checkpointable(copy.deepcopy(states), cache_directory=None)
+    try:
+        wrapped.measure(*largest[0], repeats=1, **largest[1])
+        limit = max(wrapped.keep_all_memory // 2, wrapped.min_mem_limit())
+        result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": wrapped.keep_all_memory, "limit": limit}
+        wrapped.compute_sequence(limit, mode="joint", **options)
+        result["equal"] = same(train(wrapped, batches), expected)
+        for p in wrapped.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        result["peaks"] = [peak_bytes(step_of(wrapped, *one)) for one in batches]
+        result["planned"] = sum(one.measured for one in wrapped.plans())
+    finally:
+        wrapped.close()
+    result["passed"] = result["equal"] and max(result["peaks"]) <= limit
+    result["total_s"] = time.perf_counter() - start
+    return result
+
+
+def step_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
+    """A forward and a backward, whose first gradients exist before."""
+    parts = [torch.ones_like(t) for t in losses(model(*args, **kwargs))]
+    return lambda: torch.autograd.backward(losses(model(*args, **kwargs)), parts)
+
+
 def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = False, **options: Any) -> dict[str, Any]:
     """What came of one model. loss_alone: whether a model that is given labels plans for a backward from its loss
     alone. options: for the solver."""
@@ -85,7 +148,7 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
     model, args, kwargs = build()
     model.train()
     twin = copy.deepcopy(model)
-    expected = train(model, args, kwargs)
+    expected = train(model, [(args, kwargs)] * 2)
     labelled = any("label" in name for name in kwargs)
     wrapped = rotoff.Checkpointable(twin, backward_from="loss" if loss_alone and labelled else None)
     try:
@@ -98,19 +161,14 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
         clock = time.perf_counter()
         wrapped.compute_sequence(limit, mode="joint", **options)
         result |= {"limit": limit, "solve_s": time.perf_counter() - clock, "predicted": wrapped.get_expected_memory()}
-        got = train(wrapped, args, kwargs)
+        got = train(wrapped, [(args, kwargs)] * 2)
         result["equal"] = same(got, expected)
 
         for p in (*model.parameters(), *wrapped.parameters()):  # a step adds to gradients that are there
             p.grad = torch.zeros_like(p) if p.requires_grad else None
 
-        parts = [torch.ones_like(t) for t in losses(wrapped(*args, **kwargs))]
-
-        def step(of: nn.Module) -> Callable[[], None]:
-            return lambda: torch.autograd.backward(losses(of(*args, **kwargs)), parts)
-
-        result["measured"] = peak_bytes(step(wrapped))
-        result["plain"] = peak_bytes(step(model))
+        result["measured"] = peak_bytes(step_of(wrapped, args, kwargs))
+        result["plain"] = peak_bytes(step_of(model, args, kwargs))
     finally:
         wrapped.close()
     result["passed"] = result["equal"] and result["measured"] <= result["predicted"]
@@ -121,13 +179,16 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
 SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
 
 
-def report(case: tuple[bool, str, str, bool, bool]) -> tuple[str, str, dict[str, Any]]:
-    held_out, library, name, refine, loss_alone = case
+def report(case: tuple[bool, str, str, bool, bool, bool]) -> tuple[str, str, dict[str, Any]]:
+    held_out, library, name, refine, loss_alone, varying = case
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        result = attempt(SETS[held_out][library][name], loss_alone=loss_alone, refine=refine)
+        if varying:
+            result = attempt_varying(SETS[held_out][library][name], refine=refine)
+        else:
+            result = attempt(SETS[held_out][library][name], loss_alone=loss_alone, refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     return library, name, result
@@ -137,12 +198,20 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
     head = f"{library:12s} {name:36s}"
     if "error" in r:
         return f"{head} FAILED  {r['error'].splitlines()[0][:200]}"
+    if "refused" in r:
+        return f"{head} not tried: the plain model refuses other sizes: {r['refused'].splitlines()[0][:120]}"
     mib = 1 << 20
+    verdict = (
+        f"{'passed' if r['passed'] else 'FAILED'}  {'equal' if r['equal'] else 'DIFFERS':7s} {r['stages']:3d} stages"
+    )
+    limit = f"limit {r['limit'] / r['keep_all']:4.0%} of {r['keep_all'] / mib:7.1f} MiB"
+    if "peaks" in r:
+        peaks = ", ".join(f"{nbytes / r['limit']:.2f}" for nbytes in r["peaks"])
+        return f"{head} {verdict}  {limit}  peaks {peaks} of it  {r['planned']} sizes measured  {r['total_s']:5.1f} s"
     return (
-        f"{head} {'passed' if r['passed'] else 'FAILED'}  {'equal' if r['equal'] else 'DIFFERS':7s} {r['stages']:3d}"
-        f" stages  limit {r['limit'] / r['keep_all']:4.0%} of {r['keep_all'] / mib:7.1f} MiB (plain"
-        f" {r['plain'] / mib:7.1f})  peak {r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
-        f"  {r['total_s']:5.1f} s (measure {r['measure_s']:.1f}, solve {r['solve_s']:.1f})"
+        f"{head} {verdict}  {limit} (plain {r['plain'] / mib:7.1f})  peak {r['predicted'] / mib:7.2f} predicted,"
+        f" {r['measured'] / mib:7.2f} measured  {r['total_s']:5.1f} s (measure {r['measure_s']:.1f}, solve"
+        f" {r['solve_s']:.1f})"
     )
 
 
@@ -158,6 +227,7 @@ def main() -> int:
         action="store_true",
         help="say where a model is given labels that its backward starts from its loss",
     )
+    parser.add_argument("--varying", action="store_true", help="another size of the batch in every step")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -167,7 +237,7 @@ def main() -> int:
     if missing and options.library is None:
         print(f"left out, not installed: {', '.join(missing)}")
     cases = [
-        (options.held_out, library, name, not options.quick, options.loss_alone)
+        (options.held_out, library, name, not options.quick, options.loss_alone, options.varying)
         for library, found in SETS[options.held_out].items()
         if options.library == library or (options.library is None and library not in missing)
         for name in found

@@ -40,3 +40,17 @@ def test_a_model_as_it_is(library: str, name: str) -> None:
     assert result["measured"] <= result["predicted"] <= result["limit"]
     assert result["stages"] >= 10
     assert result["passed"]
+
+
+@pytest.mark.parametrize("name", ["unet", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_another_size_in_every_step(name: str) -> None:
+    library = next(library for library, found in LIBRARIES.items() if name in found)
+    if library != "own":
+        torchvision_operators.declare()
+        pytest.importorskip(library)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = gallery.attempt_varying(LIBRARIES[library][name], refine=False)
+    assert result["equal"]
+    assert max(result["peaks"]) <= result["limit"]
+    assert len({*result["peaks"]}) > 2
