@@ -9,8 +9,8 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 # -O3 for the kernels' inner loops; -fno-math-errno changes no result. No -ffast-math: equal inputs give equal bits.
-# No -march=native: a wheel must run on other machines than the one that built it. -g0: debug information takes a quarter
-# of the time to compile and most of a wheel's bytes.
+# No -march=native: a wheel must run on other machines than the one that built it. -g0: debug information takes a
+# quarter of the time to compile and most of a wheel's bytes.
 FLAGS = ["-O3", "-g0", "-fno-math-errno"]
 
 # One wheel for CPython 3.11 and all later ones: typed memoryviews are in the stable ABI from 3.11 on, and the kernels
