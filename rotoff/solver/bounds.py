@@ -357,7 +357,8 @@ def least_time_of(chain: Chain, limit: int) -> float:
 
 def least_time_of_any(limits: Mapping[Chain, int]) -> float:
     """The lowest of the bounds of chains with their limits. A quick bound above another's best spares the ascent."""
-    quick = {chain: _certified(chain, limit, quick=True) for chain, limit in limits.items()}
+    one = len(limits) == 1
+    quick = {chain: 0.0 if one else _certified(chain, limit, quick=True) for chain, limit in limits.items()}
     lowest = math.inf
     for chain in sorted(quick, key=quick.__getitem__):
         if quick[chain] >= lowest:
@@ -433,4 +434,4 @@ def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[flo
         best = np.array([p[x], r[x], lam[x]])
         reach = (high - low) / 4
         low, high = np.maximum(best - reach, 0), np.minimum(best + reach, top)
-    return [(float(best[0]), float(best[1]), float(best[2])), (0.0, 0.0, 0.0)]
+    return list(dict.fromkeys([(float(best[0]), float(best[1]), float(best[2])), (0.0, 0.0, 0.0)]))

@@ -183,3 +183,18 @@ def test_the_lowest_bound_of_several_chains_needs_few_long_ascents(monkeypatch: 
     monkeypatch.setattr(bounds, "least_time_of", lambda *args: long.append(args) or before(*args))
     assert bounds.least_time_of_any(limits) == lowest
     assert len(long) < len(limits)
+
+
+def test_no_ascent_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = uneven(7, 9)
+    limit = int(0.1 * min_mem_limit(chain, "joint") + 0.9 * simulate(chain, keep_all(chain)).peak_bytes)
+    runs: list[object] = []
+
+    def noted(prices: np.ndarray, *rest: object) -> float:
+        runs.append((prices.tobytes(), *rest[:4]))
+        return ascend(prices, *rest)
+
+    monkeypatch.setattr(bounds, "ascend", noted)
+    bounds.least_time_of_any({chain: limit})  # the cut at the turn-around does not bind: both starts are zeros
+    assert len(set(runs)) == len(runs)
+    assert {shrink for *_, shrink in runs} == {bounds.SHRINK}  # a quick bound chooses among chains
