@@ -555,30 +555,33 @@ cdef class Joint:
                         _backward_state(&self.c, i, i + d, A, D, &needs[0], &best)
                         row[A * (N + 1) + D] = best.cost
 
-    def mark_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
-        """Mark the states that marked states of (i, x) read, for every `parts`-th A; two threads may write the same 1.
+    def mark_forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts):
+        """Mark the states that marked states of stage i read, for every `parts`-th A; two threads may write the same 1.
         """
-        self._forward(i, x, part, parts, True)
+        self._forward(i, part, parts, True)
 
-    def fill_forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts):
-        """OC_x(i, ...) at the marked states of every `parts`-th A from `part` on; later stages are filled already."""
-        self._forward(i, x, part, parts, False)
+    def fill_forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts):
+        """OC_x(i, ...) for all x at the marked states of every `parts`-th A from `part` on; later stages are filled
+        already."""
+        self._forward(i, part, parts, False)
 
-    cdef _forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t part, Py_ssize_t parts, bint mark):
-        cdef Py_ssize_t A, F, B, N = self.c.N, M = self.c.N + 1
-        cdef double *row = _O(&self.c, i, x)
-        cdef int8_t *marked = _R(&self.c, i, x)
+    cdef _forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts, bint mark):
+        cdef Py_ssize_t x, A, F, B, N = self.c.N, M = self.c.N + 1
+        cdef double *row
+        cdef int8_t *marked
         cdef Choice best
         with nogil:
-            A = part
-            while A <= N:
-                for F in range(N + 1 - A):
-                    for B in range(N + 1 - A):
-                        if marked[(A * M + F) * M + B]:
-                            _forward_state(&self.c, i, x, A, F, B, mark, &best)
-                            if not mark:
-                                row[(A * M + F) * M + B] = best.cost
-                A += parts
+            for x in range(1 if i == 1 else 1 + self.c.n_forms[i - 1]):
+                row, marked = _O(&self.c, i, x), _R(&self.c, i, x)
+                A = part
+                while A <= N:
+                    for F in range(N + 1 - A):
+                        for B in range(N + 1 - A):
+                            if marked[(A * M + F) * M + B]:
+                                _forward_state(&self.c, i, x, A, F, B, mark, &best)
+                                if not mark:
+                                    row[(A * M + F) * M + B] = best.cost
+                    A += parts
 
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
         """(cost, form or -1, cut) of C_A(i, j, A, Δ)."""

@@ -22,6 +22,7 @@ from ..errors import OptionError
 from . import remat
 from .arrays import arrays
 from .plan_codes import MOVE, from_forwards
+from .pool import THREADS
 from .slots import ROUNDINGS, clock, discretize, needed
 
 TABLE_BYTES = 4 << 30
@@ -101,17 +102,13 @@ def fill(table: Costs) -> Joint:
     reached = np.zeros(OC.shape, dtype=np.int8)
     reached[1, 0, 0, 0, 0] = 1
     kernel = Joint(table, C, OC, reached)
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(THREADS) as pool:
         for d in range(min(table.reach, L - 1)):
-            count = L - 1 - d
-            jobs = [pool.submit(kernel.fill_backward, d, 1 + a, 1 + b) for a, b in _quarters(count)]
-            _finish(jobs)
-        passes = [(kernel.mark_forward, range(1, L)), (kernel.fill_forward, range(L, 0, -1))]
-        for work, stages in passes:
+            cuts = [1 + (L - 1 - d) * part // THREADS for part in range(1 + THREADS)]
+            _finish([pool.submit(kernel.fill_backward, d, low, high) for low, high in pairwise(cuts)])
+        for work, stages in ((kernel.mark_forward, range(1, L)), (kernel.fill_forward, range(L, 0, -1))):
             for i in stages:
-                inputs = range(1 if i == 1 else 1 + int(table.n_forms[i - 1]))
-                jobs = [pool.submit(work, i, x, part, 4) for x in inputs for part in range(4)]
-                _finish(jobs)
+                _finish([pool.submit(work, i, part, THREADS) for part in range(THREADS)])
     return kernel
 
 
@@ -124,11 +121,6 @@ def _finish(jobs: Sequence[Future[None]]) -> None:
         for job in jobs:
             job.cancel()
         raise
-
-
-def _quarters(count: int) -> list[tuple[int, int]]:
-    cuts = sorted({count * part // 4 for part in range(5)})
-    return list(pairwise(cuts))
 
 
 def table_bytes(chain: Chain, N: int, reach: int) -> int:
