@@ -106,11 +106,12 @@ def _look_at(stages: Sequence[StageModule], value: Any, device: torch.device) ->
     found: list[Group] = []
     made: dict[int, _Storage] = {}  # by the stage before
     saved: set[int] = set()
+    given = {storage_key(t) for t in flatten(value)[0]}  # the caller holds them
     for stage in stages:
         saved_before, made_before = saved, made
         value, group, made, saved = _look(stage, value, device)
         if found:
-            free = [s for key, s in made_before.items() if key not in saved_before | saved | made.keys()]
+            free = [s for key, s in made_before.items() if key not in saved_before | saved | made.keys() | given]
             if not all(s.watch.expired() for s in free):
                 gc.collect()  # otherwise the result would depend on when it runs, and processes could differ
             found[-1] = replace(found[-1], unsaved_bytes=_freed(free))

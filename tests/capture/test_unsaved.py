@@ -51,6 +51,21 @@ def test_output_held_elsewhere_prevents_merging() -> None:
     assert names(Keeping(32, 32), nn.ReLU(), nn.Linear(32, 8), x=torch.randn(64, 32)) == ["0", "1", "2"]
 
 
+def test_a_value_of_the_sample_that_stages_pass_on_calls_for_no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Last(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+            return pair[0].relu()  # saves nothing of the labels, and does not return them
+
+    class First(nn.Module):
+        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+            return pair[0].tanh(), pair[1]
+
+    monkeypatch.setattr("rotoff.capture.unsaved.gc.collect", lambda: pytest.fail("a collection looks at all objects"))
+    stages = [StageModule(str(n), (module,)) for n, module in enumerate((First(), Last()))]
+    pair = torch.randn(64, 32, requires_grad=True), torch.randn(64, 32)
+    assert [stage.name for stage in merge_unsaved(stages, pair, torch.device("cpu"))] == ["0", "1"]
+
+
 def test_merged_stage_needs_no_more_than_its_parts() -> None:
     def group(name: str, given: int, made: int, kept: int, unsaved: int) -> Group:
         return Group(StageModule(name, ()), given, made, kept, unsaved)
