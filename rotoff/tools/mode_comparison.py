@@ -19,6 +19,7 @@ from ..planning.memory_account import reported_bytes
 from ..planning.planner import least_limit, least_time, make_plan, plan_everything
 from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
+from ..profile.memory.allocator import without_gc
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
 from ..solver.slots import parse_slots
@@ -259,7 +260,8 @@ def _known(
     key = plan_key(model, sample, kwargs, target, question) if cache.directory is not None else None
     if (known := find_plan(cache, key, _read)) is not None:
         return known
-    found = _planned(model, sample, kwargs, target, *question)
+    with without_gc():  # one collection looks at all objects of the process, which takes as long as some stages
+        found = _planned(model, sample, kwargs, target, *question)
     keep_plan(cache, key, _written(found))
     return found
 

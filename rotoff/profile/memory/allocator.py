@@ -222,7 +222,7 @@ def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog
     os.environ["KINETO_LOG_LEVEL"] = "99"  # otherwise it prints two lines in each run
     try:
         # The profiler drops events outside of all operations, such as frees at the end of a Python frame.
-        with _without_gc(), profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
+        with without_gc(), profile(profile_memory=True, use_cpu=True) as profiler, record_function(_WHOLE):
             result = run()
         assert profiler.kineto_results is not None
         roots = profiler.kineto_results.experimental_event_tree()
@@ -236,7 +236,7 @@ def record(run: Callable[[], T], device: torch.device) -> tuple[T, AllocationLog
 
 
 @contextmanager
-def _without_gc() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Switch automatic garbage collection off."""
     if not gc.isenabled():
         yield
