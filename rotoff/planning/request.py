@@ -19,8 +19,9 @@ from ..solver import solve
 from ..solver.anneal import Budget
 from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
+from ..solver.search import Shared
 from ..solver.slots import parse_slots
-from ..solver.solve import check_alone, check_mode_options
+from ..solver.solve import check_alone, check_mode_options, solved
 from ..version import __version__
 from .memory_account import expected_bytes
 
@@ -76,6 +77,7 @@ class Request:
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
     planner: Any = None  # plans in place of the solver: a `PlacedPlanner` (`device_limit`)
+    shared: Shared | None = field(default=None, compare=False)  # what was found for other requests of one question
 
     @property
     def limit(self) -> str:
@@ -133,7 +135,7 @@ class Request:
             options |= {"mode": self.mode, "mem_slots": self.mem_slots}
             if self.in_flight > 1:
                 return solve_in_flight(chain, limit, self.in_flight, beside, **options)
-            return solve(chain, limit, **options)
+            return solved(self.shared or Shared(), chain, limit, **options)
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:

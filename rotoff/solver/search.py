@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
+from itertools import tee
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +41,9 @@ class Candidate:
     codes: np.ndarray | None
     source: str
     resident: tuple[str, ...] = ()
+
+
+Proposal = tuple[Candidate | None, np.ndarray | None]  # None if the plan does not fit; None if no search starts there
 
 
 def best_candidate(problem: Problem, mode: str, progress: Progress | None = None) -> Candidate:
@@ -78,7 +84,7 @@ def parse_host_limit(host_limit: int | str) -> int:
 @dataclass(frozen=True)
 class Problem:
     """The problem that the searches of all modes share. limit, host_limit: bytes. slots: N of the joint dynamic
-    program. known: plans to start from. found: results so far.
+    program. known: plans to start from. found: results so far. proposed: all proposals so far.
     """
 
     chain: Chain
@@ -90,6 +96,8 @@ class Problem:
     known: tuple[np.ndarray, ...] = ()
     # results by (mode, whether with forms, whether the directions of the link slow each other down)
     found: dict[tuple[str, bool, bool], Candidate | None] = field(default_factory=dict, compare=False)
+    # by all that they depend on; each iterator stays at its start, and is run in copies, which share what they find
+    proposed: dict[Any, Iterator[Proposal]] = field(default_factory=dict, compare=False)
 
     def fits(self, mode: str) -> bool:
         """Whether `mode` has a plan within the limit on the device."""
@@ -104,6 +112,25 @@ class Problem:
     def disturbed(self) -> bool:
         """Whether the directions of the link slow each other down."""
         return min(self.chain.bidirectional_shares) < 1
+
+    def proposals(self, mode: str) -> Iterator[Proposal]:
+        """Plans of every kind that `mode` allows, made when they are asked for the first time."""
+        key = self.chain, self.limit, self.host_limit, self.slots, self.budget.seconds > 0, mode
+        if key not in self.proposed:
+            (self.proposed[key],) = tee(_proposals(self, mode), 1)
+        return copy(self.proposed[key])
+
+
+class Shared:
+    """Problems that are solved for one question, several times or in several modes; they share what they find."""
+
+    def __init__(self) -> None:
+        self._problems: dict[Problem, Problem] = {}
+        self._proposed: dict[Any, Iterator[Proposal]] = {}
+
+    def of(self, problem: Problem) -> Problem:
+        """`problem`, or an equal one from before, with all that was found for others."""
+        return self._problems.setdefault(problem, replace(problem, proposed=self._proposed))
 
 
 def _best(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
@@ -214,8 +241,8 @@ def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[
         starts = [codes]
 
 
-def _competitors(problem: Problem, mode: str) -> Iterator[tuple[Candidate | None, np.ndarray | None]]:
-    """(candidate, or None if the plan does not fit; plan to search from, or None), the fastest to make first."""
+def _competitors(problem: Problem, mode: str) -> Iterator[Proposal]:
+    """Candidates and plans to search from, the fastest to make first."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     for codes in problem.known:
         yield judged(chain, limit, codes, "known", host), codes
@@ -224,8 +251,7 @@ def _competitors(problem: Problem, mode: str) -> Iterator[tuple[Candidate | None
         for pure in ("offload", "remat"):
             if limit >= min_mem_limit(chain, pure):
                 yield _best(problem, pure, None), None
-    for source, codes in _proposals(problem, mode):
-        yield judged(chain, limit, codes, source, host), codes
+    yield from problem.proposals(mode)
     if mode == "joint":
         yield _host_candidate(problem), None
 
@@ -241,20 +267,30 @@ def _host_candidate(problem: Problem) -> Candidate | None:
     return Candidate(trace.makespan, ops, None, "host")
 
 
-def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Plans of every kind. If a search follows, slow tables are filled with fewer slots."""
+def _proposals(problem: Problem, mode: str) -> Iterator[Proposal]:
+    chain, limit, host = problem.chain, problem.limit, problem.host_limit
+    if mode == "joint":
+        for pure in ("remat", "offload"):
+            yield from problem.proposals(pure)
+    for source, codes in _plans(problem, mode):
+        yield judged(chain, limit, codes, source, host), codes
+
+
+def _plans(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(source, plan) of all kinds that `mode` alone allows. If a search follows, slow tables are filled with fewer
+    slots."""
     chain, limit, quick = problem.chain, problem.limit, problem.budget.seconds > 0
     work = TABLE_WORK if quick else 20 * TABLE_WORK
 
     def fits(codes: np.ndarray) -> bool:
         return judged(chain, limit, codes, "", problem.host_limit) is not None
 
-    if mode != "offload":
+    if mode == "remat":
         yield from remat.proposals(chain, limit, work, fits)
-    if mode != "remat":
+    elif mode == "offload":
         for codes in offload.proposals(chain):
             yield "offload", codes
-    if mode == "joint":
+    else:
         for codes in all_moving(chain, limit):
             yield "all-moving", codes
         slots, reach = joint.quick(chain) if quick else (problem.slots, len(chain))

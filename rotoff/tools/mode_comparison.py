@@ -22,6 +22,7 @@ from ..profile.estimate.devices import Device, find
 from ..profile.memory.allocator import without_gc
 from ..profile.profile import Profile
 from ..solver.bounds import MODES, parse_modes
+from ..solver.search import Shared
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
 from .estimate import check_module, estimated
@@ -320,7 +321,8 @@ def planned_modes(
     limit = max(0, limit)
     everything = plan_everything(profile)
     base = everything.trace.makespan
-    requests = [Request(limit, mode, mem_slots, {"refine": refine}) for mode in modes]
+    shared = Shared()
+    requests = [Request(limit, mode, mem_slots, {"refine": refine}, shared=shared) for mode in modes]
     rows = [_row(profile, request, base) for request in requests]
     times = [row.step_time for row in rows if row.step_time is not None]
     bound = least_time(profile, requests[0], min(times)) if times else None  # the same in all modes
