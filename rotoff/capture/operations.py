@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ..tensors.autocast import uncached_autocast
 from ..tensors.clock import finish
@@ -22,6 +21,7 @@ from ..tensors.recipe import QUERIES
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import watch_saved
 from ..tensors.storage import View
+from ..tensors.tree import leaves
 
 
 class Leaf(NamedTuple):
@@ -144,13 +144,13 @@ class _Recorder(EagerMode):
         kwargs = kwargs or {}
         if func.is_view or func in QUERIES:
             return func(*args, **kwargs)
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         reads = tuple(self._number(t)[0] for t in given)
         result, seconds, draws = self._run(func, args, kwargs)
-        leaves = tuple(self._leaf(leaf, given) for leaf in _leaves(result))
+        returned = tuple(self._leaf(leaf, given) for leaf in _leaves(result))
         writes = tuple(dict.fromkeys(self._number(t)[0] for t in _written(func, args, kwargs)))
         single = isinstance(result, torch.Tensor)
-        self.operations.append(Operation(func, tuple(dict.fromkeys(reads)), writes, leaves, single, draws, seconds))
+        self.operations.append(Operation(func, tuple(dict.fromkeys(reads)), writes, returned, single, draws, seconds))
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, bool]:
@@ -215,4 +215,4 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[t
     """Return the tensor arguments that the operation's schema says it changes."""
     writes = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     found = [_argument(name, func, args, kwargs) for name in writes]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(found) if isinstance(leaf, torch.Tensor)]

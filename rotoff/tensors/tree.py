@@ -16,7 +16,7 @@ from ..errors import MeasureError
 def leaves(value: Any) -> list[Any]:
     """Return the leaves of a pytree; faster than torch for tuples, lists and dicts."""
     kind = type(value)
-    if kind is torch.Tensor or kind in _PLAIN:
+    if kind in _PLAIN or isinstance(value, torch.Tensor):
         return [value]
     if kind is dict:
         value = value.values()
@@ -25,7 +25,7 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for one in value for leaf in leaves(one)]
 
 
-_PLAIN = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset({torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout})
 
 
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
 from ...tensors.recipe import QUERIES
 from ...tensors.storage import pieces, rounded, uses_of
+from ...tensors.tree import leaves
 from ..memory.allocator import Allocation, AllocationLog
 from .fake_kernels import FakeKernels
 
@@ -205,7 +206,7 @@ def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
     outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
     for returned, output in zip(returns, outputs, strict=True):
         if returned.alias_info is None:
-            yield from (leaf for leaf in tree_leaves(output) if isinstance(leaf, FakeTensor))
+            yield from (leaf for leaf in leaves(output) if isinstance(leaf, FakeTensor))
 
 
 def _accumulated(args: Any) -> torch.Tensor | None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
-from torch.utils._pytree import tree_leaves
 
 from ...tensors.eager_mode import EagerMode
 from ...tensors.recipe import QUERIES
+from ...tensors.tree import leaves
 
 _aten = torch.ops.aten
 # shape, stride, offset and dtype of an output, of which argument it is a view, its device and its attributes
@@ -71,7 +71,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
         """Return `result` as an answer to equal questions; None if they may have another."""
         if getattr(func, "namespace", "") != "aten" or not _CONTENTS.isdisjoint(func.tags):
             return None
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         of = {t.untyped_storage()._cdata: n for n, t in enumerate(args) if isinstance(t, FakeTensor)}
         outputs: list[int | _Output] = []
         for one in result if isinstance(result, (tuple, list)) else (result,):
@@ -87,7 +87,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
         kind = list if isinstance(result, list) else tuple if isinstance(result, tuple) else None
         answer = kind, tuple(outputs)
         again = self._repeated(answer, args)
-        return answer if list(map(_told, tree_leaves(again))) == list(map(_told, tree_leaves(result))) else None
+        return answer if list(map(_told, leaves(again))) == list(map(_told, leaves(result))) else None
 
     def _repeated(self, answer: Answer, args: Any) -> Any:
         kind, outputs = answer

@@ -8,13 +8,14 @@ without a formula there is assumed to be bound by memory: it reads every input o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...tensors.storage import pieces
+from ...tensors.tree import leaves
 from .devices import Device
 
 _TYPES = {
@@ -39,8 +40,8 @@ class Roofline:
         """Return the seconds of the operation `func`, whose tensors need no contents; 0 for views."""
         if _only_views(func):
             return 0.0
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not outputs and not inputs:
             return 0.0
         formula = flop_registry.get(func.overloadpacket)
@@ -75,6 +76,7 @@ _NOTHING = frozenset(
 )  # fmt: skip
 
 
+@cache
 def _only_views(func: Any) -> bool:
     returns = func._schema.returns
     if func in _NOTHING:
