@@ -34,7 +34,7 @@ from .stage_bytes import ByteMeter
 from .timing.context import MeasurementContext
 from .timing.convergence import Repeats
 from .timing.harness import Run, backward, get_edges, ones, within_backward
-from .timing.overhead import OverheadMeter
+from .timing.overhead import LONG, OverheadMeter
 from .timing.stage_timing import EarlyStop, Timings, copy_bandwidth, time_stage
 from .timing.timing_cache import KnownForm, KnownTimes, StageTimes, check_times
 
@@ -211,7 +211,7 @@ class Meter(ByteMeter):
         behaviour = replace(measured.behaviour, early_stop=end.early_stop)
         whole = WholeStage(run, costs, behaviour, measured.carried_bytes)
         costs, behaviour, no_forms = self._with_forms(whole, known, operations)
-        if self.samples_overhead:
+        if self.samples_overhead and forward + backward < LONG:
             self.sample_overhead(run, behaviour)
         host_bound = known is not None and known.host_bound
         return replace(

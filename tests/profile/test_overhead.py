@@ -17,6 +17,7 @@ from rotoff.core.sequence import FORWARDS
 from rotoff.planning.planner import make_plan
 from rotoff.planning.request import Request
 from rotoff.profile.profile import Profile
+from rotoff.profile.stage_meter import Meter
 from rotoff.profile.timing import stage_timing
 from rotoff.profile.timing.convergence import Repeats
 from rotoff.profile.timing.harness import Run
@@ -193,6 +194,14 @@ def test_overhead_is_measured_and_not_charged_for_keeping_all() -> None:
     more = plan.trace.makespan - rotoff.simulate(profile.chain, plan.sequence).makespan
     forwards = sum(op.kind in FORWARDS for op in plan.sequence)
     assert more >= 0.25 * (forwards + len(profile.chain))
+    wrapped.close()
+
+
+def test_overhead_is_not_timed_on_long_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)])
+    monkeypatch.setattr(Meter, "_times", lambda *_: stage_timing.Timings([0.05], [0.06]))
+    wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(torch.randn(8, 16))
+    assert wrapped.profile.overhead_times == NO_OVERHEAD
     wrapped.close()
 
 

@@ -37,6 +37,7 @@ from .harness import Run, backward, get_edges, ones
 logger = logging.getLogger("rotoff")
 MAX_SECONDS = 2e-3  # a longer time is not credible
 STAGES, RUNS = 3, 2  # numbers of stages and of runs of each; the first run does not count
+LONG = 50 * MAX_SECONDS  # of a stage, forward and backward, from which on its overhead is lost in its noise
 
 
 class OverheadMeter:
