@@ -112,6 +112,7 @@ class LiveForward(OnCourse):
         self._aliases = {}
         self._unusual = bool(self.instead or self.brought or self.lender or self.algorithms is not None)
         for copy in self.brought.values():
+            self.reads.note_resident(copy)  # so that its bytes stay when a view of it is let go
             if vars(copy).pop(TAG, None) is not None:  # another stage's
                 setattr(copy, RETURNED, True)
         # what belongs to no stage may come first

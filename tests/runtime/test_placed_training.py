@@ -24,6 +24,7 @@ from allocated import in_file, own_again, peak_bytes
 from models import ALL, Attention, Residual, fresh, same
 from placed_loops import accumulated, clamped, clipped, frozen_later, given_up, hooked, loaded, looked_at, result, usual
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 
@@ -102,7 +103,14 @@ def lends() -> tuple[nn.Module, Callable[[], Any]]:
     return Lends(), lambda: torch.randn(8, 16)
 
 
-RECORDED = {f.__name__: f for f in (tied_language, untied, adapted, lends)}
+def normalized() -> tuple[nn.Module, Callable[[], Any]]:
+    """Reads its second weight again after a view of it, in a course that was not planned."""
+    first, second = (spectral_norm(nn.Conv2d(size, 16, 3, padding=1)) for size in (3, 16))
+    model = nn.Sequential(first, nn.ReLU(inplace=True), second, nn.Flatten(), nn.Linear(1024, 10))
+    return model, lambda: torch.randn(2, 3, 8, 8)
+
+
+RECORDED = {f.__name__: f for f in (normalized, tied_language, untied, adapted, lends)}
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
