@@ -259,6 +259,49 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+class Scaled(torch.optim.AdamW):
+    """Its step calls that of its base class, and takes an argument."""
+
+    def step(self, closure: Any = None, share: float | None = None) -> Any:
+        groups = self.param_groups
+        if share is not None:
+            self.param_groups = [{**group, "lr": share * group["lr"]} for group in groups]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_a_step_may_call_that_of_its_base_class(updates: str) -> None:
+    def make(parameters: list[nn.Parameter]) -> list[Optimizer]:
+        return [Scaled(parameters, lr=0.02)]
+
+    torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # from the first one on, its steps run hooks, too
+    placed, _ = trained("untied", make, usual, 0.2, updates=updates)
+    assert same(placed, plainly("untied", make, usual))
+
+
+def test_a_step_gets_its_arguments() -> None:
+    def make(parameters: list[nn.Parameter]) -> list[Optimizer]:
+        return [Scaled(parameters, lr=0.02)]
+
+    def shared(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        if n % 2:
+            optimizers[0].step(lambda: loss, share=0.5)
+        else:
+            optimizers[0].step(share=0.25)
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    placed, _ = trained("untied", make, shared, 0.2)
+    assert same(placed, plainly("untied", make, shared))
+    with pytest.raises(rotoff.ExecutionError, match="gets arguments"):
+        trained("untied", make, shared, 0.2, updates="during")
+
+
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.grid

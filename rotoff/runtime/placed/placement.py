@@ -25,7 +25,7 @@ from .all_at_once import Guard
 from .lending import Lender, Streamed, move
 from .placed_plan import PlacedPlan
 from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, room_of
-from .updates import Chunks, HostLane
+from .updates import Chunks, HostLane, is_nested
 
 
 class OneStep(Protocol):
@@ -330,24 +330,33 @@ class Placement:
     def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before ``optimizer.step()``: do its work group by group, so that it finds nothing left to do. A closure
         is called first, as the step would; the step gets one that returns the same loss."""
+        if is_nested(optimizer):
+            return None
         closure = next((given for given in (*args[1:], *kwargs.values()) if callable(given)), None)
         if closure is None:
-            self._update_all(optimizer)
+            self._update_all(optimizer, args[1:], kwargs)
             return None
         with torch.enable_grad():
             loss = closure()
-        self._update_all(optimizer)
-        return (args[0], lambda: loss), {}
 
-    def _update_all(self, optimizer: Optimizer) -> None:
+        def with_closure(instead: Any) -> tuple[list[Any], dict[str, Any]]:
+            own = {name: instead if value is closure else value for name, value in kwargs.items()}
+            return [instead if value is closure else value for value in args], own
+
+        given, named = with_closure(None)
+        self._update_all(optimizer, given[1:], named)
+        given, named = with_closure(lambda: loss)
+        return tuple(given), named
+
+    def _update_all(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._plan is None:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.show()
-        self._hide_marks(optimizer)
+        self._hide_marks(optimizer, any(given is not None for given in (*args, *kwargs.values())))
         self._refuse_late_gradients()
         rest, self._rest = self._rest, ()
-        self._chunks = [Chunks(optimizer)]
+        self._chunks = [Chunks(optimizer, args, kwargs)]
         self._updated = self._updated if self._plan.during else []
         try:
             for op in rest:
@@ -369,16 +378,23 @@ class Placement:
 
     def after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
-        self.show()
+        if not is_nested(optimizer):
+            self.show()
 
-    def _hide_marks(self, optimizer: Optimizer) -> None:
-        """Hide from the optimizer that the backward has used up gradients; it has no step left to do for them."""
+    def _hide_marks(self, optimizer: Optimizer, told: bool) -> None:
+        """Hide from the optimizer that the backward has used up gradients; it has no step left to do for them. told:
+        whether the caller gives the step arguments."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         marked = [p for p in parameters if (found := self._places.get(id(p))) is not None and found.gradient.marked]
         if marked and optimizer not in self._await_step:
             raise ExecutionError(
                 'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
                 ' plan with updates="after"'
+            )
+        if marked and told:
+            raise ExecutionError(
+                'optimizer.step() gets arguments, and updates="during" has updated the parameters without them; plan'
+                ' with updates="after"'
             )
         self._await_step = [one for one in self._await_step if one is not optimizer]
         self._hidden += [(parameter, parameter.grad) for parameter in marked]

@@ -3,9 +3,11 @@ updated."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,10 +18,14 @@ from .lending import move_state
 
 
 class Chunks:
-    """A step of an optimizer in chunks; each updates some of its parameters, and each parameter is updated once."""
+    """A step of an optimizer in chunks; each updates some of its parameters, and each parameter is updated once.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    args, kwargs: what the caller gives ``optimizer.step()`` beside a closure.
+    """
+
+    def __init__(self, optimizer: Optimizer, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> None:
         self._optimizer = optimizer
+        self._arguments = args, kwargs or {}
         self.updated: set[int] = set()  # by id
         self._under_way: set[int] = set()
         every = [(n, p) for n, group in enumerate(optimizer.param_groups) for p in group["params"]]
@@ -56,7 +62,7 @@ class Chunks:
             part.state = defaultdict(dict, {stand_ins.get(key, p): known.get(p, {}) for key, p in own.items()})
         self._under_way |= own.keys()
         try:
-            own_step(part)
+            own_step(part, *self._arguments[0], **self._arguments[1])
         finally:
             for key, p in own.items() if stand_ins else ():
                 used = stand_ins.get(key, p)
@@ -80,9 +86,11 @@ class Chunks:
 
 
 def copy_of(optimizer: Optimizer) -> Any:
-    """Return an optimizer that shares the state of `optimizer`, for a step on other groups of parameters."""
+    """Return an optimizer that shares the state of `optimizer`, for a step on other groups of parameters. It has no
+    hooks, which a step that calls that of its base class would run."""
     made: Any = object.__new__(type(optimizer))
     made.__dict__.update(optimizer.__dict__)
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return made
 
 
@@ -94,10 +102,23 @@ def _stand_in(parameter: nn.Parameter, gradient: torch.Tensor) -> nn.Parameter:
     return made
 
 
-def own_step(optimizer: Optimizer) -> None:
+def own_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     """One step of the optimizer's class, past the hooks on its steps."""
     step = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
+    getattr(step, "__wrapped__", step)(optimizer, *args, **kwargs)
+
+
+_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of the function that runs the hooks of every step
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether a hook runs for a step that another step of `optimizer` calls: that of its base class."""
+    frame: FrameType | None = sys._getframe(1)
+    running = 0
+    while frame is not None:
+        running += frame.f_code is _HOOKED and frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return running > 1
 
 
 class HostLane:
