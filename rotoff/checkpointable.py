@@ -246,6 +246,8 @@ class Checkpointable(RotorNames, ModuleProxy):
                 `up_to` and a `mem_limit`, the message names smaller inputs that fit.
         """
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, self._group is not None)
+        if self._steps.placement is not None:
+            self._steps.placement.refuse_before_step("compute_sequence")
         if device_limit is not None:
             return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
 

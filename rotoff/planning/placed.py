@@ -18,7 +18,7 @@ from ..core.sequence import OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..core.steady_step import at_rest, group_bytes
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, OptionError
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.parameter_groups import FoundGroups, find_groups
 from ..profile.profile import Profile
@@ -26,6 +26,7 @@ from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
+from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
@@ -65,6 +66,12 @@ class PlacedPlanner:
         whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
             return plan_everything(profile, plain=True)
+        every = [id(parameter) for one in self.optimizers for parameter in parameters_of(one)]
+        if when(request) == "during" and len(every) > len({*every}):
+            raise OptionError(
+                'a parameter belongs to several optimizers, and updates="during" updates each by one alone; plan with'
+                ' updates="after"'
+            )
         request = _within_host(profile, request)
         ways = (False, True) if profile.device.type == "cpu" else (True,)  # a CPU shares its processor with the host
         found = [self.groups(profile, host) for host in ways]

@@ -22,7 +22,7 @@ from rotoff.profile.timing import stage_timing
 from rotoff.profile.timing.convergence import Repeats
 from rotoff.profile.timing.harness import Run
 from rotoff.profile.timing.overhead import MAX_SECONDS, RUNS, OverheadMeter
-from rotoff.profile.timing.timing_cache import StageTimes, times_of
+from rotoff.profile.timing.timing_cache import StageTimes, known_times, times_of
 from rotoff.runtime.overhead import NO_OVERHEAD, OverheadTimes
 from rotoff.tensors.stage import Behaviour, SavedKind, StageModule
 
@@ -202,6 +202,7 @@ def test_overhead_is_not_timed_on_long_stages(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Meter, "_times", lambda *_: stage_timing.Timings([0.05], [0.06]))
     wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(torch.randn(8, 16))
     assert wrapped.profile.overhead_times == NO_OVERHEAD
+    assert known_times(wrapped.profile).overhead is None  # a smaller input has shorter stages
     wrapped.close()
 
 

@@ -302,6 +302,60 @@ def test_a_step_gets_its_arguments() -> None:
         trained("untied", make, shared, 0.2, updates="during")
 
 
+def slower(model: Any, optimizers: list[Optimizer]) -> None:
+    optimizers[0].param_groups[-1]["lr"] *= 0.5
+
+
+def scheduled(model: Any, optimizers: list[Optimizer]) -> None:
+    torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5).step()
+
+
+def reloaded(model: Any, optimizers: list[Optimizer]) -> None:
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+
+
+def planned_anew(model: Any, optimizers: list[Optimizer]) -> None:
+    if isinstance(model, rotoff.Checkpointable):
+        place(model, optimizers, 0.5)
+
+
+def not_planned_any_more(model: Any, optimizers: list[Optimizer]) -> None:
+    if isinstance(model, rotoff.Checkpointable):
+        model.compute_sequence("1 GiB")
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
+@pytest.mark.parametrize(
+    "change", [slower, scheduled, reloaded, planned_anew, not_planned_any_more], ids=lambda change: change.__name__
+)
+def test_a_change_between_backward_and_step(change: Any) -> None:
+    """The step follows it, or is refused where the backward has updated the parameters already."""
+
+    def changed(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        if n == 1:
+            change(model, optimizers)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    placed, _ = trained("untied", adamw, changed, 0.2)
+    assert same(placed, plainly("untied", adamw, changed))
+    with pytest.raises(rotoff.ExecutionError, match="than the backward did|comes between a backward and"):
+        trained("untied", adamw, changed, 0.2, updates="during")
+
+
+def test_a_parameter_of_two_optimizers() -> None:
+    def both(parameters: list[nn.Parameter]) -> list[Optimizer]:
+        return [*adamw(parameters), torch.optim.SGD(parameters[::2], lr=0.01, momentum=0.9)]
+
+    placed, _ = trained("untied", both, usual, 0.2)
+    assert same(placed, plainly("untied", both, usual))
+    with pytest.raises(rotoff.OptionError, match="several optimizers"):
+        trained("untied", both, usual, 0.2, anew=True, updates="during")
+
+
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.grid

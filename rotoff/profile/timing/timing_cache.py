@@ -116,7 +116,8 @@ def known_times(profile: Profile, longer: float = 1.0, checked: bool = False) ->
         return row._replace(**times, forms=forms)
 
     stages = tuple(map(scaled, times_of(profile)))
-    return KnownTimes(stages, profile.chain.link, profile.copy_bandwidth, profile.overhead_times, checked)
+    overhead = profile.overhead_times if any(profile.overhead_times) else None  # its stages may all have been long
+    return KnownTimes(stages, profile.chain.link, profile.copy_bandwidth, overhead, checked)
 
 
 def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device, *more: Any) -> dict[str, Any] | None:

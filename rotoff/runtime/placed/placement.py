@@ -25,7 +25,7 @@ from .all_at_once import Guard
 from .lending import Lender, Streamed, move
 from .placed_plan import PlacedPlan
 from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, room_of
-from .updates import Chunks, HostLane, is_nested
+from .updates import Chunks, HostLane, is_nested, parameters_of, read_by
 
 
 class OneStep(Protocol):
@@ -91,7 +91,8 @@ class Placement:
         self._updated: list[int] = []  # groups whose update has begun since the last step began
         self._gone: set[int] = set()  # by id, the parameters updated within the last backward
         self._in_backward = False  # whether the running update is within a backward
-        self._await_step: list[Optimizer] = []  # whose parameters a backward has updated, without their own step since
+        # optimizers whose parameters a backward has updated, without their own step since, and what it read of them
+        self._await_step: dict[Optimizer, list[Any]] = {}
         self._unguard: Callable[[], object] = tuple  # closes the `Guard`
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
@@ -216,7 +217,7 @@ class Placement:
         Raises:
             ExecutionError: if the forward comes between a backward that has updated parameters and its step.
         """
-        self._refuse_before_step()
+        self.refuse_before_step()
         self._updated, self._gone = [], set()
 
     def watch(self, result: Any) -> None:
@@ -283,7 +284,7 @@ class Placement:
         """Return the context for a forward without a plan; None if it needs none."""
         if self._plan is None:
             return None
-        self._refuse_before_step()
+        self.refuse_before_step()
         return Streamed(self._every(), self.link.device, self._plan.room) or None
 
     def _every(self) -> list[nn.Parameter]:
@@ -305,8 +306,8 @@ class Placement:
             self.backward_failed(error)
             raise
         if self._plan.during:
-            owners = ((one, id(p)) for one in self.optimizers for of in one.param_groups for p in of["params"])
-            self._await_step = [one for one, key in owners if key in self._gone]
+            owners = (one for one in self.optimizers if not self._gone.isdisjoint(map(id, parameters_of(one))))
+            self._await_step = {one: read_by(one) for one in owners}
             for key in self._gone & self._places.keys():
                 self._places[key].gradient.mark()
             return
@@ -370,11 +371,10 @@ class Placement:
         except BaseException as error:
             self._give_up(error)
             raise
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._hidden.append((parameter, parameter.grad))
-                    parameter.grad = None
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
@@ -384,20 +384,22 @@ class Placement:
     def _hide_marks(self, optimizer: Optimizer, told: bool) -> None:
         """Hide from the optimizer that the backward has used up gradients; it has no step left to do for them. told:
         whether the caller gives the step arguments."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        marked = [p for p in parameters if (found := self._places.get(id(p))) is not None and found.gradient.marked]
+        placed = ((p, self._places.get(id(p))) for p in parameters_of(optimizer))
+        marked = [p for p, places in placed if places is not None and places.gradient.marked]
         if marked and optimizer not in self._await_step:
             raise ExecutionError(
                 'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
                 ' plan with updates="after"'
             )
-        if marked and told:
+        changed = marked and self._await_step[optimizer] != read_by(optimizer)
+        if marked and (told or changed):
+            finds = "finds other parameters or settings of the optimizer than the backward did"
             raise ExecutionError(
-                'optimizer.step() gets arguments, and updates="during" has updated the parameters without them; plan'
-                ' with updates="after"'
+                f'optimizer.step() {"gets arguments" if told else finds}, and updates="during" has updated the'
+                ' parameters in the backward; change them before it, or plan with updates="after"'
             )
-        self._await_step = [one for one in self._await_step if one is not optimizer]
-        self._hidden += [(parameter, parameter.grad) for parameter in marked]
+        self._await_step.pop(optimizer, None)
+        self._hidden += [(p, p.grad) for p in marked if p.grad is not None]
         for parameter in marked:
             parameter.grad = None
 
@@ -407,11 +409,11 @@ class Placement:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient
 
-    def _refuse_before_step(self) -> None:
+    def refuse_before_step(self, what: str = "this forward") -> None:
         """Raise if a backward has updated parameters that plain PyTorch would update in an ``optimizer.step()`` that
-        has not come."""
+        has not come. what: the caller does now."""
         if self._await_step:
-            raise _accumulates("this forward comes between a backward and optimizer.step()")
+            raise _accumulates(f"{what} comes between a backward and optimizer.step()")
 
     def _refuse_late_gradients(self) -> None:
         """Raise if a gradient came after its parameter had been updated within the backward."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...tensors.tree import leaves
 from .lending import move_state
 
 
@@ -100,6 +101,18 @@ def _stand_in(parameter: nn.Parameter, gradient: torch.Tensor) -> nn.Parameter:
     made.__dict__.update(parameter.__dict__)
     made.grad = gradient
     return made
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def read_by(optimizer: Optimizer) -> list[Any]:
+    """Return what a step reads beside gradients and states: its settings, and the versions of its parameters."""
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    settings = (value.tolist() if isinstance(value, torch.Tensor) else value for value in leaves(groups))
+    return [*settings, *(parameter._version for parameter in parameters_of(optimizer))]
 
 
 def own_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
