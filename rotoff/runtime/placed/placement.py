@@ -393,10 +393,10 @@ class Placement:
             )
         changed = marked and self._await_step[optimizer] != read_by(optimizer)
         if marked and (told or changed):
-            finds = "finds other parameters or settings of the optimizer than the backward did"
+            finds = "gets arguments" if told else "finds other parameters or settings than the backward did"
             raise ExecutionError(
-                f'optimizer.step() {"gets arguments" if told else finds}, and updates="during" has updated the'
-                ' parameters in the backward; change them before it, or plan with updates="after"'
+                f'optimizer.step() {finds}, and updates="during" has updated the parameters in the backward; plan with'
+                ' updates="after"' + ("" if told else ", or change them before the backward")
             )
         self._await_step.pop(optimizer, None)
         self._hidden += [(p, p.grad) for p in marked if p.grad is not None]
