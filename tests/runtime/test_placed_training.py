@@ -11,6 +11,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -907,6 +908,29 @@ def test_a_step_that_another_took_the_place_of_says_so() -> None:
     with pytest.raises(rotoff.ExecutionError, match="updated the parameters before its backward"):
         waiting.backward()
     added_up(model, optimizers, x)
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(updates: str) -> None:
+    behind = 0
+    for planned, share in itertools.product((False, True), (0.1, 0.3, 0.6)):
+        model, optimizers, x = small()
+        others = [p.detach() for p in model.parameters()]
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            place(model, optimizers, share, updates=updates)
+            for _ in range(2):
+                if planned:
+                    others = [p.detach() for p in model.parameters()]
+                model(x).sum().backward()
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+        said = [str(one.message) for one in seen]
+        for p, other in zip(model.parameters(), others, strict=True):
+            if not torch.equal(p, other):
+                behind += 1
+                assert any(f"shares the memory of a placed tensor of shape {tuple(p.shape)}:" in one for one in said)
+    assert behind
 
 
 def test_copies_are_plain_models_of_their_own() -> None:

@@ -9,6 +9,7 @@ another tensor there, this one is used.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -145,8 +146,7 @@ class PlacedTensor(ABC):
         if not self.on_host:
             if not self._valid or (self._sum is not None and self._sum != _sum(self.device)):
                 self._have_host(self.device).copy_(self.device)
-            assert self.host is not None
-            self.put(self.host)
+            self._leave_device()
         self.device = None
 
     def let_go(self) -> None:
@@ -159,7 +159,7 @@ class PlacedTensor(ABC):
         if not self.leaving:
             self.release()
         elif self.host is not None and not self.on_host:
-            self.put(self.host)
+            self._leave_device()
 
     def arrive(self) -> None:
         """Block the host until its bytes have been copied there."""
@@ -202,6 +202,18 @@ class PlacedTensor(ABC):
             self.offload()
             self.settle()
         self._remember()
+
+    def _leave_device(self) -> None:
+        """Have the caller's tensor lie on the host, which already has its bytes."""
+        assert self.host is not None and self.device is not None
+        self.put(self.host)
+        if torch._C._storage_Use_Count(self.device.untyped_storage()._cdata) > 2:  # `device` and the call's own
+            warnings.warn(
+                f"rotoff: another tensor shares the memory of a placed tensor of shape {tuple(self.device.shape)}: it"
+                " keeps that memory on the device and does not follow the updates; clone it, or drop it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _remember(self) -> None:
         if self._valid and self._sum is None and self.device is not None:
