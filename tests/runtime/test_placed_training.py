@@ -34,6 +34,7 @@ from rotoff.core.sequence import w
 from rotoff.planning import placed as placed_planner
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import updates
+from rotoff.runtime.placed.group_updates import GroupUpdates
 from rotoff.runtime.placed.placement import Placement
 
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
@@ -1036,7 +1037,8 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
         return call
 
-    patches = [(Placement, name) for name in ("operate", "_update_on_device", "brought")] + [(updates, "own_step")]
+    patches: list[tuple[Any, str]] = [(Placement, "operate"), (Placement, "brought"), (updates, "own_step")]
+    patches.append((GroupUpdates, "_update_on_device"))
     with ExitStack() as stack:
         for owner, name in patches:
             stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))

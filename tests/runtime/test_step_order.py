@@ -20,7 +20,7 @@ from torch import nn
 import rotoff
 from rotoff.planning import placed as planning
 from rotoff.planning import step_runner
-from rotoff.runtime.placed import placement as placement_of
+from rotoff.runtime.placed import group_updates as group_updates_of
 from rotoff.runtime.placed import updates as updates_of
 from rotoff.runtime.placed.placed_plan import PlacedPlan
 from rotoff.runtime.placed.placement import Placement
@@ -138,7 +138,9 @@ def trained(
     with (
         mock.patch.object(step_runner, "new_link", return_value=link),
         mock.patch.object(planning, "_placed", lambda *args: apart(made(*args))),
-        mock.patch.object(placement_of, "HostLane", return_value=updates_of.HostLane(False)),  # one lane in the record
+        mock.patch.object(
+            group_updates_of, "HostLane", return_value=updates_of.HostLane(False)
+        ),  # one lane in the record
         mock.patch.object(updates_of, "own_step", recorded_step),
         mock.patch.object(Placement, "brought", recorded_use),
     ):

@@ -146,7 +146,9 @@ class PlacedTensor(ABC):
         if not self.on_host:
             if not self._valid or (self._sum is not None and self._sum != _sum(self.device)):
                 self._have_host(self.device).copy_(self.device)
-            self._leave_device()
+            assert self.host is not None
+            self.put(self.host)
+            self._warn_of_sharing()
         self.device = None
 
     def let_go(self) -> None:
@@ -159,7 +161,7 @@ class PlacedTensor(ABC):
         if not self.leaving:
             self.release()
         elif self.host is not None and not self.on_host:
-            self._leave_device()
+            self.put(self.host)
 
     def arrive(self) -> None:
         """Block the host until its bytes have been copied there."""
@@ -203,11 +205,10 @@ class PlacedTensor(ABC):
             self.settle()
         self._remember()
 
-    def _leave_device(self) -> None:
-        """Have the caller's tensor lie on the host, which already has its bytes."""
-        assert self.host is not None and self.device is not None
-        self.put(self.host)
-        if torch._C._storage_Use_Count(self.device.untyped_storage()._cdata) > 2:  # `device` and the call's own
+    def _warn_of_sharing(self) -> None:
+        """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left."""
+        assert self.device is not None
+        if torch._C._storage_Use_Count(self.device.untyped_storage()._cdata) > 2:  # `device` and this call's
             warnings.warn(
                 f"rotoff: another tensor shares the memory of a placed tensor of shape {tuple(self.device.shape)}: it"
                 " keeps that memory on the device and does not follow the updates; clone it, or drop it",
@@ -276,6 +277,9 @@ class PlacedGradient(PlacedTensor):
             self._parameter.grad = tensor.detach()
         else:
             self.apart, self._parameter.grad = tensor, None
+
+    def _warn_of_sharing(self) -> None:
+        """Nothing: autograd may still hold a gradient that has just arrived."""
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Keep the gradient of a parameter that lies on the host and return None; or return it for autograd to

@@ -1,0 +1,190 @@
+"""Where the tensors of each group of parameters lie, and how they come to rest between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ...core.sequence import Value, g, o, w
+from ..links.base import Link
+from .lending import move
+from .placed_plan import PlacedPlan
+from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, room_of
+
+
+class Places:
+    """The places of one parameter, its gradient and its optimizer state."""
+
+    def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int) -> None:
+        room = room_of(parameter)
+        self.trained = parameter.requires_grad
+        self.parameter = parameter
+        self.weight = PlacedParameter(parameter, link, offset, room)
+        self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0)
+        self._link = link
+        self._states: dict[str, PlacedState] = {}
+        self._next = offset + room * (1 + self.trained)
+        self.end = self._next + state_bytes
+
+    @property
+    def together(self) -> bool:
+        """Whether the device has both the parameter and its gradient, if there is one."""
+        if not self.weight.look() or self.weight.device is None:
+            return False
+        return self.gradient.get() is None or self.gradient.on_device
+
+    def states(self, state: dict[str, Any] | None) -> list[PlacedState]:
+        """Return the places of its state tensors; `state`: the optimizer's state of the parameter."""
+        for key, tensor in (state or {}).items():
+            if key in self._states:
+                self._states[key].state = state or {}  # another one, after load_state_dict
+                continue
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or not placeable(tensor):
+                continue
+            if (end := self._next + room_of(tensor)) <= self.end:
+                self._states[key] = PlacedState(state or {}, key, self._link, self._next, room_of(tensor))
+                self._next = end
+        return list(self._states.values())
+
+
+class PlacedGroups:
+    """The groups of a plan, each numbered from 1 on, and the places of their tensors.
+
+    places: by id of a parameter. step: a weak reference to the running step, or None.
+
+    Args:
+        link: to the host, of which this takes bytes from 0 on; `base` is where others may begin.
+        optimizers: those whose states are placed.
+    """
+
+    def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
+        self.link = link
+        self.base = 0
+        self.optimizers = tuple(optimizers)
+        self.places: dict[int, Places] = {}
+        self.step: Any = None
+        self._plan: PlacedPlan | None = None
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
+
+    @property
+    def plan(self) -> PlacedPlan:
+        """The plan that `follow` was given last."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def numbers(self) -> range:
+        """The groups."""
+        return range(1, len(self.plan.groups) + 1)
+
+    def follow(self, plan: PlacedPlan, host_bytes: int) -> None:
+        """Take `plan`, and host bytes for all that it places. host_bytes: of activations, from `base` on."""
+        new = [
+            (parameter, state)
+            for group in plan.groups
+            for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
+            if (known := self.places.get(id(parameter))) is None or parameter.requires_grad > known.trained
+        ]
+        if new and self.base:  # so that each lies in bytes that were secured at once
+            self.base = max(self.base, self.link.capacity)
+        end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
+        self.link.reserve(end + host_bytes)
+        for parameter, state in new:
+            self.places[id(parameter)] = places = Places(parameter, state, self.link, self.base)
+            self.base = places.end
+        self._plan = plan
+
+    def rest(self, beginning: bool) -> None:
+        """Put everything where it lies between steps. beginning: a step begins, which has no room on the device for
+        gradients."""
+        resident, on_both = self.plan.resident, self.plan.on_both
+        if not self.link.queues:
+            for of in (g, o, w):  # what goes makes room for what comes
+                values = [of(k) for k in self.numbers]
+                for v in sorted(values, key=lambda v: v in resident):
+                    for tensor in self.tensors(v):
+                        tensor.rest(v in resident, v in on_both)
+            return
+        for parameter in self.plan.outside:
+            move(parameter, self.link.device)
+        for k in self.numbers:
+            for state in self.tensors(o(k)):
+                state.rest(o(k) in resident, o(k) in on_both)
+            for parameter in self.parameters(k):
+                places = self.places[id(parameter)]
+                here = w(k) in resident and not (beginning and places.gradient.get() is not None)
+                places.weight.rest(here, w(k) in on_both)
+                places.gradient.rest(here)
+                if beginning and not here and w(k) in resident | self.plan.early:
+                    places.weight.prefetch()
+        self.link.drain()
+
+    def give_back(self) -> None:
+        """Put everything on the device."""
+        for places in self.places.values():
+            for tensor in (places.weight, places.gradient, *self.states(places.parameter)):
+                tensor.rest(resident=True)
+
+    def hand_over(self) -> None:
+        """Give the caller everything after a backward, before the update."""
+        for k in self.numbers:
+            for parameter in self.parameters(k):
+                places = self.places[id(parameter)]
+                if self.link.queues and not (w(k) in self.plan.resident and places.together):
+                    places.weight.release()
+                    places.gradient.release()
+                elif places.gradient.leaving:
+                    places.gradient.release()
+                for tensor in (places.weight, *self.states(parameter)):
+                    tensor.hand_over()
+                places.gradient.hand_over()
+                places.gradient.join()
+        if self.link.queues:
+            self.link.drain()
+
+    def every(self) -> list[nn.Parameter]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self.plan.groups for parameter in group.parameters]
+
+    def parameters(self, k: int) -> tuple[nn.Parameter, ...]:
+        """Return the parameters of group k."""
+        return self.plan.groups[k - 1].parameters
+
+    def tensors(self, v: Value) -> list[PlacedTensor]:
+        """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
+        parameters = self.parameters(v.stage)
+        if v.of == "o":
+            return [state for parameter in parameters for state in self.states(parameter)]
+        places = [self.places[id(parameter)] for parameter in parameters]
+        return [one.weight if v.of == "w" else one.gradient for one in places]
+
+    def states(self, parameter: nn.Parameter) -> list[PlacedState]:
+        """Return the places of the optimizer's state of a parameter."""
+        state = next((one.state[parameter] for one in self.optimizers if parameter in one.state), None)
+        return self.places[id(parameter)].states(state)
+
+    def name(self, k: int) -> str:
+        """Return what messages call group k."""
+        return f"group {k} ({self.plan.groups[k - 1].name})"
+
+    def with_autograd(self, tensor: PlacedTensor) -> bool:
+        """Whether it is a gradient to which autograd may be adding on another thread."""
+        return self.step is not None and isinstance(tensor, PlacedGradient) and tensor.with_autograd
+
+    def updatable(self, k: int) -> list[nn.Parameter]:
+        """Return the parameters of group k, except those whose gradients autograd may still change:
+        ``optimizer.step()`` updates these."""
+        return [p for p in self.parameters(k) if not self.with_autograd(self.places[id(p)].gradient)]
+
+    def apart(self, parameters: Iterable[nn.Parameter]) -> dict[int, torch.Tensor]:
+        """Return, by id of a parameter, the gradients that are not in ``parameter.grad``."""
+        found = {id(p): self.places[id(p)].gradient.apart for p in parameters}
+        return {key: gradient for key, gradient in found.items() if gradient is not None}
