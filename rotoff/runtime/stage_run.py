@@ -350,7 +350,7 @@ class StageRun:
         try:
             redo(
                 self.recipe,
-                lambda: self.tape.run(inputs),
+                self.tape.ready(inputs),
                 stored,
                 pack,
                 self._replay.again(),

@@ -92,17 +92,27 @@ class StageTape:
         Raises:
             ExecutionError: if a tensor that a call reads was changed since.
         """
+        return self.ready(given, wanted, everything)()
+
+    def ready(
+        self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
+    ) -> Callable[[], list[torch.Tensor]]:
+        """Return a function that does what `run` does, once, and whose only operations are those of the calls."""
         switched = self._switched()
         returned = self.outputs if wanted is None else wanted
         values, changed = self._found(given)
-        for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
-            tensor.requires_grad_(needs)
-        try:
-            self._make(self._to_make(returned, everything or wanted is not None), values, changed)
-        finally:
-            for tensor, needs in switched:
-                tensor.requires_grad_(not needs)
-        return [values[var] for var in returned]
+
+        def run() -> list[torch.Tensor]:
+            for tensor, needs in switched:  # a GAN thaws its discriminator before the backward of the generator's loss
+                tensor.requires_grad_(needs)
+            try:
+                self._make(self._to_make(returned, everything or wanted is not None), values, changed)
+            finally:
+                for tensor, needs in switched:
+                    tensor.requires_grad_(not needs)
+            return [values[var] for var in returned]
+
+        return run
 
     def _found(self, given: Sequence[torch.Tensor]) -> tuple[dict[Var, torch.Tensor], dict[int, torch.Tensor]]:
         """Return the tensors that a run starts from, and, by id of a constant, the tensors that replace it."""
