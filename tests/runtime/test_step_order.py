@@ -138,9 +138,8 @@ def trained(
     with (
         mock.patch.object(step_runner, "new_link", return_value=link),
         mock.patch.object(planning, "_placed", lambda *args: apart(made(*args))),
-        mock.patch.object(
-            group_updates_of, "HostLane", return_value=updates_of.HostLane(False)
-        ),  # one lane in the record
+        # one lane in the record
+        mock.patch.object(group_updates_of, "HostLane", return_value=updates_of.HostLane(False)),
         mock.patch.object(updates_of, "own_step", recorded_step),
         mock.patch.object(Placement, "brought", recorded_use),
     ):

@@ -210,8 +210,9 @@ class PlacedTensor(ABC):
         assert self.device is not None
         if torch._C._storage_Use_Count(self.device.untyped_storage()._cdata) > 2:  # `device` and this call's
             warnings.warn(
-                f"rotoff: another tensor shares the memory of a placed tensor of shape {tuple(self.device.shape)}: it"
-                " keeps that memory on the device and does not follow the updates; clone it, or drop it",
+                "rotoff: another tensor shares the memory of a parameter, or optimizer state, of shape"
+                f" {tuple(self.device.shape)} that has moved to the host: it keeps that memory on the device and does"
+                " not follow the updates; clone it, or drop it",
                 RuntimeWarning,
                 stacklevel=2,
             )
