@@ -387,10 +387,10 @@ class _Measurement:
             rates = link_of(profile.chain.stages, partial(self._of.links.bandwidth, self._device))
         return replace(profile, chain=replace(profile.chain, **self._of.links.shared(rates)._asdict()))
 
-    def _bandwidth(self, nbytes: int, step_bytes: int) -> LinkRates:
+    def _bandwidth(self, nbytes: int) -> LinkRates:
         if self._of.group is not None:
             return UNKNOWN  # until all processes of the group measure it (`with_link`)
-        return self._of.links.bandwidth(self._device, nbytes, step_bytes)
+        return self._of.links.bandwidth(self._device, nbytes)
 
     @property
     def _named(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.chain import LinkRates
-from ..runtime.links.bandwidth import BESIDE_BYTES, COLD_BYTES
+from ..runtime.links.bandwidth import BESIDE_BYTES
 from ..runtime.links.pinned import local_processes
 from ..runtime.links.pool import LinkPool
 from ..solver.search import parse_host_limit
@@ -45,7 +45,7 @@ def link_share(device: torch.device, directory: str | os.PathLike[str] | None = 
     if device not in _shares:
         together = _met(many)
         links = LinkPool(directory)
-        rates = links.bandwidth(device, BESIDE_BYTES, COLD_BYTES)
+        rates = links.bandwidth(device, BESIDE_BYTES)
         links.close()
         _shares[device] = rates if together else rates.divided(many)
     return _shares[device]

@@ -67,7 +67,7 @@ def measure(
     stages: Sequence[StageModule],
     value: Any,
     meter: Meter,
-    bandwidth: Callable[[int, int], LinkRates],
+    bandwidth: Callable[[int], LinkRates],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
     named: bool = False,
@@ -79,7 +79,7 @@ def measure(
         stages: in order. A stage that aliases or overwrites its input is merged with the one before it, and so are most
             whose input no backward needs (`capture.unsaved`).
         value: a tensor, or a structure of tensors, on the device of `meter`.
-        bandwidth: given the bytes that typically move at once, and in all, returns the rates of the link.
+        bandwidth: given the bytes that typically move at once, returns the rates of the link.
         known: times that need not be measured if they are of the same stages.
         named: whether the user named the stages; then they are merged only if they alias.
         merged: the names of the merged stages for an input of another size.
@@ -112,7 +112,7 @@ def measure_times(
     walk: Walk,
     value: Any,
     meter: Meter,
-    bandwidth: Callable[[int, int], LinkRates],
+    bandwidth: Callable[[int], LinkRates],
     progress: Progress | None = None,
     known: KnownTimes | None = None,
 ) -> tuple[Walk, Profile]:
@@ -264,16 +264,13 @@ def _running(stage: StageModule, meter: Meter) -> Iterator[None]:
         yield
 
 
-def _link(
-    measured: Sequence[Measured], bandwidth: Callable[[int, int], LinkRates], known: KnownTimes | None
-) -> LinkRates:
+def _link(measured: Sequence[Measured], bandwidth: Callable[[int], LinkRates], known: KnownTimes | None) -> LinkRates:
     return known.link if known and known.link else link_of([m.costs for m in measured], bandwidth)
 
 
-def link_of(stages: Sequence[Stage], bandwidth: Callable[[int, int], LinkRates]) -> LinkRates:
+def link_of(stages: Sequence[Stage], bandwidth: Callable[[int], LinkRates]) -> LinkRates:
     """Return the rates of the link in steps of `stages`. bandwidth: as in `measure`."""
-    sizes = [stage.saved_bytes for stage in stages]
-    return bandwidth(max(1, int(statistics.median(sizes))), sum(sizes))
+    return bandwidth(max(1, int(statistics.median(stage.saved_bytes for stage in stages))))
 
 
 def _gradients(walk: Walk, meter: Meter, compact: bool = False) -> list[Charge]:

@@ -1,9 +1,8 @@
-"""What the link's bandwidth is measured over: as many bytes as a step moves, where copies run through the processor's
-caches."""
+"""How the link's bandwidth is measured: as copies run in a step, where they use the processor's caches."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import rotoff
 from rotoff.core.chain import LinkRates
 from rotoff.runtime.links import bandwidth
 from rotoff.runtime.links import pool as link_pool
-from rotoff.runtime.links.bandwidth import COLD_BYTES, measure_bandwidth
+from rotoff.runtime.links.bandwidth import MOST_CACHED_BYTES, PIECE_BYTES, WORK_BYTES, measure_bandwidth
 from rotoff.runtime.links.base import Link
 from rotoff.runtime.links.cuda import CudaLink
 from rotoff.runtime.links.file import FileLink
@@ -32,9 +31,17 @@ class Clock:
         return self.now
 
 
+class Copy:
+    def __init__(self, nbytes: int) -> None:
+        self.left, self.begin, self.end = nbytes / COLD, 0.0, 0.0
+
+    def span(self, zero: float) -> tuple[float, float]:
+        return self.begin - zero, self.end - zero
+
+
 class CachedLink(Link):
-    """Copies at HOT B/s what it copied within the last CACHE_BYTES, at COLD B/s all else; the first of each takes a
-    second more."""
+    """Copies at HOT B/s bytes that lie in the caches, at COLD B/s all else; the first of each place takes a second
+    more. `cool`: what kernels do to the caches."""
 
     duplex, cached = False, True
 
@@ -42,8 +49,9 @@ class CachedLink(Link):
         self.device = torch.device("cpu")
         self.capacity = 0
         self._clock, self._room, self._beside = clock, room, beside
-        self.moved: set[int] = set()  # addresses on the device
-        self._recent: OrderedDict[int, int] = OrderedDict()  # offset -> bytes
+        self.filled: list[list[int]] = []  # the bytes of each tensor of a copy back
+        self.own: list[int] = []  # bytes that were allocated on the device
+        self._warm: set[int] = set()
         self._seen: set[tuple[int, bool]] = set()
 
     def reserve(self, nbytes: int) -> None:
@@ -52,31 +60,35 @@ class CachedLink(Link):
         self.capacity = max(self.capacity, nbytes)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
+        self.own.append(nbytes)
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def stand_in(self, nbytes: int) -> torch.Tensor:
         if nbytes > self._beside:
             raise rotoff.ExecutionError("no room beside the device")
-        return super().stand_in(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
 
-    def _copy(self, data: torch.Tensor, offset: int, out: bool) -> int:
-        nbytes = data.numel()
-        self.moved.add(data.data_ptr())
+    def cool(self, *_: Any) -> None:
+        self._warm.clear()
+
+    def _copy(self, tensors: Any, offset: int, out: bool) -> Copy:
+        nbytes = sum(one.numel() for one in tensors)
         assert offset + nbytes <= self.capacity
-        later = list(self._recent.items())[::-1]
-        between = next((n for n, (place, _) in enumerate(later) if place == offset), None)
-        hot = between is not None and sum(size for _, size in later[: between + 1]) <= CACHE_BYTES
-        self._clock.now += nbytes / (HOT if hot else COLD) + ((offset, out) not in self._seen)
+        copy = Copy(nbytes)
+        copy.begin = self._clock.now
+        hot = offset in self._warm and nbytes <= CACHE_BYTES
+        copy.end = copy.begin + nbytes / (HOT if hot else COLD) + ((offset, out) not in self._seen)
+        self._clock.now = copy.end
+        self._warm.add(offset)
         self._seen.add((offset, out))
-        self._recent[offset] = nbytes
-        self._recent.move_to_end(offset)
-        return 0
+        return copy
 
-    def copy_out(self, sources: Any, offset: int) -> int:
-        return self._copy(sources[0], offset, True)
+    def copy_out(self, sources: Any, offset: Any) -> Copy:
+        return self._copy(sources, offset, True)
 
-    def copy_in(self, targets: Any, offset: int, after: Any) -> int:
-        return self._copy(targets[0], offset, False)
+    def copy_in(self, targets: Any, offset: Any, *after: Any) -> Copy:
+        self.filled.append([one.numel() for one in targets])
+        return self._copy(targets, offset, False)
 
     def wait(self, ticket: Any) -> None: ...
 
@@ -89,21 +101,51 @@ class CachedLink(Link):
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(bandwidth, "time", clock)
+    monkeypatch.setattr(bandwidth, "_run_kernels", lambda *_: None)
     return clock
 
 
-@pytest.mark.parametrize(("step_bytes", "rate"), [(0, HOT), (4 << 20, HOT), (48 << 20, COLD), (1 << 40, COLD)])
-def test_copies_cycle_over_the_bytes_of_a_step(clock: Clock, step_bytes: int, rate: float) -> None:
-    link = CachedLink(clock)
-    out, back = measure_bandwidth(link, 3 << 20, step_bytes)
-    assert (out, back) == (pytest.approx(rate), pytest.approx(rate))
-    assert link.capacity == max(3 << 20, -(-min(step_bytes, COLD_BYTES) // (3 << 20)) * (3 << 20))
+@pytest.mark.parametrize("nbytes", [10, 3 << 20, 30 << 20, 1 << 30])
+def test_copies_through_caches_are_measured_beside_kernels_and_into_new_memory(
+    nbytes: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Woken(CachedLink):
+        def wait(self, ticket: Any) -> None:
+            self._clock.now += 1.0  # a thread takes its time to go on
+
+    link = Woken(clock)
+    monkeypatch.setattr(bandwidth, "_run_kernels", link.cool)
+    out, back = measure_bandwidth(link, nbytes)
+    assert (out, back) == (pytest.approx(COLD, rel=1e-3), pytest.approx(COLD, rel=1e-3))
+    moved = min(nbytes, MOST_CACHED_BYTES)
+    assert link.capacity == moved
+    assert all(sum(sizes) == moved and max(sizes) <= PIECE_BYTES for sizes in link.filled)
+    assert link.own == [size for sizes in link.filled for size in sizes]
+
+
+def test_kernels_run_as_long_as_a_copy() -> None:
+    """On data that is larger than the caches, and outside of the device's memory where there is room."""
+    data = torch.ones(WORK_BYTES // 4)
+    begun = time.perf_counter()
+    bandwidth._run_kernels(data, 0.05)
+    assert time.perf_counter() - begun >= 0.05
+    assert torch.equal(data, torch.full_like(data, data[0].item()))
+    assert 0 < data[0] < 1
+
+
+@pytest.mark.parametrize(("beside", "own"), [(WORK_BYTES, 0), (0, (3 << 20) + WORK_BYTES)])
+def test_bandwidth_of_a_cached_link_takes_device_memory_only_if_there_is_no_other(
+    clock: Clock, beside: int, own: int
+) -> None:
+    link = CachedLink(clock, beside=beside)
+    measure_bandwidth(link, 3 << 20)
+    assert sum(link.own) - sum(map(sum, link.filled)) == own
 
 
 def test_uncached_link_is_measured_with_one_value(clock: Clock) -> None:
     link = CachedLink(clock)
     link.cached = False
-    out, back = measure_bandwidth(link, 3 << 20, 1 << 40)
+    out, back = measure_bandwidth(link, 3 << 20)
     assert (out, back) == (pytest.approx(HOT), pytest.approx(HOT))
     assert link.capacity == 3 << 20
     assert (FileLink.cached, CudaLink.cached) == (True, False)
@@ -133,7 +175,7 @@ def test_queueing_link_copies_at_most_256_mib(clock: Clock) -> None:
     for nbytes, reserved in ((100 << 20, 100 << 20), (3 << 30, 256 << 20)):
         link = CachedLink(clock)
         link.cached, link.queues = False, True
-        measure_bandwidth(link, nbytes, 40 * nbytes)
+        measure_bandwidth(link, nbytes)
         assert link.capacity == reserved
 
 
@@ -172,14 +214,6 @@ def test_little_host_memory_is_enough_for_remat(clock: Clock, monkeypatch: pytes
         LinkPool().bandwidth(torch.device("cpu"), 3 << 30)
 
 
-class Copy:
-    def __init__(self, nbytes: int) -> None:
-        self.left, self.begin, self.end = nbytes / COLD, 0.0, 0.0
-
-    def span(self, zero: float) -> tuple[float, float]:
-        return self.begin - zero, self.end - zero
-
-
 class TwoWays(CachedLink):
     """Copies queue, on a lane for each direction, at COLD B/s, and at those shares of it while both are busy."""
 
@@ -190,7 +224,8 @@ class TwoWays(CachedLink):
         self._shares, self.copies = shares, 0
         self._lanes: tuple[list[Copy], list[Copy]] = [], []
 
-    def _copy(self, data: torch.Tensor, offset: int, out: bool) -> Copy:
+    def _copy(self, tensors: Any, offset: int, out: bool) -> Copy:
+        (data,) = tensors
         assert offset + data.numel() <= self.capacity
         self.copies += 1
         self._lanes[not out].append(Copy(data.numel()))
@@ -241,23 +276,6 @@ def test_bandwidth_is_measured_without_room_for_both_directions(clock: Clock, mo
     assert not link_pool._shares
 
 
-def test_host_with_room_for_one_value_is_enough(clock: Clock) -> None:
-    link = CachedLink(clock, room=5 << 20)
-    assert measure_bandwidth(link, 3 << 20, 1 << 40) == (pytest.approx(HOT), pytest.approx(HOT))
-    assert link.capacity == 3 << 20
-    with pytest.raises(rotoff.ExecutionError, match="no room"):
-        measure_bandwidth(link, 6 << 20, 1 << 40)
-
-
-@pytest.mark.parametrize(
-    ("step_bytes", "beside", "values"), [(10 << 20, 12 << 20, 4), (10 << 20, 11 << 20, 1), (0, 0, 1)]
-)
-def test_device_bytes_vary_if_there_is_room(clock: Clock, step_bytes: int, beside: int, values: int) -> None:
-    link = CachedLink(clock, beside=beside)
-    measure_bandwidth(link, 3 << 20, step_bytes)
-    assert len(link.moved) == values
-
-
 def test_cpu_bandwidth_buffer_is_file_backed(tmp_path: Path) -> None:
     link = FileLink(tmp_path)
     taken = []
@@ -270,7 +288,7 @@ def test_cpu_bandwidth_buffer_is_file_backed(tmp_path: Path) -> None:
     link.reserve(1 << 20)
     link.wait(link.copy_out(taken, 0))
     back = torch.zeros(1 << 20, dtype=torch.uint8)
-    link.wait(link.copy_in([back], 0, None))
+    link.wait(link.copy_in([back], 0))
     assert bool((back == 7).all())
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(rotoff.ExecutionError, match="reserving"):
@@ -278,13 +296,13 @@ def test_cpu_bandwidth_buffer_is_file_backed(tmp_path: Path) -> None:
     link.close()
 
 
-def test_file_link_is_measured_over_the_bytes_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[int, ...]] = []
+def test_file_link_is_measured_with_typical_values_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
     real = LinkPool.bandwidth
 
-    def spy(self: LinkPool, device: torch.device, *nbytes: int) -> LinkRates:
+    def spy(self: LinkPool, device: torch.device, nbytes: int) -> LinkRates:
         asked.append(nbytes)
-        return real(self, device, *nbytes)
+        return real(self, device, nbytes)
 
     monkeypatch.setattr(LinkPool, "bandwidth", spy)
     for layers in (5, 10):
@@ -293,7 +311,7 @@ def test_file_link_is_measured_over_the_bytes_of_a_step(monkeypatch: pytest.Monk
         )
         wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(32, 64), repeats=1)
         saved = [stage.saved_bytes for stage in wrapped.chain.stages]
-        assert asked[-1] == (sorted(saved)[len(saved) // 2], sum(saved))
+        assert asked[-1] == sorted(saved)[len(saved) // 2]
         assert 1e6 < wrapped.chain.d2h_bandwidth < 1e12
         assert 1e6 < wrapped.chain.h2d_bandwidth < 1e12
         wrapped.close()

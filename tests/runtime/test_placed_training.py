@@ -30,8 +30,9 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 
 import rotoff
-from rotoff.core.sequence import w
+from rotoff.core.sequence import OpKind, w
 from rotoff.planning import placed as placed_planner
+from rotoff.runtime.links.file import FileLink
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import updates
 from rotoff.runtime.placed.group_updates import GroupUpdates
@@ -972,6 +973,23 @@ def test_a_forked_process_is_refused() -> None:
 
 
 # -- faults
+
+
+def test_a_group_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each operation of the plan, however many tensors the group has."""
+    started: list[int] = []
+    submit = FileLink._submit
+    monkeypatch.setattr(
+        FileLink, "_submit", lambda link, ticket: (started.append(len(ticket.offsets)), submit(link, ticket))[1]
+    )
+    model, optimizers, x = small()
+    place(model, optimizers, 0.0)
+    added_up(model, optimizers, x)
+    started.clear()
+    added_up(model, optimizers, x)
+    planned = [op for op in model.sequence if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH)]
+    assert 0 < len(started) <= len(planned)
+    assert max(started) == 2  # such as the two states of a weight
 
 
 def test_a_copy_that_fails() -> None:

@@ -54,13 +54,13 @@ class FaultyLink(FileLink):
         self.faults.event()
         return super().allocate(nbytes)
 
-    def copy_out(self, sources: Any, offset: int) -> FileTicket:
+    def copy_out(self, sources: Any, offset: Any) -> FileTicket:
         self.faults.event()
         return super().copy_out(sources, offset)
 
-    def copy_in(self, targets: Any, offset: int, after: FileTicket) -> FileTicket:
+    def copy_in(self, targets: Any, offset: Any, *after: FileTicket | None) -> FileTicket:
         self.faults.event()
-        return super().copy_in(targets, offset, after)
+        return super().copy_in(targets, offset, *after)
 
     def wait(self, ticket: FileTicket) -> None:
         self.faults.event()

@@ -19,7 +19,7 @@ import torch
 from order_checker import HOST, Recording
 
 import rotoff
-from rotoff.runtime.links.base import Link
+from rotoff.runtime.links.base import Link, Offset
 from rotoff.runtime.links.cuda import StreamLink
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
@@ -245,13 +245,14 @@ class RecordingFileLink(FileLink):
         self.log.allocate("compute", self.log.buffer(data.untyped_storage()), nbytes)
         return data
 
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> RecordedTicket:  # type: ignore[override]
-        return self._record(LateTicket(sources, offset, True, None, self._delay), sources)
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> RecordedTicket:  # type: ignore[override]
+        return self._record(LateTicket(sources, offset, True, (), self._delay), sources)
 
     def copy_in(  # type: ignore[override]
-        self, targets: Sequence[torch.Tensor], offset: int, after: RecordedTicket
+        self, targets: Sequence[torch.Tensor], offset: Offset, *after: RecordedTicket | None
     ) -> RecordedTicket:
-        return self._record(LateTicket(targets, offset, False, after.copy, self._delay), targets)
+        written = [one.copy for one in after if one is not None]
+        return self._record(LateTicket(targets, offset, False, written, self._delay), targets)
 
     def wait(self, ticket: RecordedTicket) -> None:  # type: ignore[override]
         super().wait(ticket.copy)
@@ -283,10 +284,10 @@ class RecordingFileLink(FileLink):
 
     def _record(self, copy: LateTicket, tensors: Sequence[torch.Tensor]) -> RecordedTicket:
         assert self._host is not None
-        spans = [self.log.span(tensor) for tensor in tensors]
+        spans, places = [self.log.span(tensor) for tensor in tensors], copy.spans()
         self._submit(copy)
         self.log.wait("file", self.log.record("compute"))  # what is in a queue when it is read was put there before
-        host = [order.Span(self._host, copy.offset, copy.offset + copy.nbytes)]
+        host = [order.Span(self._host, *span) for span in places]
         reads, writes = (spans, host) if copy.out else (host, spans)
         self.log.access("file", f"copy {self._copies}", reads, writes)
         self._copies += 1
@@ -299,7 +300,7 @@ class LateTicket(FileTicket):
     __slots__ = ("_delay",)
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None, delay: float
+        self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket], delay: float
     ) -> None:
         super().__init__(tensors, offset, out, after)
         self._delay = delay

@@ -1,9 +1,8 @@
 """Measures how fast a link copies, for a chain's bandwidths.
 
-If copies use the processor's caches, copying the same few bytes again is two to three times as fast as in a step, which
-returns to a value only after all others. Such a link is measured with as many bytes as a step may move, or as no cache
-holds, both on the device and on the host: copies of one value to many places on the host are still faster than in a
-step.
+Copies that use the processor's caches are slower in a step than one after another: kernels have run since the last
+copy, and run beside this one, and the bytes that come back go into memory just allocated. Such a link is measured under
+the same conditions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,10 @@ from ...errors import ExecutionError
 from ...tensors.clock import mark
 from .base import Link
 
-COLD_BYTES = 64 << 20  # many times the size of a core's own caches
+# Of the copies, if they use the processor's caches: larger ones are no faster.
+MOST_CACHED_BYTES = 64 << 20
+WORK_BYTES = 16 << 20  # that kernels read and write meanwhile: more than a core's own caches hold
+PIECE_BYTES = 4 << 20  # of each allocation that a copy fills, as of a typical saved tensor
 # Bytes and copies between two readings of the clock if copies queue: issuing and awaiting one takes tens of
 # microseconds.
 QUEUED_BYTES, QUEUED = 32 << 20, 32
@@ -28,41 +30,67 @@ LEAST_BYTES = 1 << 20  # the same if the host has no more
 BESIDE_BYTES = 32 << 20  # of each copy while both directions are busy: the time to issue it is negligible
 
 
-def measure_bandwidth(link: Link, nbytes: int, step_bytes: int = 0, repeats: int = 5) -> tuple[float, float]:
+def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
     link: idle, because its first host bytes are reserved and overwritten. nbytes: of each copy, at most
-    `MOST_QUEUED_BYTES` if copies queue. step_bytes: the most that a step may move in all.
+    `MOST_QUEUED_BYTES` if copies queue, and `MOST_CACHED_BYTES` if they use the processor's caches.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
     nbytes = max(int(nbytes), 1)
+    if link.cached:
+        return _beside_kernels(link, min(nbytes, MOST_CACHED_BYTES), 2 * repeats)
     if link.queues:
         nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
-    places = _reserve(link, nbytes, -(-min(int(step_bytes), COLD_BYTES) // nbytes) if link.cached else 1)
-    values = _values(link, nbytes, places)
-    rounds = max(2, -(-repeats // places)) if places > 1 else repeats
+    link.reserve(nbytes)
+    data = _touched(link, link.allocate(nbytes))
     queued = min(QUEUED, -(-QUEUED_BYTES // nbytes)) if link.queues else 1
     outward, inward = [], []
-    for _ in range(1 + rounds):
-        written = []
-        for n, data in enumerate(values):
-            link.drain()
-            start = time.perf_counter()
-            tickets = [link.copy_out([data], n * nbytes) for _ in range(queued)]
-            link.drain()
-            outward.append((time.perf_counter() - start) / queued)
-            written.append(tickets)
-        for n, data in enumerate(values):
-            start = time.perf_counter()
-            read = [link.copy_in([data], n * nbytes, written[n][-1]) for _ in range(queued)]
-            link.drain()
-            inward.append((time.perf_counter() - start) / queued)
-            for ticket in (*written[n], *read):
-                link.wait(ticket)
-    # The first round creates pages, streams and disk blocks.
-    return nbytes / _typical(outward[places:]), nbytes / _typical(inward[places:])
+    for _ in range(1 + repeats):
+        link.drain()
+        start = time.perf_counter()
+        written = [link.copy_out([data], 0) for _ in range(queued)]
+        link.drain()
+        outward.append((time.perf_counter() - start) / queued)
+        start = time.perf_counter()
+        read = [link.copy_in([data], 0, written[-1]) for _ in range(queued)]
+        link.drain()
+        inward.append((time.perf_counter() - start) / queued)
+        for ticket in (*written, *read):
+            link.wait(ticket)
+    # The first round creates streams and disk blocks.
+    return nbytes / _typical(outward[1:]), nbytes / _typical(inward[1:])
+
+
+def _beside_kernels(link: Link, nbytes: int, repeats: int) -> tuple[float, float]:
+    """As `measure_bandwidth`, by the times of the copies themselves, while kernels run."""
+    link.reserve(nbytes)
+    source, work = _touched(link, _stand_in(link, nbytes)), _stand_in(link, WORK_BYTES).view(torch.float32).fill_(1)
+    sizes = [min(PIECE_BYTES, nbytes - begin) for begin in range(0, nbytes, PIECE_BYTES)]
+    zero, outward, inward = mark(link.device), [0.0], [0.0]
+    for _ in range(1 + repeats):
+        written = link.copy_out([source], 0)
+        _run_kernels(work, outward[-1])
+        link.wait(written)
+        read = link.copy_in([link.allocate(size) for size in sizes], 0, written)
+        _run_kernels(work, inward[-1])
+        link.wait(read)
+        for seconds, ticket in ((outward, written), (inward, read)):
+            begin, end = ticket.span(zero)
+            seconds.append(end - begin)
+    # The first round creates pages and disk blocks.
+    return nbytes / _typical(outward[2:]), nbytes / _typical(inward[2:])
+
+
+def _run_kernels(data: torch.Tensor, seconds: float) -> None:
+    """Run kernels on `data` for about so long, but at least one."""
+    end = time.perf_counter() + seconds
+    while True:
+        data.sigmoid_()
+        if time.perf_counter() >= end:
+            return
 
 
 def bidirectional_shares(link: Link, repeats: int = 3) -> tuple[float, float]:
@@ -130,26 +158,12 @@ def _least_reserved(link: Link, nbytes: int) -> int:
     return nbytes
 
 
-def _reserve(link: Link, nbytes: int, places: int) -> int:
-    """Reserve `places` times `nbytes`, or only once if the host has no room for more; returns how often."""
-    if places > 1:
-        try:
-            link.reserve(nbytes * places)
-            return places
-        except ExecutionError:
-            pass
-    link.reserve(nbytes)
-    return 1
-
-
-def _values(link: Link, nbytes: int, places: int) -> list[torch.Tensor]:
-    """Return a tensor for each place; all the same one if there is no room for more."""
-    if places > 1:
-        try:
-            return [_touched(link, data) for data in link.stand_in(nbytes * places).split(nbytes)]
-        except ExecutionError:
-            pass
-    return [_touched(link, link.allocate(nbytes))] * places
+def _stand_in(link: Link, nbytes: int) -> torch.Tensor:
+    """Return bytes for measuring, outside of the device's memory if there is room elsewhere."""
+    try:
+        return link.stand_in(nbytes)
+    except ExecutionError:
+        return link.allocate(nbytes)
 
 
 def _touched(link: Link, data: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ is one slab per plan, reserved before its steps, addressed by offset. The comput
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +15,15 @@ from typing import Any
 import torch
 
 Ticket = Any  # what a link returns for a copy that it has started; opaque to the interpreter
+Offset = int | Sequence[int]  # the first host byte of each tensor, or of the first if they are packed one after another
+
+
+def first_bytes(tensors: Sequence[torch.Tensor], offset: Offset) -> Sequence[int]:
+    """Return the first host byte of each tensor."""
+    if not isinstance(offset, int):
+        return offset
+    ends = itertools.accumulate((tensor.nbytes for tensor in tensors), initial=offset)
+    return [first for first, _ in zip(ends, tensors, strict=False)]
 
 
 class Link(ABC):
@@ -67,12 +77,13 @@ class Link(ABC):
         return self.allocate(nbytes)
 
     @abstractmethod
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> Ticket:
-        """Start copying 1-d uint8 device tensors to the host, packed one after another from byte `offset`."""
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> Ticket:
+        """Start copying 1-d uint8 device tensors to the host bytes at `offset`, all as one copy."""
 
     @abstractmethod
-    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: Ticket) -> Ticket:
-        """Start copying host bytes from `offset` into 1-d uint8 device tensors; `after` wrote those host bytes."""
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: Offset, *after: Ticket) -> Ticket:
+        """Start copying the host bytes at `offset` into 1-d uint8 device tensors, all as one copy. after: the copies
+        that wrote those host bytes; None is ignored."""
 
     def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return host bytes, all secured by one `reserve`, as a 1-d uint8 tensor with a storage of its own, which stays

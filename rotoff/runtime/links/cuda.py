@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .base import Link
+from .base import Link, Offset, first_bytes
 from .pinned import Segment, Slab, pin
 
 Stream = Any
@@ -180,10 +180,10 @@ class StreamLink(Link):
     def allocate(self, nbytes: int) -> torch.Tensor:
         return self._streams.empty(nbytes)
 
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> StreamTicket:
-        return self._start(self._outward, self._places(sources, offset), sources, None)
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> StreamTicket:
+        return self._start(self._outward, self._places(sources, offset), sources, ())
 
-    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: StreamTicket | None) -> StreamTicket:
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: Offset, *after: StreamTicket | None) -> StreamTicket:
         pairs = [(device, host) for host, device in self._places(targets, offset)]
         return self._start(self._inward, pairs, targets, after)
 
@@ -209,16 +209,15 @@ class StreamLink(Link):
         self._slab.close()
         self.capacity = 0
 
-    def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(host bytes, device bytes) for `tensors` packed from host byte `offset`."""
+    def _places(self, tensors: Sequence[torch.Tensor], offset: Offset) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(host bytes, device bytes) for `tensors`."""
         places = []
-        for tensor in tensors:
+        for tensor, first in zip(tensors, first_bytes(tensors, offset), strict=True):
             start = 0
-            for host in self._slab.pieces(offset, tensor.numel()):
+            for host in self._slab.pieces(first, tensor.numel()):
                 stop = start + host.numel()
                 places.append((host, tensor if host.numel() == tensor.numel() else tensor[start:stop]))
                 start = stop
-            offset += tensor.numel()
         return places
 
     def _start(
@@ -226,7 +225,7 @@ class StreamLink(Link):
         stream: Stream,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         tensors: Sequence[torch.Tensor],
-        after: StreamTicket | None,
+        after: Sequence[StreamTicket | None],
     ) -> StreamTicket:
         streams = self._streams
         compute = streams.current()
@@ -234,8 +233,9 @@ class StreamLink(Link):
         streams.record(ready, compute)
         streams.wait(stream, ready)
         self._pool.append(ready)  # the wait above keeps the event's meaning of that time
-        if after is not None:
-            streams.wait(stream, after.done)
+        for one in after:
+            if one is not None:
+                streams.wait(stream, one.done)
         streams.timed = self.timed
         begin = streams.event() if self.timed else None
         if begin is not None:

@@ -18,23 +18,22 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import ExecutionError
-from .base import Link
+from .base import Link, Offset, first_bytes
 from .host_file import HostFile, check_directory, choose_directory
 
 
 class FileTicket:
     """One copy of a `FileLink`; it releases its tensors before it reports its end."""
 
-    __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "nbytes", "offset", "out", "process")
+    __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "offsets", "out", "process")
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], offset: int, out: bool, after: FileTicket | None = None
+        self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket | None] = ()
     ) -> None:
         self._tensors = tuple(tensors)
-        self._after = after
+        self._after = tuple(one for one in after if one is not None)
         self._finished = threading.Event()
-        self.nbytes = sum(tensor.numel() for tensor in tensors)
-        self.offset = offset
+        self.offsets = first_bytes(tensors, offset)
         self.out = out
         self.failure: BaseException | None = None
         self.began = self.ended = 0.0  # on the host's clock
@@ -44,14 +43,14 @@ class FileTicket:
         """Do the copy, on the link's thread; an error is kept, and raised by `FileLink.wait`."""
         self.began = time.perf_counter()
         try:
-            if self._after is not None and self._after.failure is not None:
-                raise self._after.failure
+            for one in self._after:
+                if one.failure is not None:
+                    raise one.failure
             self._move(file)
         except BaseException as error:
             self.failure = _without_frames(error)
         finally:
-            self._tensors = ()
-            self._after = None
+            self._tensors = self._after = ()
             self.ended = time.perf_counter()
             self._finished.set()
 
@@ -68,14 +67,12 @@ class FileTicket:
         self._finished.wait()
 
     def _move(self, file: HostFile) -> None:
-        offset = self.offset
-        for tensor in self._tensors:
-            data = tensor.numpy().data
-            if self.out:
-                file.write(data, offset)
-            else:
-                file.read(data, offset)
-            offset += len(data)
+        for tensor, offset in zip(self._tensors, self.offsets, strict=True):
+            (file.write if self.out else file.read)(tensor.numpy().data, offset)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The first and the last host byte, exclusive, of each tensor; before the copy has ended."""
+        return [(offset, offset + one.nbytes) for one, offset in zip(self._tensors, self.offsets, strict=True)]
 
 
 _Tickets = queue.SimpleQueue["FileTicket | None"]
@@ -125,10 +122,10 @@ class FileLink(Link):
             self._mapping = self._live_worker().file.mapped()
         return torch.frombuffer(self._mapping, dtype=torch.uint8, count=nbytes, offset=offset)
 
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: int) -> FileTicket:
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> FileTicket:
         return self._submit(FileTicket(sources, offset, out=True))
 
-    def copy_in(self, targets: Sequence[torch.Tensor], offset: int, after: FileTicket) -> FileTicket:
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: Offset, *after: FileTicket | None) -> FileTicket:
         return self._submit(FileTicket(targets, offset, out=False, after=after))
 
     def wait(self, ticket: FileTicket) -> None:
@@ -146,11 +143,9 @@ class FileLink(Link):
             worker.close()
 
     def _submit(self, ticket: FileTicket) -> FileTicket:
-        if ticket.offset < 0 or ticket.offset + ticket.nbytes > self.capacity:
-            end = ticket.offset + ticket.nbytes
-            raise ExecutionError(
-                f"a copy at host bytes {ticket.offset} to {end} leaves the {self.capacity} bytes reserved"
-            )
+        for begin, end in ticket.spans():
+            if begin < 0 or end > self.capacity:
+                raise ExecutionError(f"a copy at host bytes {begin} to {end} leaves the {self.capacity} bytes reserved")
         self._live_worker().submit(ticket)
         return ticket
 

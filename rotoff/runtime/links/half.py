@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import OptionError
+from .base import Offset, first_bytes
 from .cuda import CudaStreams, StreamLink, Streams
 
 PIECE = 2 << 20  # elements that are converted at a time
@@ -43,17 +44,15 @@ class HalfLink(StreamLink):
         super().__init__(streams)
         self._dtype = dtype
 
-    def _places(self, tensors: Sequence[torch.Tensor], offset: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _places(self, tensors: Sequence[torch.Tensor], offset: Offset) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return (host, device) for `tensors`; each has as many host bytes as without conversion and uses half."""
         places: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for tensor in tensors:
-            nbytes = tensor.numel() * tensor.element_size()
-            host = self._halves(tensor, offset) if tensor.dtype is torch.float32 else None
+        for tensor, first in zip(tensors, first_bytes(tensors, offset), strict=True):
+            host = self._halves(tensor, first) if tensor.dtype is torch.float32 else None
             if host is None:
-                places += super()._places([tensor.view(torch.uint8)], offset)
+                places += super()._places([tensor.view(torch.uint8)], first)
             else:
                 places += zip(host.split(PIECE), tensor.split(PIECE), strict=True)
-            offset += nbytes
         return places
 
     def _halves(self, tensor: torch.Tensor, offset: int) -> torch.Tensor | None:

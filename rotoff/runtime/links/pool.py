@@ -72,16 +72,15 @@ class LinkPool:
                 return
         link.close()
 
-    def bandwidth(self, device: torch.device, nbytes: int, step_bytes: int = 0) -> LinkRates:
+    def bandwidth(self, device: torch.device, nbytes: int) -> LinkRates:
         """Bytes per second for copies of `nbytes`, of each direction alone and while both are busy, where they can be.
 
-        step_bytes: as of `measure_bandwidth`. Pinned memory that was taken for it is given back, since plans without
-        moves need none.
+        Pinned memory that was taken for it is given back, since plans without moves need none.
         """
         link = self.take(device, 0)
         had = link.capacity
         try:
-            alone = measure_bandwidth(link, nbytes, step_bytes)
+            alone = measure_bandwidth(link, nbytes)
             if not (link.duplex and link.queues):
                 return LinkRates(*alone, link.duplex)
             if device not in _shares:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ...core.sequence import Op, OpKind, g, o, w
 from ...errors import ExecutionError
 from .groups import PlacedGroups
+from .tensor import prefetch, settle
 from .updates import Chunks, HostLane
 
 
@@ -83,16 +84,15 @@ class GroupUpdates:
 
     def _update_on_device(self, k: int) -> None:
         groups, apart = self._groups, self._groups.link.queues
-        for v in (w(k), o(k)):
-            for tensor in groups.tensors(v):
-                if apart:
-                    tensor.prefetch()
-                tensor.use_device()
         parameters = groups.updatable(k)
         gradients = [groups.places[id(p)].gradient for p in parameters]
+        changed = groups.tensors(w(k)) + groups.tensors(o(k))
+        if apart:
+            prefetch([*changed, *gradients])
+        settle([*changed, *gradients])
+        for tensor in changed:
+            tensor.use_device()
         for gradient in gradients:
-            if apart:
-                gradient.prefetch()
             gradient.hand_over()
         for chunks in self._chunks:
             chunks.step(parameters, groups.apart(parameters))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.sequence import Value, g, o, w
+from ...errors import ExecutionError
 from ..links.base import Link
 from .lending import move
 from .placed_plan import PlacedPlan
-from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, room_of
+from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, prefetch, room_of, settle
 
 
 class Places:
@@ -106,6 +108,8 @@ class PlacedGroups:
         """Put everything where it lies between steps. beginning: a step begins, which has no room on the device for
         gradients."""
         resident, on_both = self.plan.resident, self.plan.on_both
+        with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again below if need be
+            settle(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
         if not self.link.queues:
             for of in (g, o, w):  # what goes makes room for what comes
                 values = [of(k) for k in self.numbers]
@@ -124,7 +128,7 @@ class PlacedGroups:
                 places.weight.rest(here, w(k) in on_both)
                 places.gradient.rest(here)
                 if beginning and not here and w(k) in resident | self.plan.early:
-                    places.weight.prefetch()
+                    prefetch([places.weight])
         self.link.drain()
 
     def give_back(self) -> None:
@@ -144,7 +148,7 @@ class PlacedGroups:
                 elif places.gradient.leaving:
                     places.gradient.release()
                 for tensor in (places.weight, *self.states(parameter)):
-                    tensor.hand_over()
+                    tensor.use_device() if places.trained else tensor.hand_over()  # an update follows
                 places.gradient.hand_over()
                 places.gradient.join()
         if self.link.queues:

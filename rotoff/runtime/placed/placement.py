@@ -24,7 +24,7 @@ from .group_updates import GroupUpdates
 from .groups import PlacedGroups
 from .lending import Lender, Streamed
 from .placed_plan import PlacedPlan
-from .tensor import PlacedGradient, PlacedTensor
+from .tensor import PlacedGradient, PlacedTensor, offload, prefetch, settle
 from .updates import is_nested
 
 
@@ -166,19 +166,16 @@ class Placement:
         begun = op.stage in self._updates.begun
         if op.kind is OpKind.PREFETCH and op.value in self._groups.plan.early and begun:
             return  # it comes when the next step begins, since the caller may change it before
-        for tensor in self._groups.tensors(op.value):
-            if self._groups.with_autograd(tensor):
-                continue
-            if begun and self.link.queues and op.of == "g":
-                tensor.let_go()  # the host's thread updates this group, and only it may read the caller's tensors
-            elif op.kind is OpKind.PREFETCH:
-                tensor.prefetch()
-            elif op.kind is OpKind.WAIT:
-                tensor.settle()
-            elif op.kind is OpKind.OFFLOAD:
-                tensor.offload()
-            else:
-                tensor.release()
+        tensors = [one for one in self._groups.tensors(op.value) if not self._groups.with_autograd(one)]
+        updating = begun and self.link.queues and op.of == "g"  # the host's thread; only it may read the caller's
+        if op.kind is OpKind.PREFETCH and not updating:
+            prefetch(tensors)
+        elif op.kind is OpKind.OFFLOAD and not updating:
+            offload(tensors)
+        else:
+            settle(tensors)
+            for tensor in tensors if op.kind is not OpKind.WAIT or updating else ():
+                tensor.let_go() if updating else tensor.release()
 
     def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor, PlacedGradient | None]]:
         """Yield the parameters of `groups` that compute does not read from the caller's tensor, or that are moved

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...tensors.storage import View, bytes_of, rounded, storage_key
+from ...errors import ExecutionError
+from ...tensors.storage import View, bytes_of, rounded, storage_key, uses_of
 from ..links.base import Link, Ticket
 
 ALIGNMENT = 64  # bytes; kernels may take another path, and round otherwise, on tensors that begin elsewhere
@@ -99,25 +101,6 @@ class PlacedTensor(ABC):
             self.put(self.host)
         return True
 
-    def prefetch(self) -> None:
-        """Take device bytes and start the copy from the host."""
-        if not self.look() or self.device is not None:
-            return
-        assert self.host is not None
-        bytes_there = self._link.allocate(room_of(self.host))
-        self.device = View.of(self.host).on(bytes_there.untyped_storage())
-        self._coming = self._link.copy_in([bytes_there[: self.host.nbytes]], self._offset, self._out)
-        self._valid, self._sum = True, None
-
-    def offload(self) -> None:
-        """Start the copy to the host."""
-        if not self.look() or self.device is None or self.on_host:
-            return
-        self._have_host(self.device)
-        source = bytes_of(self.device.untyped_storage())[: self.device.nbytes]
-        self._leaving = self._out = self._link.copy_out([source], self._offset)
-        self._valid, self._sum = True, None
-
     def settle(self) -> None:
         """Make compute wait until no copy reads or writes this.
 
@@ -195,20 +178,20 @@ class PlacedTensor(ABC):
         if not resident:
             self.release()
             return
-        self.prefetch()
+        prefetch([self])
         self.settle()
         assert self.device is not None
         if self.on_host:
             self.put(self.device)
         if on_both and not self._valid:
-            self.offload()
+            offload([self])
             self.settle()
         self._remember()
 
     def _warn_of_sharing(self) -> None:
         """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left."""
         assert self.device is not None
-        if torch._C._storage_Use_Count(self.device.untyped_storage()._cdata) > 2:  # `device` and this call's
+        if uses_of(self.device) > 2:  # `device` and that call's own
             warnings.warn(
                 "rotoff: another tensor shares the memory of a parameter, or optimizer state, of shape"
                 f" {tuple(self.device.shape)} that has moved to the host: it keeps that memory on the device and does"
@@ -227,6 +210,51 @@ class PlacedTensor(ABC):
             self.host = View.of(like).on(storage)
             self._address = self.host.data_ptr()
         return self.host
+
+
+def prefetch(tensors: Iterable[PlacedTensor]) -> None:
+    """Take device bytes and start the copies from the host, as one: a copy costs the host more than a tensor in it."""
+    coming = [one for one in tensors if one.look() and one.device is None]
+    if not coming:
+        return
+    link, hosts = coming[0]._link, [one.host for one in coming if one.host is not None]
+    there = [link.allocate(room_of(host)) for host in hosts]
+    targets = [data[: host.nbytes] for data, host in zip(there, hosts, strict=True)]
+    ticket = link.copy_in(targets, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
+    for one, host, data in zip(coming, hosts, there, strict=True):
+        one.device = View.of(host).on(data.untyped_storage())
+        one._coming, one._valid, one._sum = ticket, True, None
+
+
+def offload(tensors: Iterable[PlacedTensor]) -> None:
+    """Start the copies to the host, as one."""
+    going = [one for one in tensors if one.look() and one.device is not None and not one.on_host]
+    if not going:
+        return
+    devices = [one.device for one in going if one.device is not None]
+    for one, device in zip(going, devices, strict=True):
+        one._have_host(device)
+    sources = [bytes_of(device.untyped_storage())[: device.nbytes] for device in devices]
+    ticket = going[0]._link.copy_out(sources, [one._offset for one in going])
+    for one in going:
+        one._leaving = one._out = ticket
+        one._valid, one._sum = True, None
+
+
+def settle(tensors: Iterable[PlacedTensor]) -> None:
+    """Make compute wait until no copy reads or writes one of the tensors.
+
+    Raises:
+        ExecutionError: if a copy failed, once all copies have ended.
+    """
+    failures = []
+    for one in tensors:
+        try:
+            one.settle()
+        except ExecutionError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _sum(tensor: torch.Tensor) -> int:

@@ -100,7 +100,7 @@ def bandwidths(device: torch.device, nbytes: int) -> dict[str, float]:
     links = LinkPool()
     link = links.take(device, 0)
     try:
-        out, back = measure_bandwidth(link, nbytes, 4 * nbytes)
+        out, back = measure_bandwidth(link, nbytes)
         out_beside, back_beside = both_at_once(link, nbytes)
     finally:
         links.give_back(link)
