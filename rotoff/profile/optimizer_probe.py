@@ -22,7 +22,9 @@ from ..tensors.storage import block_bytes, rounded
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
-_TIMED, _SIZED = 1 << 18, 1 << 14  # elements of the parameters on which a step is measured
+# Elements of the parameters on which a step's time and bytes are measured: the first are more than a core's caches
+# hold, the last are for when the time is of no interest.
+_TIMED, _SIZED, _SIZED_QUICKLY = 1 << 20, 1 << 18, 1 << 14
 _REPEATS = 3
 _SCALARS = 64  # bytes of a parameter's scalars, such as its step count
 _OTHER = (
@@ -61,7 +63,7 @@ class OptimizerProbe:
         self, optimizers: Sequence[Optimizer], device: torch.device, times: dict[Any, UpdateCosts] | None
     ) -> None:
         self._device = device
-        self._repeats, self._elements = (0, _SIZED) if times is None else (_REPEATS, _TIMED)
+        self._repeats = 0 if times is None else _REPEATS
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._states: dict[Any, dict[str, torch.Tensor]] = {}
         self._times = {} if times is None else times
@@ -156,26 +158,29 @@ class OptimizerProbe:
         key = device, type(self._group[id(parameter)][0]), self._key(parameter)
         if key not in self._times:
             self._state(parameter)
-            n = self._elements
-            shape = (n,) if parameter.dim() < 2 else (n // 512, 512, *(1 for _ in parameter.shape[2:]))
-            large = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
-            made = [self._stand_in(parameter, large[:count]) for count in (1, 2, 3)]
-            one = made[0]
-            own_step(one)
-            seconds = [] if self._repeats else [0.0]
-            for _ in range(self._repeats):
-                finish(device)
-                began = time.perf_counter()
-                own_step(one)
-                finish(device)
-                seconds.append(time.perf_counter() - began)
-            for several in made[1:]:
+            shape = _shape(parameter, _SIZED if self._repeats else _SIZED_QUICKLY)
+            small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
+            made = [self._stand_in(parameter, small[:count]) for count in (1, 2, 3)]
+            for several in made:
                 own_step(several)
-            allocator, nbytes = DeviceAllocator(device), large[0].nbytes
+            allocator, nbytes = DeviceAllocator(device), small[0].nbytes
             alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
             together = three / 3 if three > two + 0.5 * alone else 0.0
-            self._times[key] = UpdateCosts(statistics.median(seconds) / nbytes, alone, two - alone, together)
+            seconds = self._seconds(parameter, device) if self._repeats else 0.0
+            self._times[key] = UpdateCosts(seconds, alone, two - alone, together)
         return self._times[key]
+
+    def _seconds(self, parameter: nn.Parameter, device: torch.device) -> float:
+        """Return the seconds of updating a byte of a parameter."""
+        large = _small(_shape(parameter, _TIMED), parameter.dtype, 1, device)
+        optimizer, seconds = self._stand_in(parameter, [large]), []
+        for _ in range(1 + self._repeats):
+            finish(device)
+            began = time.perf_counter()
+            own_step(optimizer)
+            finish(device)
+            seconds.append(time.perf_counter() - began)
+        return statistics.median(seconds[1:]) / large.nbytes
 
     def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
         """Return a copy of the parameter's optimizer that updates `small` instead."""
@@ -194,6 +199,11 @@ class OptimizerProbe:
 
 def _options(optimizer: Optimizer) -> str:
     return repr([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
+
+
+def _shape(parameter: nn.Parameter, elements: int) -> tuple[int, ...]:
+    """Return the shape of a parameter with as many dimensions and so many elements."""
+    return (elements,) if parameter.dim() < 2 else (elements // 512, 512, *(1 for _ in parameter.shape[2:]))
 
 
 _HOST = torch.device("cpu")
