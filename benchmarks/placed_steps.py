@@ -1,19 +1,21 @@
 """Steps with parameters, gradients and optimizer states placed, beside the plain step with all memory.
 
     python -m benchmarks.placed_steps [--width 512] [--blocks 8] [--rows 1024] [--shares 0.5 0.25 0.15] [--rounds 9]
-    [--updates after] [--out FILE]
+    [--updates after during] [--out FILE]
 
 On the CPU; ``placed_peers`` is for CUDA. A share is of what everything takes: parameters, gradients, AdamW's states,
 the batch and the plain step. Plain and placed steps run in turn. Each has its forward, backward and update; what counts
-are medians. ``expected`` is the planned step's time, ``peak`` its predicted bytes; ``moved`` are the bytes that go to
-the host and back in a step. ``load`` is what the machine's processors had to do beside, as ``os.getloadavg`` says it
-before and after.
+are medians. ``expected`` is the planned step's time, ``peak`` its predicted bytes. ``unlimited`` is what a step with
+all memory would take by the same measurements: ``expected / unlimited`` can be compared with ``ratio`` on a machine
+whose speed changes. ``moved`` are the bytes that go to the host and back in a step. ``load`` is what the machine's
+processors had to do beside, as ``os.getloadavg`` says it before and after.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
 import statistics
@@ -71,13 +73,13 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def row(options: argparse.Namespace, share: float) -> dict[str, Any]:
+def row(options: argparse.Namespace, share: float, updates: str) -> dict[str, Any]:
     """Both ways, in `share` of everything."""
     model, x = made(options)
     plain = copy.deepcopy(model)
     placed = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     optimizer = adamw(placed)
-    asked: dict[str, Any] = {"optimizer": optimizer, "updates": options.updates, "refine": options.refine}
+    asked: dict[str, Any] = {"optimizer": optimizer, "updates": updates, "refine": options.refine}
     placed.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     everything = placed.keep_all_memory
     limit = int(share * everything)
@@ -85,8 +87,9 @@ def row(options: argparse.Namespace, share: float) -> dict[str, Any]:
     ways = (plain, adamw(plain)), (placed, optimizer)
     seconds = [[step(one, own, x) for one, own in ways] for _ in range(WARM + options.rounds)][WARM:]
     times = [statistics.median(column) for column in zip(*seconds, strict=True)]
-    moved = rotoff.simulate(placed.chain, placed.sequence, updates=options.updates)
+    moved = rotoff.simulate(placed.chain, placed.sequence, updates=updates)
     found = {
+        "updates": updates,
         "limit": limit,
         "share": share,
         "everything": everything,
@@ -95,6 +98,7 @@ def row(options: argparse.Namespace, share: float) -> dict[str, Any]:
         "placed": times[1],
         "ratio": statistics.median(b / a for a, b in seconds),
         "expected": placed.get_expected_makespan(),
+        "unlimited": placed.chain.compute_time + sum(group.update_time for group in placed.chain.parameters),
         "moved": moved.d2h_bytes + moved.h2d_bytes,
         "recomputed": moved.recompute_time,
         "same_bits": all(map(torch.equal, plain.parameters(), placed.parameters())),
@@ -110,7 +114,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1024, help="of the batch, in sequences of the context")
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.15])
-    parser.add_argument("--updates", choices=["after", "during"], default="after")
+    parser.add_argument("--updates", nargs="+", choices=["after", "during"], default=["after", "during"])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--refine", type=float, default=1.0, help="seconds of search, about")
     parser.add_argument("--out", help="where to write the figures, as JSON")
@@ -119,12 +123,13 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     told = {"machine": machine("cpu"), "options": vars(options), "load": [os.getloadavg()], "rows": rows}
-    for share in options.shares:
-        rows.append(found := row(options, share))
+    for updates, share in itertools.product(options.updates, options.shares):
+        rows.append(found := row(options, share, updates))
         print(
-            f"{found['share']:5.0%} of {found['everything'] / 2**20:.0f} MiB: plain {found['plain']:.3f} s, placed"
-            f" {found['placed']:.3f} s ({found['ratio']:.3f}), expected {found['expected']:.3f} s, moved"
-            f" {found['moved'] / 2**20:.0f} MiB{'' if found['same_bits'] else ', OTHER BITS'}",
+            f"{updates:6} {share:4.0%} of {found['everything'] / 2**20:.0f} MiB: plain {found['plain']:.3f} s, placed"
+            f" {found['placed']:.3f} s ({found['ratio']:.3f}), expected {found['expected']:.3f} s"
+            f" ({found['expected'] / found['unlimited']:.3f}), moved {found['moved'] / 2**20:.0f} MiB"
+            f"{'' if found['same_bits'] else ', OTHER BITS'}",
             flush=True,
         )
         if options.out:  # each as soon as it is there

@@ -99,10 +99,13 @@ def test_backward_from(tmp_path: Path) -> None:
 def test_placed_steps(tmp_path: Path) -> None:
     out = tmp_path / "placed.json"
     options = ["--width", "64", "--blocks", "3", "--rows", "256", "--rounds", "1", "--shares", "0.4", "--refine", "0.1"]
-    (row,) = figures("placed_steps.py", out, *options, "--out", str(out))["rows"]
-    assert row["same_bits"]
-    assert row["peak"] <= 0.4 * row["everything"]
-    assert row["moved"] > 0
+    rows = figures("placed_steps.py", out, *options, "--out", str(out))["rows"]
+    assert [row["updates"] for row in rows] == ["after", "during"]
+    for row in rows:
+        assert row["same_bits"]
+        assert row["peak"] <= 0.4 * row["everything"]
+        assert row["expected"] >= row["unlimited"] > 0
+        assert row["moved"] > 0
 
 
 @pytest.mark.slow
