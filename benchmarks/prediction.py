@@ -28,6 +28,7 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ import torch
 
 import rotoff
 from rotoff.io.atomic_write import write_whole
+from rotoff.profile.measure import link_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 import compare_modes  # after the path that it lies on
@@ -86,8 +88,7 @@ def timed(model: torch.nn.Module, batch: compare_modes.Batch) -> tuple[float, in
 
 def link_now(model: rotoff.Checkpointable) -> rotoff.Chain:
     """The chain, with the bandwidths of this minute."""
-    sizes = [stage.saved_bytes for stage in model.chain.stages]
-    d2h, h2d, *_ = model._links.bandwidth(model.profile.device, max(1, int(statistics.median(sizes))), sum(sizes))
+    d2h, h2d, *_ = link_of(model.chain.stages, partial(model._links.bandwidth, model.profile.device))
     return replace(model.chain, d2h_bandwidth=d2h, h2d_bandwidth=h2d)
 
 

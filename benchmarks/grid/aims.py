@@ -305,8 +305,8 @@ def _bandwidth(runs: list[Run], device: str) -> Aim | None:
         f" over the bandwidth that the plans count on, median {statistics.median(planned):.2f}."
     )
     cause = (
-        "The link is a file behind the system's page cache, so it is as fast as memory at that moment. It is measured"
-        " before each recorded step, alone, on 64 MiB that it reuses."
+        "The link is a file behind the system's page cache, so it is as fast as memory at that moment. It was measured"
+        " before each recorded step, with no kernels beside it."
         if device == "cpu" and enough < len(shares)
         else ""
     )
