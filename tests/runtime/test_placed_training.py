@@ -972,9 +972,6 @@ def test_a_forked_process_is_refused() -> None:
     model._steps.placement._process -= 1
 
 
-# -- faults
-
-
 def test_a_group_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each operation of the plan, however many tensors the group has."""
     started: list[int] = []
@@ -990,6 +987,9 @@ def test_a_group_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = [op for op in model.sequence if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH)]
     assert 0 < len(started) <= len(planned)
     assert max(started) == 2  # such as the two states of a weight
+
+
+# -- faults
 
 
 def test_a_copy_that_fails() -> None:

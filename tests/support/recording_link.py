@@ -284,7 +284,7 @@ class RecordingFileLink(FileLink):
 
     def _record(self, copy: LateTicket, tensors: Sequence[torch.Tensor]) -> RecordedTicket:
         assert self._host is not None
-        spans, places = [self.log.span(tensor) for tensor in tensors], copy.spans()
+        spans, places = [self.log.span(tensor) for tensor in tensors], copy.host_ranges()
         self._submit(copy)
         self.log.wait("file", self.log.record("compute"))  # what is in a queue when it is read was put there before
         host = [order.Span(self._host, *span) for span in places]

@@ -1,8 +1,8 @@
 """Measures how fast a link copies, for a chain's bandwidths.
 
-Copies that use the processor's caches are slower in a step than one after another: kernels have run since the last
-copy, and run beside this one, and the bytes that come back go into memory just allocated. Such a link is measured under
-the same conditions.
+Copies by the processor that computes are slower in a step than one after another: kernels have run since the last copy,
+and run beside this one, and the bytes that come back go into memory just allocated. Such a link is measured under the
+same conditions.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from ...errors import ExecutionError
 from ...tensors.clock import mark
 from .base import Link
 
-# Of the copies, if they use the processor's caches: larger ones are no faster.
-MOST_CACHED_BYTES = 64 << 20
+MOST_BYTES = 64 << 20  # of a copy that does not queue: larger ones are no faster
 WORK_BYTES = 16 << 20  # that kernels read and write meanwhile: more than a core's own caches hold
 PIECE_BYTES = 4 << 20  # of each allocation that a copy fills, as of a typical saved tensor
 # Bytes and copies between two readings of the clock if copies queue: issuing and awaiting one takes tens of
@@ -34,19 +33,18 @@ def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float,
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
     link: idle, because its first host bytes are reserved and overwritten. nbytes: of each copy, at most
-    `MOST_QUEUED_BYTES` if copies queue, and `MOST_CACHED_BYTES` if they use the processor's caches.
+    `MOST_QUEUED_BYTES` if copies queue, else at most `MOST_BYTES`.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
     nbytes = max(int(nbytes), 1)
-    if link.cached:
-        return _beside_kernels(link, min(nbytes, MOST_CACHED_BYTES), 2 * repeats)
-    if link.queues:
-        nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
+    if not link.queues:
+        return _beside_kernels(link, min(nbytes, MOST_BYTES), 2 * repeats)
+    nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
     link.reserve(nbytes)
     data = _touched(link, link.allocate(nbytes))
-    queued = min(QUEUED, -(-QUEUED_BYTES // nbytes)) if link.queues else 1
+    queued = min(QUEUED, -(-QUEUED_BYTES // nbytes))
     outward, inward = [], []
     for _ in range(1 + repeats):
         link.drain()
@@ -60,7 +58,7 @@ def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float,
         inward.append((time.perf_counter() - start) / queued)
         for ticket in (*written, *read):
             link.wait(ticket)
-    # The first round creates streams and disk blocks.
+    # The first round creates streams.
     return nbytes / _typical(outward[1:]), nbytes / _typical(inward[1:])
 
 

@@ -46,8 +46,7 @@ class Link(ABC):
     # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     timed = False
     recording = False  # whether the interpreter reports to `access` and `release`
-    cached = False  # whether copies use the processor's caches, so that copying the same bytes again is faster
-    queues = False  # whether copies are queued and run by the device, without the host
+    queues = False  # whether copies are queued and run by the device; if not, by the processor that computes
     typed = False  # whether copies take tensors that hold only float32 as float32, not as bytes
 
     @abstractmethod

@@ -70,7 +70,7 @@ class FileTicket:
         for tensor, offset in zip(self._tensors, self.offsets, strict=True):
             (file.write if self.out else file.read)(tensor.numpy().data, offset)
 
-    def spans(self) -> list[tuple[int, int]]:
+    def host_ranges(self) -> list[tuple[int, int]]:
         """The first and the last host byte, exclusive, of each tensor; before the copy has ended."""
         return [(offset, offset + one.nbytes) for one, offset in zip(self._tensors, self.offsets, strict=True)]
 
@@ -89,7 +89,6 @@ class FileLink(Link):
     """
 
     duplex = False
-    cached = True
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self.device = torch.device("cpu")
@@ -143,7 +142,7 @@ class FileLink(Link):
             worker.close()
 
     def _submit(self, ticket: FileTicket) -> FileTicket:
-        for begin, end in ticket.spans():
+        for begin, end in ticket.host_ranges():
             if begin < 0 or end > self.capacity:
                 raise ExecutionError(f"a copy at host bytes {begin} to {end} leaves the {self.capacity} bytes reserved")
         self._live_worker().submit(ticket)

@@ -148,7 +148,10 @@ class PlacedGroups:
                 elif places.gradient.leaving:
                     places.gradient.release()
                 for tensor in (places.weight, *self.states(parameter)):
-                    tensor.use_device() if places.trained else tensor.hand_over()  # an update follows
+                    if places.trained:
+                        tensor.use_device()  # an update follows
+                    else:
+                        tensor.hand_over()
                 places.gradient.hand_over()
                 places.gradient.join()
         if self.link.queues:

@@ -174,8 +174,11 @@ class Placement:
             offload(tensors)
         else:
             settle(tensors)
-            for tensor in tensors if op.kind is not OpKind.WAIT or updating else ():
-                tensor.let_go() if updating else tensor.release()
+            for tensor in tensors:
+                if updating:
+                    tensor.let_go()
+                elif op.kind is not OpKind.WAIT:
+                    tensor.release()
 
     def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor, PlacedGradient | None]]:
         """Yield the parameters of `groups` that compute does not read from the caller's tensor, or that are moved
