@@ -118,7 +118,9 @@ def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]
     wrapped = rotoff.Checkpointable(copy.deepcopy(states), cache_directory=None)
     try:
         limit = 0
-        for args, kwargs in batches[3:5]:  # no other has more examples, or more tokens
+        most, longest = batches[3:5]  # examples and tokens, which some models' batches do not have
+        lengths = [[t.shape[1:] for t in tensors(batch)] for batch in (most, longest)]
+        for args, kwargs in (most,) if lengths[0] == lengths[1] else (most, longest):
             wrapped.measure(*args, repeats=1, **kwargs)
             limit = max(limit, wrapped.keep_all_memory // 2, wrapped.min_mem_limit())
         result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": wrapped.keep_all_memory, "limit": limit}
