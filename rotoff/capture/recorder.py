@@ -31,7 +31,7 @@ from .partition.data_sizes import DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places, alone
 from .sharding import gathers
-from .tape import NOTHING, Operation, Ref, Tape, as_method, leaves, name_of, substitute
+from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Tape, leaves, name_of, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
 # properties of a tensor that do not depend on its contents
@@ -163,6 +163,9 @@ class Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
+        if func == SET_REQUIRES_GRAD:
+            self.call(torch.Tensor.requires_grad_, args, {})
+            return None
         return self.call(func, args, kwargs)
 
     def call(
@@ -173,7 +176,7 @@ class Recorder(TorchFunctionMode):
         run: Callable[..., Any] | None = None,
     ) -> Any:
         """Run `function`, by calling `run`, and record it; nested calls are not recorded."""
-        function = as_method(as_collective(function))
+        function = as_collective(function)
         self._inside = True
         try:
             with Unwatched() as unwatched:

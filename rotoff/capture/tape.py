@@ -64,12 +64,9 @@ class Variable(NamedTuple):
 NOTHING = object()  # in place of an expected value
 
 
-def as_method(function: Any) -> Any:
-    """`function`, or the method that does what the setting of an attribute does: ``x.requires_grad = True``."""
-    return torch.Tensor.requires_grad_ if function == _SET_REQUIRES_GRAD else function
-
-
-_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+# what `x.requires_grad = True` calls: recorded as the method `requires_grad_`. It must return None, since torch never
+# releases what a setter returns.
+SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

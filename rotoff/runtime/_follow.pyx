@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..capture.tape import SET_REQUIRES_GRAD
 from .arguments import VALUES, tensors_in, tensors_of
 from .torch_calls import KNOWN, find
 
@@ -24,6 +25,7 @@ cdef int OUTSIDE = 0  # as in `capture.course`
 cdef dict _properties = KNOWN
 cdef str _name = TAG
 cdef object _Tensor = Tensor, _Parameter = Parameter, _iter = Tensor.__iter__, _unbind = torch.unbind
+cdef object _set_requires_grad = SET_REQUIRES_GRAD, _requires_grad = Tensor.requires_grad_
 cdef object _values = VALUES
 cdef object _is_grad_enabled = torch.is_grad_enabled, _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -102,6 +104,9 @@ cdef class Follower:
                 return _plainly(function, args, kwargs)
             if function is _iter:
                 return iter(self.call(_unbind, args, {}))
+            if function == _set_requires_grad:
+                self.call(_requires_grad, args, kwargs)
+                return None
             if known.instead is not None:
                 function = known.instead
         self.inside = True  # if a wrapper called this, the mode is still active

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..capture.collectives import Collective, as_collective
-from ..capture.tape import as_method
 
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
@@ -231,8 +230,7 @@ def _known(function: Any) -> Known:
     if name in _FACTS:
         return Known(function, None, fact=True)
     if name == "__set__":
-        method = as_method(function)
-        return Known(function, _set) if method is function else Known(method, _first, instead=method)
+        return Known(function, _set)
     if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
         return Known(function, _first)
     if name.startswith("__i") and name[3:-2] in _IN_PLACE:

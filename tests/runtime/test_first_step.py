@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -141,6 +142,27 @@ def test_handles_attributes_and_scripted_modules_are_as_in_the_plain_model(does:
     for ours, theirs in zip(steps_of(model, run), plain, strict=True):
         assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
     assert not run._plan.keeps_all
+
+
+def test_a_leaf_made_by_setting_requires_grad_is_freed() -> None:
+    leaves: list[weakref.ref[torch.Tensor]] = []
+
+    class Leaf(Odd):
+        def forward(self, x: torch.Tensor) -> Any:
+            x = x[None]
+            x.requires_grad = True
+            leaves.append(weakref.ref(x))
+            return super().forward(x[0])
+
+    torch.manual_seed(0)
+    plain = steps_of(other := Leaf(""), other)
+    torch.manual_seed(0)
+    model = Leaf("")
+    run = rotoff.Checkpointable(model).compute_sequence(LITTLE)
+    for ours, theirs in zip(steps_of(model, run), plain, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
+    assert not run._plan.keeps_all
+    assert [one() for one in leaves] == [None] * len(leaves)
 
 
 def test_a_failure_in_the_planned_forward_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
