@@ -3,12 +3,13 @@ joint, and compares outputs, gradients, buffers and random states with the plain
 each.
 
     python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE]
-    [--jobs 2] [--varying]
+    [--jobs 2] [--varying] [--placed after]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A
 model passes where all bits are equal and the measured peak is at most the predicted one. With --varying, every step has
 another number of examples and, where the model takes it, of tokens; the limit is for the largest batch, and all peaks
-must be within it. Needs the extra ``gallery``.
+must be within it. With --placed, three steps with AdamW run under a `device_limit` of half of what everything takes,
+with parameters, gradients and optimizer states, and the states are compared, too. Needs the extra ``gallery``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "
 
 import gallery_further  # noqa: E402
 import gallery_held_out  # noqa: E402
-from allocated import peak_bytes  # noqa: E402
+from allocated import own_again, peak_bytes  # noqa: E402
 from gallery_models import LIBRARIES, Case  # noqa: E402
 
 import rotoff  # noqa: E402
@@ -60,10 +61,13 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 SIZES = (4, 1.0), (2, 1.0), (3, 0.5), (6, 0.75), (5, 1.0), (2, 0.75)  # examples, and the share of the tokens
 
 
-def train(model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor]:
-    """All that a step on each batch leaves: outputs, gradients, parameters, buffers, the generator's state."""
+def train(
+    model: nn.Module, batches: Sequence[Batch], optimizer: torch.optim.Optimizer | None = None, gradients: bool = True
+) -> list[torch.Tensor]:
+    """All that a step on each batch leaves: outputs, gradients, parameters, buffers, the states of optimizer and
+    generator. optimizer: SGD if None. gradients: whether the steps leave any."""
     torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
     seen = []
     for args, kwargs in batches:
         optimizer.zero_grad()
@@ -71,9 +75,11 @@ def train(model: nn.Module, batches: Sequence[Batch]) -> list[torch.Tensor]:
         seen += [t.detach().clone() for t in tensors(output)]
         loss_of(output).backward()
         del output
-        seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
+        if gradients:
+            seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
         optimizer.step()
     seen += [p.detach().clone() for p in model.parameters()]
+    seen += [t.clone() for p in model.parameters() for t in tensors(optimizer.state.get(p, {}))]
     return [*seen, *(b.clone() for b in model.buffers()), torch.get_rng_state()]
 
 
@@ -137,6 +143,59 @@ def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]
     return result
 
 
+def attempt_placed(build: Callable[[], Case], updates: str, **options: Any) -> dict[str, Any]:
+    """What came of one model whose parameters, gradients and optimizer states are placed, too."""
+
+    def adamw(one: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-4, fused=True)
+
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model, args, kwargs = build()
+    model.train()
+    twin = copy.deepcopy(model)
+    batches = [(args, kwargs)] * 3
+    expected = train(model, batches, adamw(model), updates == "after")
+    wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(*args, repeats=1, **kwargs)
+    optimizer = adamw(wrapped)
+    asked: dict[str, Any] = {"optimizer": optimizer, "updates": updates, **options}
+    try:
+        wrapped.compute_sequence(device_limit="1 TiB", **asked)
+        limit = wrapped.keep_all_memory // 2
+        try:
+            wrapped.compute_sequence(device_limit=limit, **asked)
+        except rotoff.InfeasibleError as error:
+            limit = error.min_mem_limit
+            wrapped.compute_sequence(device_limit=limit, **asked)
+        result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": wrapped.keep_all_memory, "limit": limit}
+        got = train(wrapped, batches, optimizer, updates == "after")
+        result |= {"equal": same(got, expected), "predicted": wrapped.get_expected_memory()}
+        del got, expected
+        optimizer.zero_grad()
+
+        def anew() -> None:
+            own_again(wrapped, [optimizer])
+            for module in wrapped.modules():
+                for name, buffer in module._buffers.items():
+                    module._buffers[name] = None if buffer is None else buffer.clone()
+            wrapped.compute_sequence(device_limit=limit, **asked)
+
+        one_step = step_of(wrapped, args, kwargs)
+
+        def steps() -> None:
+            for _ in batches:
+                one_step()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        result["measured"] = peak_bytes(steps, before=anew) + sum(t.nbytes for t in tensors((args, kwargs)))
+    finally:
+        wrapped.close()
+    result["passed"] = result["equal"] and result["measured"] <= result["predicted"] <= limit
+    result["total_s"] = time.perf_counter() - start
+    return result
+
+
 def step_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
     """A forward and a backward, whose first gradients exist before."""
     parts = [torch.ones_like(t) for t in losses(model(*args, **kwargs))]
@@ -182,14 +241,16 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
 SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
 
 
-def report(case: tuple[bool, str, str, bool, bool, bool]) -> tuple[str, str, dict[str, Any]]:
-    held_out, library, name, refine, loss_alone, varying = case
+def report(case: tuple[bool, str, str, bool, bool, bool, str]) -> tuple[str, str, dict[str, Any]]:
+    held_out, library, name, refine, loss_alone, varying, placed = case
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
         if varying:
             result = attempt_varying(SETS[held_out][library][name], refine=refine)
+        elif placed:
+            result = attempt_placed(SETS[held_out][library][name], placed, refine=refine)
         else:
             result = attempt(SETS[held_out][library][name], loss_alone=loss_alone, refine=refine)
     except Exception as error:
@@ -211,6 +272,9 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
     if "peaks" in r:
         peaks = ", ".join(f"{nbytes / r['limit']:.2f}" for nbytes in r["peaks"])
         return f"{head} {verdict}  {limit}  peaks {peaks} of it  {r['planned']} sizes measured  {r['total_s']:5.1f} s"
+    if "plain" not in r:
+        peaks = f"{r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
+        return f"{head} {verdict}  {limit}  peak {peaks}  {r['total_s']:5.1f} s"
     return (
         f"{head} {verdict}  {limit} (plain {r['plain'] / mib:7.1f})  peak {r['predicted'] / mib:7.2f} predicted,"
         f" {r['measured'] / mib:7.2f} measured  {r['total_s']:5.1f} s (measure {r['measure_s']:.1f}, solve"
@@ -231,6 +295,7 @@ def main() -> int:
         help="say where a model is given labels that its backward starts from its loss",
     )
     parser.add_argument("--varying", action="store_true", help="another size of the batch in every step")
+    parser.add_argument("--placed", default="", choices=["after", "during"], help="place parameters and states, too")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -240,7 +305,7 @@ def main() -> int:
     if missing and options.library is None:
         print(f"left out, not installed: {', '.join(missing)}")
     cases = [
-        (options.held_out, library, name, not options.quick, options.loss_alone, options.varying)
+        (options.held_out, library, name, not options.quick, options.loss_alone, options.varying, options.placed)
         for library, found in SETS[options.held_out].items()
         if options.library == library or (options.library is None and library not in missing)
         for name in found

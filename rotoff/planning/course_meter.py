@@ -52,6 +52,7 @@ from ..profile.timing.timing_cache import KnownTimes, TimesChanged, known_times,
 from ..runtime.links.pool import LinkPool
 from ..runtime.placed.lending import Lender, settle_buffers
 from ..runtime.taped_forward import TapedForward, UntapedError
+from ..tensors.autocast import casts_dropped
 from ..tensors.buffers import contents_preserved
 from ..tensors.convolutions import other_algorithms, read_conv_algorithms
 from ..tensors.tree import flatten
@@ -162,7 +163,7 @@ class CourseMeter:
         began = time.perf_counter()
         if self.device is not None:
             settle_buffers(self.model, self.device)
-        with _MEASURING, self._surroundings(wanted) as (lender, progress):
+        with _MEASURING, casts_dropped(), self._surroundings(wanted) as (lender, progress):
             one = _Measurement(self, wanted, lender, progress)
             profile = self._agreed(one.bytes) if enough is not None else None
             if profile is None or not (enough is not None and enough(profile)):
@@ -204,7 +205,7 @@ class CourseMeter:
 
     def record(self, value: Any, taped: TapedForward) -> Tape:
         """Record the forward of a step on `value` without measuring it."""
-        with _MEASURING, without_checkpoints(), self._lender():
+        with _MEASURING, casts_dropped(), without_checkpoints(), self._lender():
             return self.captured(Wanted(value, taped=taped)).tape
 
     def captured(self, wanted: Wanted) -> strategy.Captured:

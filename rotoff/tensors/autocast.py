@@ -40,6 +40,16 @@ def uncached_autocast() -> Iterator[None]:
         torch.set_autocast_cache_enabled(enabled)
 
 
+@contextmanager
+def casts_dropped() -> Iterator[None]:
+    """Empty autocast's cache of weights after the block: the casts in it are older than the graph of a step that would
+    use them, and autograd adds gradients up in the order of age."""
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
 class Casts(TorchDispatchMode):
     """Calls `note` with each tensor that is cast and with the result."""
 

@@ -165,6 +165,44 @@ def test_a_leaf_made_by_setting_requires_grad_is_freed() -> None:
     assert [one() for one in leaves] == [None] * len(leaves)
 
 
+class Tied(nn.Module):
+    """Uses one weight three times: twice as a table, and once in a linear layer, for which autocast casts it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(50, 64), nn.Linear(64, 50, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head.weight = self.table.weight
+        nn.init.normal_(self.table.weight, std=0.2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = 3 * self.table(tokens)
+        for n, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) + (0.7 * self.table(tokens.flip(0)) if n == 1 else 0)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def test_gradients_of_a_weight_that_autocast_casts_are_added_up_in_the_plain_order() -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(), torch.randint(0, 50, (16, 32))
+
+    def gradients(run: nn.Module) -> list[torch.Tensor | None]:
+        run.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(tokens)
+        loss.backward()
+        return [p.grad for p in run.parameters()]
+
+    plain = gradients(copy.deepcopy(model))
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        limit = (probe.measure(tokens).min_mem_limit() + probe.keep_all_memory) // 2
+    run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(limit)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(run), plain))
+    assert not run._plan.keeps_all
+
+
 def test_a_failure_in_the_planned_forward_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = Odd("")
