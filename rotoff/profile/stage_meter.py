@@ -112,6 +112,7 @@ class Meter(ByteMeter):
         with saved_hooks(note, lambda t: t), seen if watched else nullcontext():
             outputs, rebuild_output = flatten(run.forward(leaves))  # also makes workspaces and lazy tables
         self._refuse_subclasses(stage, outputs)
+        run = run.noted(leaves, outputs)
         needs = [t.requires_grad for t in outputs]
         kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
         given = {id(t) for t in leaves if storage_key(t) in self._lasting}
@@ -122,8 +123,10 @@ class Meter(ByteMeter):
             measured = known_kind.of(stage, like)
         else:
             if not self._warm or watched or any(map(compiled, stage.every_module())):
+                edges = get_edges(outputs)
                 with seen if watched else nullcontext():
-                    backward(get_edges(outputs), ones(outputs), run.targets(leaves))
+                    backward(edges, ones(outputs), run.targets(leaves, edges))
+                del edges
             del outputs, leaves
             run = self._require_one_plan(replace(run, collective=run.collective or seen.any))
             if self.context.device.type == "cuda" and not run.collective:
@@ -301,5 +304,6 @@ def _passed(stage: StageModule, value: Any, last: bool, measured: Measured | Non
     """Return how `stage` runs on `value`, and its output."""
     tensors, rebuild = flatten(value)
     run = Run(stage, tensors, rebuild, last, measured is not None and measured.collective)
-    outputs, rebuild_output = flatten(run.forward(run.leaves()))
-    return run, rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])
+    leaves = run.leaves()
+    outputs, rebuild_output = flatten(run.forward(leaves))
+    return run.noted(leaves, outputs), rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])

@@ -308,7 +308,21 @@ class Leaf(Means):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf])
+class Frozen(Means):
+    """Its first layers are frozen, and a hook lets gradients through them, as adapters on a frozen model need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(32, 32).requires_grad_(False)
+        self.table.register_forward_hook(lambda module, given, output: output.requires_grad_())
+        self.up[:2].requires_grad_(False)
+        self.down[:2].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table(x))
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen])
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
@@ -319,7 +333,7 @@ def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn
             wrapped.compute_sequence(limit, mode=mode, refine=False)
             for _ in range(2):
                 for p in model.parameters():
-                    p.grad = torch.zeros_like(p)
+                    p.grad = torch.zeros_like(p) if p.requires_grad else None
                 assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory() <= limit, mode
     wrapped.close()
 

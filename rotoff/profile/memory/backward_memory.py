@@ -118,7 +118,6 @@ def backward_bytes(
 ) -> BackwardBytes:
     """Run the backward of `run`'s stage. given: makes the gradients of its outputs."""
     leaves = run.leaves()
-    targets = run.targets(leaves)
     held: list[torch.Tensor] = []
     incoming: list[tuple[int, int]] = []  # (storage, output) of the given gradients
     entering = {storage_key(t) for t in leaves}
@@ -142,7 +141,7 @@ def backward_bytes(
         allocator.mark("backward")
         del outputs  # as the interpreter does when B begins
         allocator.mark("begun")
-        return backward(*start, targets)
+        return backward(*start, run.targets(leaves, start[0]))
 
     grads, log, ends = log_backward(allocator, run.parameters, step)
     log = allocator.as_requested(log, [piece for g in grads if g is not None for piece in pieces(g)])

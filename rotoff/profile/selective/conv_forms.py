@@ -95,7 +95,8 @@ def _behaves_alike(run: Run, variant: VariantRun) -> bool:
             return False
         for again in (False, True):  # cuDNN keeps plans for each thread, and replays run on autograd's
             outputs = variant.forward(again)[0]
-            backward(get_edges(outputs), ones(outputs), variant.targets())
+            edges = get_edges(outputs)
+            backward(edges, ones(outputs), variant.targets(edges))
     except Exception:  # the algorithm does not support the shape or dtype, or uses other operations
         return False
     return True
@@ -129,9 +130,10 @@ def _more_seconds(context: MeasurementContext, plain: VariantRun, variants: Sequ
             outputs, _ = variant.forward()
             ticks.tick()
             edges, gradients = get_edges(outputs), ones(outputs)
+            targets = variant.targets(edges)
             outputs.clear()
             ticks.tick()
-            backward(edges, gradients, variant.targets())
+            backward(edges, gradients, targets)
             ticks.tick()
     return [max(0.0, statistics.median(series.seconds)) for series in more()]
 

@@ -6,9 +6,11 @@ does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from ...core.chain import Chain, Form, Stage
 from ...core.sequence import Op, OpKind
@@ -60,9 +62,9 @@ class VariantRun:
         step = Step(plan, [self._run.stage], [self._behaviour], self._context.device, None, lambda _: None)
         return flatten(step.forward(self._run.rebuild(self._leaves)))[0], step
 
-    def targets(self) -> list[torch.Tensor]:
-        """Return the tensors whose gradients the last forward's backward computes; parameters come last."""
-        return self._run.targets(self._leaves)
+    def targets(self, edges: Sequence[GradientEdge]) -> list[torch.Tensor]:
+        """Return the tensors whose gradients the backward of the last forward computes; parameters come last."""
+        return self._run.targets(self._leaves, edges)
 
     def costs(self, backward_time: float) -> Form:
         """Return the form, whose ``B`` takes `backward_time`. The bytes of its backward, with the redo, are those above
@@ -77,7 +79,7 @@ class VariantRun:
             start = handed_over(outputs, ones(outputs))
             allocator.mark("backward")
             del outputs
-            return backward(*start, self.targets())
+            return backward(*start, self.targets(start[0]))
 
         _, log, ends = log_backward(allocator, self._run.parameters, step)
         forward = log.before("forward")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ class Run:
 
     Attributes:
         collective: whether other processes must run it equally often, since a run waits for them.
+        makes_leaves: whether the forward makes tensors that get a gradient of their own (``x.requires_grad_()``).
     """
 
     stage: StageModule
@@ -25,6 +26,7 @@ class Run:
     rebuild: Callable[[list[torch.Tensor]], Any]
     last: bool
     collective: bool = False
+    makes_leaves: bool = False
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -36,9 +38,29 @@ class Run:
     def forward(self, leaves: list[torch.Tensor]) -> Any:
         return self.stage.run(self.rebuild(leaves))
 
-    def targets(self, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors whose gradients the backward computes; parameters come last."""
-        return [t for t in leaves if t.requires_grad] + self.parameters
+    def targets(self, leaves: list[torch.Tensor], edges: Sequence[GradientEdge]) -> list[torch.Tensor]:
+        """Return the tensors whose gradients the backward from `edges` computes; parameters come last."""
+        given = [t for t in leaves if t.requires_grad]
+        return given + (_leaves_made(given, edges) if self.makes_leaves else []) + self.parameters
+
+    def noted(self, leaves: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Run:
+        """Return this with `makes_leaves` as it was in a forward that made `outputs` of `leaves`."""
+        return replace(self, makes_leaves=bool(_leaves_made(leaves, get_edges(outputs))))
+
+
+def _leaves_made(given: Sequence[torch.Tensor], edges: Sequence[GradientEdge]) -> list[torch.Tensor]:
+    """Return the leaves of the graph behind `edges` that are neither `given` nor parameters."""
+    todo, known = [edge.node for edge in edges], {id(t) for t in given}
+    seen, made = set(todo), list[torch.Tensor]()
+    while todo:
+        node = todo.pop()
+        leaf: torch.Tensor | None = getattr(node, "variable", None)
+        if not (leaf is None or id(leaf) in known or isinstance(leaf, torch.nn.Parameter)):
+            made.append(leaf)
+        following = [after for after, _ in node.next_functions if after is not None and after not in seen]
+        seen.update(following)
+        todo += following
+    return made
 
 
 def backward(

@@ -170,4 +170,4 @@ def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
     outputs = flatten(step.forward(run.rebuild(leaves)))[0]
     edges, gradients = get_edges(outputs), ones(outputs)
     del outputs, step
-    backward(edges, gradients, run.targets(leaves))
+    backward(edges, gradients, run.targets(leaves, edges))

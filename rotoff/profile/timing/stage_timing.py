@@ -119,9 +119,10 @@ def time_stage(run: Run, end: EarlyStop, repeats: Repeats, device: torch.device,
         outputs = flatten(run.forward(leaves))[0]
         ticks.tick()
         edges, gradients = get_edges(outputs), like_values(outputs)
+        targets = run.targets(leaves, edges)
         del outputs
         ticks.tick()
-        backward(edges, gradients, run.targets(leaves))
+        backward(edges, gradients, targets)
         ticks.tick()
         if tailed:
             _run_with_tail(run, end.early_stop, ticks.tick)
