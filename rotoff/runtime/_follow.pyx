@@ -241,7 +241,10 @@ cdef class Follower:
             foreign.append(leaf)
         var = _var_of(leaf)
         if var is None or var.origin[0] is not self._token:
-            return self.reads.constant(leaf) if stage != OUTSIDE else leaf
+            if stage != OUTSIDE:
+                return self.reads.constant(leaf)
+            self.reads.note_resident(leaf)
+            return leaf
         return self._refer_made(var, stage, leaf)
 
     def called(self, module, tuple args, dict kwargs, run=None):
