@@ -3,13 +3,14 @@ joint, and compares outputs, gradients, buffers and random states with the plain
 each.
 
     python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE]
-    [--jobs 2] [--varying] [--placed after]
+    [--jobs 2] [--varying | --placed after | --loop autocast]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A
 model passes where all bits are equal and the measured peak is at most the predicted one. With --varying, every step has
 another number of examples and, where the model takes it, of tokens; the limit is for the largest batch, and all peaks
 must be within it. With --placed, three steps with AdamW run under a `device_limit` of half of what everything takes,
-with parameters, gradients and optimizer states, and the states are compared, too. Needs the extra ``gallery``.
+with parameters, gradients and optimizer states, and the states are compared, too. With --loop, the first of three steps
+measures the model, and the loop differs from the usual one: see `LOOPS`. Needs the extra ``gallery``.
 """
 
 from __future__ import annotations
@@ -61,20 +62,88 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call
 SIZES = (4, 1.0), (2, 1.0), (3, 0.5), (6, 0.75), (5, 1.0), (2, 0.75)  # examples, and the share of the tokens
 
 
+Loop = Callable[[nn.Module, Batch, int], Any]  # forward and backward of the n-th step; returns outputs
+
+
+def usual(model: nn.Module, batch: Batch, n: int) -> Any:
+    args, kwargs = batch
+    output = model(*args, **kwargs)
+    loss_of(output).backward()
+    return output
+
+
+def in_autocast(model: nn.Module, batch: Batch, n: int) -> Any:
+    args, kwargs = batch
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(*args, **kwargs)
+    loss_of(output).float().backward()
+    return output
+
+
+def accumulated(model: nn.Module, batch: Batch, n: int) -> Any:
+    return [usual(model, batch, n) for _ in range(2)]
+
+
+def two_in_one(model: nn.Module, batch: Batch, n: int) -> Any:
+    args, kwargs = batch
+    one, other = model(*args, **kwargs), model(*args, **kwargs)
+    (loss_of(one) + 2 * loss_of(other)).backward()
+    return one, other
+
+
+def frozen_in_part(model: nn.Module, batch: Batch, n: int) -> Any:
+    """The first half of the parameters is frozen in the second step."""
+    parameters = list(model.parameters())
+    for parameter in parameters[: len(parameters) // 2]:
+        parameter.requires_grad_(n != 1)
+    return usual(model, batch, n)
+
+
+def hidden_states(model: nn.Module, batch: Batch, n: int) -> Any:
+    args, kwargs = batch
+    output = model(*args, **kwargs, output_hidden_states=True)
+    (loss_of(output) + sum(t.float().mean() for t in tensors(output) if t.requires_grad)).backward()
+    return output
+
+
+def adapted(model: nn.Module, batch: Batch, n: int) -> Any:
+    """Two thirds are frozen, and gradients reach them through the first layer, as adapters have it."""
+    if n == 0:
+        parameters = list(model.parameters())
+        for parameter in parameters[: 2 * len(parameters) // 3]:
+            parameter.requires_grad_(False)
+        kinds = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        first = next(module for module in model.modules() if isinstance(module, kinds))
+        first.register_forward_hook(lambda module, given, output: output.requires_grad_())
+    return usual(model, batch, n)
+
+
+LOOPS: dict[str, Loop] = {
+    "usual": usual,
+    "autocast": in_autocast,
+    "accumulated": accumulated,
+    "twice": two_in_one,
+    "frozen": frozen_in_part,
+    "hidden": hidden_states,
+    "adapters": adapted,
+}
+
+
 def train(
-    model: nn.Module, batches: Sequence[Batch], optimizer: torch.optim.Optimizer | None = None, gradients: bool = True
+    model: nn.Module,
+    batches: Sequence[Batch],
+    optimizer: torch.optim.Optimizer | None = None,
+    gradients: bool = True,
+    loop: Loop = usual,
 ) -> list[torch.Tensor]:
     """All that a step on each batch leaves: outputs, gradients, parameters, buffers, the states of optimizer and
     generator. optimizer: SGD if None. gradients: whether the steps leave any."""
     torch.manual_seed(1)
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1e-3)
     seen = []
-    for args, kwargs in batches:
+    for n, batch in enumerate(batches):
         optimizer.zero_grad()
-        output = model(*args, **kwargs)
-        seen += [t.detach().clone() for t in tensors(output)]
-        loss_of(output).backward()
-        del output
+        seen += [t.detach().clone() for t in tensors(loop(model, batch, n))]
         if gradients:
             seen += [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
         optimizer.step()
@@ -196,6 +265,35 @@ def attempt_placed(build: Callable[[], Case], updates: str, **options: Any) -> d
     return result
 
 
+def attempt_loop(build: Callable[[], Case], loop: Loop, **options: Any) -> dict[str, Any]:
+    """What came of one model in another loop, whose first step measures it; no "equal" if the plain model refuses."""
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    model, args, kwargs = build()
+    model.train()
+    batches = [(args, kwargs)] * 3
+    try:
+        expected = train(copy.deepcopy(model), batches, loop=loop)
+    except Exception as error:
+        return {"passed": False, "refused": f"{type(error).__name__}: {error}"}
+    probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*args, repeats=1, **kwargs)
+    everything = probe.keep_all_memory
+    limit = max(everything // 2, probe.min_mem_limit())
+    probe.close()
+    result: dict[str, Any] = {"stages": len(probe.chain), "keep_all": everything}
+    for _ in range(2):
+        wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
+        try:
+            got = train(wrapped.compute_sequence(limit, **options), batches, loop=loop)
+            break
+        except rotoff.InfeasibleError as error:  # it needs more in such a step
+            limit = 11 * error.min_mem_limit // 10
+        finally:
+            wrapped.close()
+    result |= {"limit": limit, "equal": same(got, expected), "total_s": time.perf_counter() - start}
+    return result | {"passed": result["equal"]}
+
+
 def step_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
     """A forward and a backward, whose first gradients exist before."""
     parts = [torch.ones_like(t) for t in losses(model(*args, **kwargs))]
@@ -241,18 +339,21 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
 SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
 
 
-def report(case: tuple[bool, str, str, bool, bool, bool, str]) -> tuple[str, str, dict[str, Any]]:
-    held_out, library, name, refine, loss_alone, varying, placed = case
+def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[str, Any]]:
+    library, name, options = case
+    build, refine = SETS[options.held_out][library][name], not options.quick
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     try:
-        if varying:
-            result = attempt_varying(SETS[held_out][library][name], refine=refine)
-        elif placed:
-            result = attempt_placed(SETS[held_out][library][name], placed, refine=refine)
+        if options.varying:
+            result = attempt_varying(build, refine=refine)
+        elif options.placed:
+            result = attempt_placed(build, options.placed, refine=refine)
+        elif options.loop:
+            result = attempt_loop(build, LOOPS[options.loop], refine=refine)
         else:
-            result = attempt(SETS[held_out][library][name], loss_alone=loss_alone, refine=refine)
+            result = attempt(build, loss_alone=options.loss_alone, refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     return library, name, result
@@ -263,7 +364,7 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
     if "error" in r:
         return f"{head} FAILED  {r['error'].splitlines()[0][:200]}"
     if "refused" in r:
-        return f"{head} not tried: the plain model refuses other sizes: {r['refused'].splitlines()[0][:120]}"
+        return f"{head} not tried: the plain model refuses: {r['refused'].splitlines()[0][:120]}"
     mib = 1 << 20
     verdict = (
         f"{'passed' if r['passed'] else 'FAILED'}  {'equal' if r['equal'] else 'DIFFERS':7s} {r['stages']:3d} stages"
@@ -272,6 +373,8 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
     if "peaks" in r:
         peaks = ", ".join(f"{nbytes / r['limit']:.2f}" for nbytes in r["peaks"])
         return f"{head} {verdict}  {limit}  peaks {peaks} of it  {r['planned']} sizes measured  {r['total_s']:5.1f} s"
+    if "predicted" not in r:
+        return f"{head} {verdict}  {limit}  {r['total_s']:5.1f} s"
     if "plain" not in r:
         peaks = f"{r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
         return f"{head} {verdict}  {limit}  peak {peaks}  {r['total_s']:5.1f} s"
@@ -296,6 +399,7 @@ def main() -> int:
     )
     parser.add_argument("--varying", action="store_true", help="another size of the batch in every step")
     parser.add_argument("--placed", default="", choices=["after", "during"], help="place parameters and states, too")
+    parser.add_argument("--loop", default="", choices=list(LOOPS), help="another loop, whose first step measures")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
     parser.add_argument("--json", type=Path, help="where to write all figures")
@@ -305,7 +409,7 @@ def main() -> int:
     if missing and options.library is None:
         print(f"left out, not installed: {', '.join(missing)}")
     cases = [
-        (options.held_out, library, name, not options.quick, options.loss_alone, options.varying, options.placed)
+        (library, name, options)
         for library, found in SETS[options.held_out].items()
         if options.library == library or (options.library is None and library not in missing)
         for name in found
@@ -316,7 +420,7 @@ def main() -> int:
         for library, name, result in pool.imap(report, cases):
             print(line(library, name, result), flush=True)
             results.append({"library": library, "name": name, **result})
-    for library in dict.fromkeys(library for _, library, *_ in cases):
+    for library in dict.fromkeys(library for library, *_ in cases):
         mine = [r for r in results if r["library"] == library and "refused" not in r]
         print(f"{library}: {sum(r['passed'] for r in mine)} of {len(mine)} pass")
     tried = [r for r in results if "refused" not in r]
