@@ -3,7 +3,7 @@ joint, and compares outputs, gradients, buffers and random states with the plain
 each.
 
     python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE]
-    [--jobs 2] [--varying | --placed after | --loop autocast]
+    [--jobs 2] [--varying] [--placed after] [--loop autocast]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A
 model passes where all bits are equal and the measured peak is at most the predicted one. With --varying, every step has
@@ -212,7 +212,7 @@ def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]
     return result
 
 
-def attempt_placed(build: Callable[[], Case], updates: str, **options: Any) -> dict[str, Any]:
+def attempt_placed(build: Callable[[], Case], updates: str, loop: Loop, **options: Any) -> dict[str, Any]:
     """What came of one model whose parameters, gradients and optimizer states are placed, too."""
 
     def adamw(one: nn.Module) -> torch.optim.Optimizer:
@@ -224,7 +224,7 @@ def attempt_placed(build: Callable[[], Case], updates: str, **options: Any) -> d
     model.train()
     twin = copy.deepcopy(model)
     batches = [(args, kwargs)] * 3
-    expected = train(model, batches, adamw(model), updates == "after")
+    expected = train(model, batches, adamw(model), updates == "after", loop)
     wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(*args, repeats=1, **kwargs)
     optimizer = adamw(wrapped)
     asked: dict[str, Any] = {"optimizer": optimizer, "updates": updates, **options}
@@ -237,7 +237,7 @@ def attempt_placed(build: Callable[[], Case], updates: str, **options: Any) -> d
             limit = error.min_mem_limit
             wrapped.compute_sequence(device_limit=limit, **asked)
         result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": wrapped.keep_all_memory, "limit": limit}
-        got = train(wrapped, batches, optimizer, updates == "after")
+        got = train(wrapped, batches, optimizer, updates == "after", loop)
         result |= {"equal": same(got, expected), "predicted": wrapped.get_expected_memory()}
         del got, expected
         optimizer.zero_grad()
@@ -349,7 +349,7 @@ def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[st
         if options.varying:
             result = attempt_varying(build, refine=refine)
         elif options.placed:
-            result = attempt_placed(build, options.placed, refine=refine)
+            result = attempt_placed(build, options.placed, LOOPS[options.loop or "usual"], refine=refine)
         elif options.loop:
             result = attempt_loop(build, LOOPS[options.loop], refine=refine)
         else:

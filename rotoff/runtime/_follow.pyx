@@ -156,7 +156,7 @@ cdef class Follower:
                 result = self._run(function, args, kwargs) if self._every else _plainly(function, args, kwargs)
         except BaseException:
             del self.saved[saved:]  # the model may catch the error and go on
-            tape.forget_since(constants)
+            self._forget_since(tape, constants)
             raise
         finally:
             self.seen = False
@@ -170,7 +170,7 @@ cdef class Follower:
         else:
             made, new = self._made(tensors_of(result), tensors_in(args, kwargs), origin)
             if not written and not new:
-                tape.forget_since(constants)
+                self._forget_since(tape, constants)
                 return result  # a query, or no work: x.to(x.dtype)
         if var is not None and numbers is not None and len(numbers) == 1 and numbers[0] not in self._held:
             if numbers[0] is not None:

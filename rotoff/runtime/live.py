@@ -191,6 +191,13 @@ class LiveForward(OnCourse):
 
     # -- calls
 
+    def _forget_since(self, tape: StageTape, count: int) -> None:
+        """Forget the constants of `tape` after the first `count`: the call that reads them is not on it."""
+        if len(tape.constants) > count:
+            while len(tape.constants) > count:
+                tape.constants.popitem()
+            self._aliases = {var: alias for var, alias in self._aliases.items() if id(alias) in tape.constants}
+
     def _settings(self, grad: bool, attends: bool) -> Around | None:
         return Around.of(grad, self.autocast_before, attends)
 

@@ -68,16 +68,22 @@ class OnCourse(Follower, EagerFunctionMode):
             at = self.course.places.get(key, -1)
             if at < k or not same_call(rows[at][0], function):
                 continue
-            if is_exact(key) or self._reads_the_same(self.course.calls[at].reads, args, kwargs):
+            if is_exact(key) or self._reads_the_same(at, args, kwargs):
                 self._skip_to(at)
                 return rows[at]
         return UNEXPECTED
 
-    def _reads_the_same(self, numbers: tuple[int | None, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _reads_the_same(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call reads the tensors that call `k` of the course reads. Those from outside of the stages may
+        differ where the course does not know them."""
         given = [vars(tensor).get(TAG) for tensor in tensors_of((args, kwargs))]
-        known = [None if number is None else self._numbered.get(number) for number in numbers]
-        made = [[None if var is None or var.stage == OUTSIDE else var for var in every] for every in (given, known)]
-        return made[0] == made[1]
+        known = [None if number is None else self._numbered.get(number) for number in self.course.calls[k].reads]
+        numbered = set(self._numbered.values())
+
+        def read(every: Sequence[Var | None]) -> list[Var | None]:
+            return [var if var is not None and (var.stage != OUTSIDE or var in numbered) else None for var in every]
+
+        return read(given) == read(known)
 
     def _skip_to(self, k: int) -> None:
         """Note that the forward left out the calls up to `k`. Tensors whose last use was there take the numbers of

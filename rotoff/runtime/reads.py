@@ -37,7 +37,7 @@ class Reads:
         self._lasting = len(resident)
         self.places: dict[int, int] = {}
         self.changing: set[int] = set()
-        self._all: list[tuple[StageTape, Tensor]] = []  # each constant with the tape that reads it
+        self._all: list[tuple[StageTape, int]] = []  # the id of each constant, with the tape that reads it
         self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}  # the same by storage, filled on demand
 
     def note_resident(self, tensor: Tensor) -> None:
@@ -90,15 +90,16 @@ class Reads:
             is_parameter = type(tensor) is not Tensor and isinstance(tensor, nn.Parameter)  # isinstance is slow
             version = 0 if tensor.is_inference() else tensor._version
             constants[id(tensor)] = tensor, version, tensor.requires_grad if is_parameter else None
-            self._all.append((self.tape, tensor))
+            self._all.append((self.tape, id(tensor)))
             if type(tensor) is not nn.Parameter or tensor.untyped_storage()._cdata not in self.resident:
                 self.note_resident(tensor)
         return tensor
 
     def _readers_of(self, key: int) -> list[tuple[StageTape, Tensor]]:
         """Return the constants that lie in a storage, each with the tape that reads it."""
-        for tape, tensor in self._all:
-            if id(tensor) in tape.constants:
+        for tape, number in self._all:
+            if number in tape.constants:
+                tensor = tape.constants[number][0]
                 self._readers.setdefault(key_of(tensor), []).append((tape, tensor))
         self._all.clear()
         return self._readers.get(key, [])

@@ -79,11 +79,6 @@ class StageTape:
         self.before: dict[int | Var, tuple[Any, torch.Tensor]] = {}
         self.name = name
 
-    def forget_since(self, count: int) -> None:
-        """Forget the constants after the first `count`: the call that reads them is not on the tape."""
-        while len(self.constants) > count:
-            self.constants.popitem()
-
     def run(
         self, given: Sequence[torch.Tensor], wanted: Sequence[Var] | None = None, everything: bool = False
     ) -> list[torch.Tensor]:

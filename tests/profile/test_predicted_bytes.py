@@ -322,7 +322,25 @@ class Frozen(Means):
         return super().forward(self.table(x))
 
 
-@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen])
+class Beside(Means):
+    """An encoder without gradients belongs to no stage, and runs after the first stage has begun. In each of its layers
+    a dropout does nothing, and another one draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.encoder = nn.ModuleList(Added() for _ in range(3)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, y = self.first(x), x
+        for layer in self.encoder:
+            wide = nn.functional.dropout(nn.functional.gelu(layer.up(y)), 0.0)
+            y = y + nn.functional.dropout(layer.down(wide), 0.1)
+            del wide
+        return super().forward(first + y)
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen, Beside])
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
