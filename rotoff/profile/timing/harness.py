@@ -54,9 +54,10 @@ def _leaves_made(given: Sequence[torch.Tensor], edges: Sequence[GradientEdge]) -
     seen, made = set(todo), list[torch.Tensor]()
     while todo:
         node = todo.pop()
-        leaf: torch.Tensor | None = getattr(node, "variable", None)
-        if not (leaf is None or id(leaf) in known or isinstance(leaf, torch.nn.Parameter)):
-            made.append(leaf)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
+            if id(leaf) not in known and not isinstance(leaf, torch.nn.Parameter):
+                made.append(leaf)
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(following)
         todo += following
