@@ -66,6 +66,8 @@ def o(k: int) -> Value:
 class OpKind(Enum):
     """The machine's operations. ``F_none`` is the papers' F_∅; ``U`` updates on the device, ``H`` on the host."""
 
+    __hash__ = object.__hash__  # Enum's own is Python, and every operation of the machine looks kinds up in sets
+
     F_ALL = "F_all"
     F_SEL = "F_sel"
     F_CK = "F_ck"

@@ -40,6 +40,8 @@ from .steady_step import PERIODS, AtRest, Readers, at_rest, check_end, check_gro
 from .trace import Event as Event
 from .trace import Trace as Trace
 
+_Ran = tuple[str, float, float, int, int]  # lane, start, end, bytes on the device and on the host
+
 
 class Machine:
     """Runs operations one by one, to look at the state after each; `simulate` runs a whole sequence.
@@ -117,19 +119,18 @@ class Machine:
             if self.next_backward == 0:
                 more = " but updates and moves of parameters" if self.chain.parameters else ""
                 raise self._error(op, f"nothing may follow B 1{more}")
-        before = self._parameter_bytes
+        before, again = self._parameter_bytes, op.kind in FORWARDS and op.stage in self._done_forward
         if op.kind in FORWARDS:
-            event = self._forward(op, early)
+            ran = self._forward(op, early)
         elif op.kind is OpKind.B:
-            event = self._backward(op)
+            ran = self._backward(op)
         elif op.kind is OpKind.U:
-            event = self._update_on_device(op)
+            ran = self._update_on_device(op)
         elif op.kind is OpKind.H:
-            event = self._update_on_host(op)
+            ran = self._update_on_host(op)
         else:
-            event = self._move(op)
-        if self._parameter_bytes or before:
-            event = replace(event, parameter_memory=max(before, self._parameter_bytes))
+            ran = self._move(op)
+        event = Event(op, *ran, recompute=again, parameter_memory=max(before, self._parameter_bytes))
         self.events.append(event)
         return event
 
@@ -159,11 +160,11 @@ class Machine:
         start, end = self._ends[-1], self._clock["compute"]
         makespan = (end - self._ends[-2]) / 2 if len(self._ends) > 1 else end
         events = list(self.events)
-        for index, job in self._jobs.items():
-            begun, done = self._lanes.span(job)
-            events[index] = replace(events[index], start=begun, end=done)
-        if start:
-            events = [replace(e, start=e.start - start, end=e.end - start) for e in events]
+        spans = {index: self._lanes.span(job) for index, job in self._jobs.items()}
+        if start or spans:
+            for n, event in enumerate(events):
+                begun, done = spans.get(n, (event.start, event.end))
+                events[n] = replace(event, start=begun - start, end=done - start)
         busy = sum(e.end - e.start for e in events if e.op.kind in COMPUTES)
         return Trace(
             makespan=makespan,
@@ -202,7 +203,7 @@ class Machine:
             )
         return memory
 
-    def _forward(self, op: Op, early: bool) -> Event:
+    def _forward(self, op: Op, early: bool) -> _Ran:
         i, made = op.stage, op.value
         source = a(i - 1) if op.kind is OpKind.F_NONE else self.input_of(i)
         if source is None or not self.usable(source):
@@ -229,11 +230,10 @@ class Machine:
             del self.device[v]
         if i == len(self.chain):
             self.backward_phase = True
-        again = i in self._done_forward
         self._done_forward.add(i)
-        return Event(op, "compute", start, end, memory, host, recompute=again)
+        return "compute", start, end, memory, host
 
-    def _backward(self, op: Op) -> Event:
+    def _backward(self, op: Op) -> _Ran:
         i = op.stage
         if i != self.next_backward:
             raise self._error(op, f"the next backward is B {self.next_backward}")
@@ -259,9 +259,9 @@ class Machine:
         self.device.update(begun)
         self._parameter_bytes += sum(begun.values())
         self._whole.update(v.stage for v in self._readers.whole.get(i, ()))
-        return Event(op, "compute", start, end, memory, host)
+        return "compute", start, end, memory, host
 
-    def _update_on_device(self, op: Op) -> Event:
+    def _update_on_device(self, op: Op) -> _Ran:
         k = op.stage
         self._check_update(op)
         self._need(op, [v for v in (w(k), g(k), o(k)) if group_bytes(self.chain, v)])
@@ -273,9 +273,9 @@ class Machine:
         for v in (w(k), g(k), o(k)):
             self.host.pop(v, None)
         self._updated.add(k)
-        return Event(op, "compute", start, end, memory, host)
+        return "compute", start, end, memory, host
 
-    def _update_on_host(self, op: Op) -> Event:
+    def _update_on_host(self, op: Op) -> _Ran:
         k = op.stage
         self._check_update(op)
         lasts = self.chain.group(k).host_update_time
@@ -292,7 +292,7 @@ class Machine:
         self._valid[w(k)] = self._valid[o(k)] = self._jobs[len(self.events)] = job
         del self.host[g(k)]
         self._updated.add(k)
-        return Event(op, "host", now, now, memory, host)
+        return "host", now, now, memory, host
 
     def _check_update(self, op: Op) -> None:
         if op.stage in self._updated:
@@ -306,7 +306,7 @@ class Machine:
             if not self.usable(v):
                 raise self._error(op, f"needs {v}, {self._whereabouts(v)}")
 
-    def _move(self, op: Op) -> Event:
+    def _move(self, op: Op) -> _Ran:
         v, kind = op.value, op.kind
         self._check_move(op, v)
         memory = self._within_limit(op, self.held_bytes + (self.host[v] if kind is OpKind.PREFETCH else 0))
@@ -331,7 +331,7 @@ class Machine:
             start, end = self._compute(0.0, [v])
             size = self.device.pop(v)
             self._parameter_bytes -= size if v.of else 0
-        return Event(op, lane, start, end, memory, host)
+        return lane, start, end, memory, host
 
     def _check_move(self, op: Op, v: Value) -> None:
         kind, L = op.kind, len(self.chain)
