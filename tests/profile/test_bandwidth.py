@@ -20,6 +20,7 @@ from rotoff.runtime.links.cuda import CudaLink
 from rotoff.runtime.links.file import FileLink
 from rotoff.runtime.links.pool import LinkPool
 
+pytestmark = pytest.mark.full_timing
 HOT, COLD, CACHE_BYTES = 12e9, 5e9, 8 << 20
 
 
