@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..tensors.buffers import preserved
 from ..tensors.saved_tensors import watch_saved
-from ..tensors.stage import StageModule
+from ..tensors.stage import StageModule, stage_inputs
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 
@@ -129,7 +129,7 @@ def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Gr
             saved[key] = _Storage.of(tensor)
 
     given, rebuild = flatten(value)
-    leaves = [t.detach().requires_grad_(t.requires_grad) for t in given]
+    leaves = stage_inputs(given, [t.requires_grad for t in given])
     with preserved(list(stage.buffers()), device), torch.enable_grad(), watch_saved(note):
         outputs, rebuild_output = flatten(stage.run(rebuild(leaves)))
     made = {storage_key(t): _Storage.of(t) for t in outputs}

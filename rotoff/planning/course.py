@@ -18,6 +18,7 @@ from ..capture.course import Course, expected
 from ..capture.tape import Tape
 from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
+from ..tensors.autocast import in_region
 from ..tensors.convolutions import flags
 from ..tensors.tree import leaves
 from .sizes import Sizes, split
@@ -108,7 +109,8 @@ def signature(value: Any, model: nn.Module) -> Any:
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     shapes = tuple(map(_shape, tensors))
     types = {"cpu", *(t.device.type for t in tensors)} - {"meta"}  # of which autocast knows nothing
-    autocast = tuple((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
+    settings = ((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
+    autocast = (in_region(), *settings)
     todo, known = [model], {id(model)}  # faster than ``model.modules()``, which nests a generator for each level
     for module in todo:
         if module._modules:

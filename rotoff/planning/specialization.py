@@ -23,7 +23,7 @@ from ..runtime.links.pool import LinkPool
 from ..runtime.replay import ReplayState
 from ..runtime.step import Step
 from ..runtime.taped_forward import TapedForward
-from ..tensors.autocast import Autocast, autocast_as, autocast_now
+from ..tensors.autocast import Autocast, autocast_as, autocast_now, in_region
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
 from .course import Specialization, constants, family_of, signature
@@ -48,19 +48,21 @@ class Sample(NamedTuple):
         key: its signature.
         autocast: the autocast state around the step.
         cached: whether autocast's cache was enabled.
+        region: whether an autocast region was open.
     """
 
     value: Any
     key: Any
     autocast: Autocast
     cached: bool
+    region: bool
 
     @classmethod
     def of(cls, value: Any, key: Any) -> Sample:
         """A sample of `value`, detached, with the current autocast state."""
         tensors, rebuild = flatten(value)
         alone = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-        return cls(rebuild(alone), key, autocast_now(), torch.is_autocast_cache_enabled())
+        return cls(rebuild(alone), key, autocast_now(), torch.is_autocast_cache_enabled(), in_region())
 
 
 class PlannedSize(NamedTuple):
@@ -204,7 +206,7 @@ class Specializations:
         """`time` outside of a step, with the sample's autocast state, and generators restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
-        with autocast_as(sample.autocast, sample.cached), ReplayState(generators, (), (), modes).again():
+        with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), (), modes).again():
             return self.time(course, sample.value, sample.key, request)
 
     def time(self, course: Specialization, value: Any, key: Any, request: Request | None = None) -> Specialization:

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..errors import ExecutionError
 from ..tensors.recipe import Recipe
 from ..tensors.saved_tensors import saved_hooks
-from ..tensors.stage import Behaviour, SavedKind
+from ..tensors.stage import Behaviour, SavedKind, stage_inputs
 from ..tensors.storage import View, storage_key
 from ._follow import Var
 from .hollowing import key_of
@@ -366,7 +366,7 @@ class StageRun:
 
     def _detached(self, given: list[torch.Tensor]) -> tuple[list[torch.Tensor], set[int]]:
         """Return `given` detached from the user's graph, and the keys of their storages."""
-        inputs = [t.detach().requires_grad_(needs) for t, needs in zip(given, self._requires_grad, strict=True)]
+        inputs = stage_inputs(given, self._requires_grad)
         return inputs, {storage_key(t) for t in inputs}
 
     def _store(self, recipe: Recipe, n: int, tensor: torch.Tensor, slot: Slot | None) -> None:

@@ -18,13 +18,21 @@ def autocast_now() -> Autocast:
     return ("cpu", enabled("cpu"), dtype("cpu")), ("cuda", enabled("cuda"), dtype("cuda"))
 
 
-def autocast_as(before: Autocast, cached: bool | None = None) -> ExitStack:
+def in_region() -> bool:
+    """Return whether an autocast region is open, even one that is switched off: regions within it keep their casts of
+    weights until it is left."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
+
+
+def autocast_as(before: Autocast, cached: bool | None = None, region: bool = False) -> ExitStack:
     """Set autocast as it was `before`, until the returned stack is closed. cached: whether it caches casts of weights;
-    None: as now."""
+    None: as now. region: whether to open a region in any case."""
     stack = ExitStack()
     for kind, enabled, dtype in before:
         alike = (enabled, dtype) == (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        if not alike or cached not in (None, torch.is_autocast_cache_enabled()):
+        if region or not alike or cached not in (None, torch.is_autocast_cache_enabled()):
             stack.enter_context(torch.autocast(kind, dtype, enabled, cached))
     return stack
 

@@ -27,6 +27,14 @@ class Copy(nn.Module):
         return rebuild([t.clone() for t in tensors])
 
 
+def stage_inputs(tensors: Iterable[torch.Tensor], needs_grad: Iterable[bool]) -> list[torch.Tensor]:
+    """Return `tensors` cut from their graph, for a run of a stage by itself. Like those of a step they are not leaves:
+    autocast casts a leaf once for all its uses, and keeps the cast to the end of the region."""
+    leaves = [t.detach().requires_grad_(needs) for t, needs in zip(tensors, needs_grad, strict=True)]
+    with torch.enable_grad():
+        return [t.view_as(t) if t.requires_grad else t for t in leaves]
+
+
 def names_in(outer: nn.Module, table: str) -> Iterator[tuple[nn.Module, str]]:
     """Yield (module, name) of all "_parameters" or "_buffers" of `outer` and its submodules."""
     for module in outer.modules():

@@ -449,3 +449,55 @@ def test_casts_of_inner_autocast_are_charged(shared: bool) -> None:
             assert measured <= wrapped.get_expected_memory() <= limit, (mode, limit)
             assert shared or wrapped.get_expected_memory() <= 1.05 * measured + 2**13, (mode, limit)
     wrapped.close()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.gate(x).sigmoid() * self.up(x)).float()
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["measured", "first-step"])
+def test_a_region_that_is_off_keeps_the_casts_of_those_within(first: bool) -> None:
+    model, x = Narrow(), torch.randn(128, 32)
+    model.blocks = nn.ModuleList(Gated() for _ in range(5))
+
+    def step() -> None:
+        with torch.autocast("cpu", enabled=False):
+            loss = wrapped(x)
+        loss.backward()
+
+    wrapped = rotoff.Checkpointable(model, cache_directory=None)
+    if first:
+        wrapped.compute_sequence(250_000)
+        step()
+    else:
+        with torch.autocast("cpu", enabled=False):
+            wrapped.measure(x)
+    for mode in ("remat", "offload", "joint"):
+        least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
+        for limit in (least, (least + most) // 2, most):
+            wrapped.compute_sequence(limit, mode=mode, refine=False)
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+            assert peak_bytes(step) <= wrapped.get_expected_memory() <= limit, (mode, limit)
+    wrapped.close()
+
+
+def test_a_replay_in_the_forward_leaves_no_cast_of_its_input() -> None:
+    model, x = Narrow(), torch.randn(64, 64)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
+    L = len(wrapped.chain)
+    ops = [f"F_all {i}" for i in range(1, L)]
+    n = L - 2
+    ops[n:n] = [f"offload abar {n}", f"free abar {n}", f"F_ck {n}"]
+    ops += [f"F_all {L}", f"B {L}", f"B {L - 1}", f"prefetch abar {n}", f"wait abar {n}", f"B {n}"]
+    ops += [f"B {i}" for i in range(n - 1, 0, -1)]
+    with_sequence(wrapped, rotoff.Sequence.from_text("\n".join(ops)))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory()
+    wrapped.close()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...tensors.autocast import Casts, uncached_autocast
+from ...tensors.autocast import Casts, in_region, uncached_autocast
 from ..known_tensors import KnownTensors
 from ..tape import Owned
 
@@ -31,9 +31,7 @@ class WeightCasts:
         self._tensors = tensors
         self._region = 0
         self._kept: dict[WeightCast, bool] = {}  # whether autograd saves the cast
-        depth = torch.autocast_increment_nesting()
-        torch.autocast_decrement_nesting()
-        self._alone = depth == 1
+        self._alone = not in_region()
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -10,16 +10,16 @@ from __future__ import annotations
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...tensors.autocast import Casts
+from ...tensors.autocast import Casts, in_region
 from ...tensors.storage import key_of
 from ..timing.harness import Run
 from .allocator import Allocator
 
 
 def kept_casts(run: Run, allocator: Allocator) -> dict[int, int]:
-    """Return the bytes of the cast that autocast keeps of each weight (by storage) in a forward; empty if autocast is
-    off."""
-    if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+    """Return the bytes of the cast that autocast keeps of each weight (by storage) after a forward; empty outside of
+    autocast's regions."""
+    if not (in_region() and torch.is_autocast_cache_enabled()):
         return {}
     weights = {key_of(p) for p in run.parameters}
     made: list[tuple[int, int, StorageWeakRef]] = []  # (storage of the weight, bytes of the cast, its storage)

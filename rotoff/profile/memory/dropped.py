@@ -40,7 +40,7 @@ def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]
     """Run the forward. look: called with each tensor that autograd would save."""
     leaves = run.leaves()
     uses = [uses_of(t) for t in leaves]
-    given = [t.view_as(t) if t.requires_grad else t.detach() for t in leaves]  # the graph itself holds a leaf
+    given = [t.view_as(t) if t.requires_grad else t.detach() for t in leaves]
     results: list[tuple[int, StorageWeakRef]] = []
     graph = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
-from ...tensors.stage import StageModule
+from ...tensors.stage import StageModule, stage_inputs
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Run:
         return self.stage.parameters()
 
     def leaves(self) -> list[torch.Tensor]:
-        return [t.detach().requires_grad_(t.requires_grad) for t in self.tensors]
+        return stage_inputs(self.tensors, [t.requires_grad for t in self.tensors])
 
     def forward(self, leaves: list[torch.Tensor]) -> Any:
         return self.stage.run(self.rebuild(leaves))
@@ -49,14 +49,15 @@ class Run:
 
 
 def _leaves_made(given: Sequence[torch.Tensor], edges: Sequence[GradientEdge]) -> list[torch.Tensor]:
-    """Return the leaves of the graph behind `edges` that are neither `given` nor parameters."""
-    todo, known = [edge.node for edge in edges], {id(t) for t in given}
-    seen, made = set(todo), list[torch.Tensor]()
+    """Return the leaves of the graph from `given` to `edges` that are no parameters."""
+    entered = {t.grad_fn for t in given}
+    todo = [edge.node for edge in edges if edge.node not in entered]
+    seen, made = entered.union(todo), list[torch.Tensor]()
     while todo:
         node = todo.pop()
         if node.name() == "torch::autograd::AccumulateGrad":
             leaf: torch.Tensor = node.variable  # type: ignore[attr-defined]
-            if id(leaf) not in known and not isinstance(leaf, torch.nn.Parameter):
+            if not isinstance(leaf, torch.nn.Parameter):
                 made.append(leaf)
         following = [after for after, _ in node.next_functions if after is not None and after not in seen]
         seen.update(following)

@@ -11,6 +11,7 @@ import torch
 
 from ...core.chain import LinkRates
 from ...runtime.overhead import OverheadTimes
+from ...tensors.autocast import in_region
 from ...tensors.convolutions import flags
 from ...tensors.stage import StageModule
 from ...version import __version__
@@ -143,6 +144,7 @@ def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
     """Return PyTorch's settings that bytes and times depend on. types: of devices, for autocast."""
     return {
         "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
+        "region": in_region(),
         "precision": torch.get_float32_matmul_precision(),
         "kernels": [
             torch.are_deterministic_algorithms_enabled(),
