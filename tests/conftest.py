@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import time
-from collections.abc import Iterator
 from zlib import crc32
 
 import pytest
@@ -73,13 +72,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _old_objects_apart() -> Iterator[None]:
+def _old_objects_apart() -> None:
     """Collections, which tests of leaks ask for again and again, need not look through all that was imported before:
     seconds each."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -91,11 +91,13 @@ if __name__ == "__main__":
 
     import rotoff.checkpointable  # noqa: F401
     from rotoff.profile.timing import convergence
+    from rotoff.runtime.links import bandwidth
     from rotoff.solver import anneal
 
     torch.set_num_threads(1)
     gc.freeze()  # so that no process collects, and copies, what was imported
-    anneal.DEFAULT_SECONDS, convergence.FIXED = 0.01, 1  # to fit is enough
+    anneal.DEFAULT_SECONDS, convergence.UNTIL_CONVERGED = 0.01, convergence.Repeats(1, 1)  # to fit is enough
+    convergence.FIXED, bandwidth.WORK_BYTES = 1, bandwidth.WORK_BYTES >> 8
     for case in sys.argv[1:]:
         count, module, *arguments = case.split()
         say(f"{HEADING}{case}")
