@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..tensors.autocast import Autocast
+from ..tensors.kernel_flags import KernelFlags
 from .places import Entry, alone
 from .tape import Operation, Owned, Pinned, Ref, Tape, substitute
 
@@ -34,7 +35,7 @@ class ModuleCall:
         begin, end: its operations.
         made: the number of operations before it that make or change tensors.
         until: how many calls of modules had begun when it ended.
-        place, outputs, grad, autocast: as in `Operation`.
+        place, outputs, grad, autocast, kernels: as in `Operation`.
     """
 
     module: nn.Module
@@ -49,6 +50,7 @@ class ModuleCall:
     drawn: Any
     grad: bool
     autocast: Autocast
+    kernels: KernelFlags
     place: tuple[tuple[str, int], ...] = ()
     end: int = 0
     until: int = 0
@@ -116,6 +118,7 @@ def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], late
         draws=any(op.draws for op in inner),
         grad=call.grad,
         autocast=call.autocast,
+        kernels=call.kernels,
         effect=True,
         place=call.place,
         saves=saves,

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import MeasureError
 from ..tensors.autocast import autocast_now
 from ..tensors.eager_mode import Unwatched, without
+from ..tensors.kernel_flags import kernel_flags
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
@@ -31,7 +32,7 @@ from .partition.data_sizes import DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places, alone
 from .sharding import gathers
-from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Tape, leaves, name_of, substitute
+from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, leaves, name_of, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
 
 # properties of a tensor that do not depend on its contents
@@ -100,7 +101,7 @@ class Recorder(TorchFunctionMode):
         self._made = 0  # number of operations that make or change tensors
         self._generators = Generators(device)
         self._drawn = self._generators.states()
-        self._ambient = autocast_now()
+        self._ambient = autocast_now(), kernel_flags()
         self.casts = WeightCasts(self._tensors)
         self._hooks: list[Any] = []  # handles of hooks that the forward registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
@@ -204,10 +205,10 @@ class Recorder(TorchFunctionMode):
         received = function.written(args, kwargs) if isinstance(function, Collective) else ()
         versions = versions_of(given) if made is None else made.versions
         references = substitute((args, kwargs), self._reference)
-        grad, autocast = torch.is_grad_enabled(), autocast_now()
+        settings = self._settings()
         if made is None:
             self._saves.clear()
-        with self.casts.seen(autocast != self._ambient and not isinstance(function, nn.Module)) as casts:
+        with self.casts.seen(bool(settings["autocast"]) and not isinstance(function, nn.Module)) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
@@ -239,8 +240,7 @@ class Recorder(TorchFunctionMode):
             writes=frozenset(n for t in changed if (n := self._tensors.storage(t)) is not None),
             writes_owned=tuple(dict.fromkeys(owned for t in changed for owned in self._tensors.owners(t))),
             draws=draws,
-            grad=grad,
-            autocast=() if autocast == self._ambient else autocast,
+            **settings,
             expected=expected,
             effect=effect or any(self._tensors.lasts(t) for t in changed),
             place=self._place(),
@@ -335,8 +335,7 @@ class Recorder(TorchFunctionMode):
             versions=[] if transformed else versions_of(given),
             transformed=transformed,
             drawn=self._generators.states(),
-            grad=torch.is_grad_enabled(),
-            autocast=() if (autocast := autocast_now()) == self._ambient else autocast,
+            **self._settings(),
         )
         self._modules.append(call)
         self._open.append(call)
@@ -449,6 +448,15 @@ class Recorder(TorchFunctionMode):
                 raise _HiddenError(call, made)
         what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
         self._refuse(what, kind=UnrecordableError)
+
+    def _settings(self) -> Settings:
+        autocast, kernels = autocast_now(), kernel_flags()
+        before, kernels_before = self._ambient
+        return {
+            "grad": torch.is_grad_enabled(),
+            "autocast": () if autocast == before else autocast,
+            "kernels": () if kernels == kernels_before else kernels,
+        }
 
     def _place(self) -> tuple[tuple[str, int], ...]:
         return tuple((call.name, call.number) for call in self._open)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..tensors.autocast import Autocast
+from ..tensors.kernel_flags import KernelFlags
 
 
 class Ref(NamedTuple):
@@ -69,6 +70,14 @@ NOTHING = object()  # in place of an expected value
 SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
+class Settings(TypedDict):
+    """The fields of an `Operation` that say what is set around it."""
+
+    grad: bool
+    autocast: Autocast
+    kernels: KernelFlags
+
+
 @dataclass(frozen=True)
 class Operation:
     """One call of a function of torch, of a custom autograd Function, or of a module that is called as a whole.
@@ -81,6 +90,7 @@ class Operation:
         draws: whether it draws random numbers.
         grad: whether gradients were on.
         autocast: (device type, enabled, dtype), if that differs from the setting around the model.
+        kernels: the flags that choose kernels, if they differ from those around the model.
         expected: the Python value that a call such as ``bool(x.any())`` returned.
         effect: whether it must run even if its result is not used.
         place: the calls of modules around it, outermost first, each as (name, number of the call).
@@ -102,6 +112,7 @@ class Operation:
     draws: bool = False
     grad: bool = True
     autocast: Autocast = ()
+    kernels: KernelFlags = ()
     expected: Any = NOTHING
     effect: bool = False
     place: tuple[tuple[str, int], ...] = ()

@@ -20,6 +20,7 @@ from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
 from ..tensors.autocast import in_region
 from ..tensors.convolutions import flags
+from ..tensors.kernel_flags import kernel_flags
 from ..tensors.tree import leaves
 from .sizes import Sizes, split
 
@@ -105,12 +106,13 @@ _told_of_parameter = attrgetter("shape", "dtype", "requires_grad")
 
 
 def signature(value: Any, model: nn.Module) -> Any:
-    """All that a step's bytes depend on: the input's tensors, autocast, the model's parameters and training modes."""
+    """All that a step's bytes depend on: the input's tensors, autocast, the flags that choose kernels, the model's
+    parameters and training modes."""
     tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
     shapes = tuple(map(_shape, tensors))
     types = {"cpu", *(t.device.type for t in tensors)} - {"meta"}  # of which autocast knows nothing
     settings = ((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
-    autocast = (in_region(), *settings)
+    autocast = (in_region(), *settings, kernel_flags())
     todo, known = [model], {id(model)}  # faster than ``model.modules()``, which nests a generator for each level
     for module in todo:
         if module._modules:

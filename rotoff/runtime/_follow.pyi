@@ -29,6 +29,7 @@ class Follower:
     frames: Any
     lender: Any
     autocast_before: Any
+    kernels_before: tuple[bool, ...]
     _unusual: bool
     _every: bool
     _stage: int

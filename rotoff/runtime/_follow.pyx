@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..capture.tape import SET_REQUIRES_GRAD
+from ..tensors.kernel_flags import GETTERS
 from .arguments import VALUES, tensors_in, tensors_of
 from .torch_calls import KNOWN, find
 
@@ -27,7 +28,16 @@ cdef str _name = TAG
 cdef object _Tensor = Tensor, _Parameter = Parameter, _iter = Tensor.__iter__, _unbind = torch.unbind
 cdef object _set_requires_grad = SET_REQUIRES_GRAD, _requires_grad = Tensor.requires_grad_
 cdef object _values = VALUES
+cdef tuple _kernel_flags = GETTERS
 cdef object _is_grad_enabled = torch.is_grad_enabled, _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
+
+cdef bint _differ(tuple kernels_before):
+    """Whether a flag that chooses kernels has another value than in `kernels_before`."""
+    for n in range(len(kernels_before)):
+        if _kernel_flags[n]() is not kernels_before[n]:
+            return True
+    return False
 
 
 @cython.no_gc  # no cycle goes through it
@@ -90,6 +100,7 @@ cdef class Follower:
     cdef public list _log, saved
     cdef public dict _numbered
     cdef public object _held, _dying, _token, _stages, tape, outside, reads, frames, lender, autocast_before
+    cdef public tuple kernels_before
 
     def call(self, function, tuple args, dict kwargs):
         """Run `function`, and record the call if a replay must repeat it."""
@@ -183,8 +194,8 @@ cdef class Follower:
         if dead and self._made_for_nothing(made, stage, written):
             return result
         around = None
-        if not grad or self.autocast_before or known.attention or _is_any_autocast_enabled():
-            around = self._settings(grad, known.attention)
+        if not grad or self.autocast_before or _is_any_autocast_enabled() or _differ(self.kernels_before):
+            around = self._settings(grad)
         call = function, named, named_kwargs, made, around, dead
         if flat and known.ordinary:
             _untracked(named)

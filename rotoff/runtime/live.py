@@ -25,6 +25,7 @@ from ..capture.unrepeatable import compiled
 from ..tensors.autocast import Autocast
 from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import without
+from ..tensors.kernel_flags import kernel_flags
 from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
 from ._follow import TAG, Var
@@ -81,6 +82,7 @@ class LiveForward(OnCourse):
         self.frames = Frames(self.reads.resident)
         self.entered: set[Var] = set()
         self.autocast_before: Autocast | None = None  # when the stage began; None if it was off
+        self.kernels_before = kernel_flags()  # when the stage began
         self.saved = []
         self._every = self.timed
         self.kept_more = False
@@ -198,8 +200,8 @@ class LiveForward(OnCourse):
                 tape.constants.popitem()
             self._aliases = {var: alias for var, alias in self._aliases.items() if id(alias) in tape.constants}
 
-    def _settings(self, grad: bool, attends: bool) -> Around | None:
-        return Around.of(grad, self.autocast_before, attends)
+    def _settings(self, grad: bool) -> Around | None:
+        return Around.of(grad, self.autocast_before, self.kernels_before)
 
     def _made_for_nothing(self, made: Sequence[Var | None], stage: int, written: bool) -> bool:
         """Note that a dead call has made tensors; returns whether no replay makes them."""

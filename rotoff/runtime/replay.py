@@ -1,7 +1,7 @@
 """Lets a replay run in the state that the first run had, and restores the present state afterwards.
 
-Before its first run, a stage saves the states of the random number generators, the buffers that its forward changes and
-the autocast settings.
+Before its first run, a stage saves the states of the random number generators, the buffers that its forward changes,
+the autocast settings and the flags that choose kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..tensors.autocast import autocast_as, autocast_now
 from ..tensors.buffers import restorable
+from ..tensors.kernel_flags import kernel_flags, kernels_as
 from ..tensors.rng import Generators
 from ..tensors.stage import TRAINING
 
@@ -32,7 +33,7 @@ class ReplayState:
             a GAN thaws its discriminator before the backward of the generator's loss.
     """
 
-    __slots__ = ("_attributes", "_buffers", "_cached", "_generators", "_modes", "_rng", "autocast")
+    __slots__ = ("_attributes", "_buffers", "_cached", "_generators", "_modes", "_rng", "autocast", "kernels")
 
     def __init__(
         self,
@@ -51,6 +52,7 @@ class ReplayState:
         self._rng = generators.begin()
         self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
         self.autocast, self._cached = autocast_now(), torch.is_autocast_cache_enabled()
+        self.kernels = kernel_flags()
 
     def mark(self) -> tuple[object, ...]:
         """Return the mark of the generators before the first run."""
@@ -72,7 +74,7 @@ class ReplayState:
             self._generators.put(self._rng)
             # the setter, because a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
-            with autocast_as(self.autocast, self._cached):
+            with autocast_as(self.autocast, self._cached), kernels_as(self.kernels):
                 yield
         finally:
             torch._C._set_grad_enabled(grad_enabled)

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..errors import ExecutionError
 from ..tensors.autocast import Autocast, autocast_as, autocast_now
+from ..tensors.kernel_flags import KernelFlags, kernel_flags, kernels_as
 from ..tensors.storage import copied, version_of
 from ._follow import Var
 from .arguments import NESTED, VALUES, replaced, tensors_of
@@ -31,23 +31,22 @@ class Seeded:
 
 
 class Around(NamedTuple):
-    """Grad mode, autocast and allowed attention kernels of a call.
+    """Grad mode, autocast and the flags that choose kernels of a call.
 
-    autocast: None if it is as at the start of the stage. attention: None if the call does not depend on it."""
+    autocast, kernels: None if as at the start of the stage."""
 
     grad: bool
     autocast: Autocast | None
-    attention: list[SDPBackend] | None
+    kernels: KernelFlags | None
 
     @classmethod
-    def of(cls, grad: bool, autocast_before: Autocast | None, attends: bool) -> Around | None:
-        """Return the present settings; None if a replay has them anyway. attends: whether the call depends on the
-        allowed attention kernels."""
+    def of(cls, grad: bool, autocast_before: Autocast | None, kernels_before: KernelFlags) -> Around | None:
+        """Return the present settings; None if a replay has them anyway."""
         autocast = autocast_now() if autocast_before is not None or torch._C._is_any_autocast_enabled() else None
         if autocast == autocast_before:
             autocast = None
-        attention = _cur_sdpa_kernel_backends() if attends else None
-        return None if grad and autocast is None and attention is None else cls(grad, autocast, attention)
+        kernels = None if (now := kernel_flags()) == kernels_before else now
+        return None if grad and autocast is None and kernels is None else cls(grad, autocast, kernels)
 
 
 # One call of torch: function, arguments, keyword arguments, a `Var` for each tensor that it returns, its settings (None
@@ -196,13 +195,13 @@ def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.
         kwargs = {k: a if type(a) in fixed else _argument(values, changed, a) for k, a in kwargs.items()}
     if around is None:
         return function(*args, **kwargs)
-    grad, autocast, attention = around
+    grad, autocast, kernels = around
     with ExitStack() as stack:
         if not grad:
             stack.enter_context(torch.no_grad())
-        if attention is not None and attention != _cur_sdpa_kernel_backends():
-            stack.enter_context(sdpa_kernel(attention))
         stack.enter_context(autocast_as(autocast or ()))
+        if kernels is not None:
+            stack.enter_context(kernels_as(kernels))
         return function(*args, **kwargs)
 
 

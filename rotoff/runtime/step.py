@@ -172,6 +172,7 @@ class Step(BackwardPhase):
         if self._placement is not None:
             run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
         live.autocast_before = replay.autocast if torch._C._is_any_autocast_enabled() else None
+        live.kernels_before = replay.kernels
         changed = behaviour.changed_buffers
         live.reads.changing = {id(module._buffers[name]) for module, name in changed} if changed else set()
         live.begin_stage(i, tape, replay.mark)

@@ -68,7 +68,6 @@ class Known:
     writes: whether it changes, or may change, arguments other than ``out``.
     content: whether it changes the numbers in these arguments.
     draws: returns whether a call may draw random numbers; None: none does.
-    attention: whether it depends on the attention kernels that are allowed.
     returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``, or only its type.
     ordinary: whether none of the above concerns its calls, unless they have an ``out``.
     owner: the custom or scripted Function that it calls; None for all others.
@@ -87,12 +86,11 @@ class Known:
         self.writes = (written is not None and not self.vague) or owner is not None
         self.content = function not in _NO_CONTENT
         self.draws = _chance(function)
-        self.attention = function in _ATTENTION
         self.returns_itself = _CONVERSIONS.get(function)
         self.owner = owner
-        self.ordinary = not (
-            fact or self.watched or self.writes or self.attention or instead or function is torch.Tensor.__iter__
-        ) and (self.draws is None is self.returns_itself)
+        self.ordinary = not (fact or self.watched or self.writes or instead or function is torch.Tensor.__iter__) and (
+            self.draws is None is self.returns_itself
+        )
         self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 
 
@@ -169,9 +167,6 @@ _IN_PLACE = frozenset(
 )
 # these change no numbers
 _NO_CONTENT = frozenset([torch.Tensor.requires_grad_, torch.Tensor.detach_, torch.Tensor.share_memory_])
-_ATTENTION = frozenset(
-    [torch.nn.functional.scaled_dot_product_attention, torch.nn.functional.multi_head_attention_forward]
-)
 
 
 _DRAWING = re.compile(

@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...tensors.autocast import autocast_as
+from ...tensors.kernel_flags import kernels_as
 from ...tensors.stage import names_in
 from ...tensors.tree import flatten
 from ..tape import Operation, Owned, Pinned, Ref, Tape
@@ -117,7 +118,8 @@ class _Writer:
         self._enters = enters
         self._leaves = leaves
         self._until = until
-        self._names: dict[str, Any] = {"_flat": _flat, "_grad": torch.set_grad_enabled, "_around": autocast_as}
+        self._names: dict[str, Any] = {"_flat": _flat, "_grad": torch.set_grad_enabled}
+        self._names |= {"_around": autocast_as, "_kernels": kernels_as}
         self._objects: dict[int, str] = {}
 
     def compiled(self) -> types.FunctionType:
@@ -167,6 +169,9 @@ class _Writer:
         indent = "    "
         if operation.autocast:
             yield f"{indent}with _around({self._named(operation.autocast)}):"
+            indent += "    "
+        if operation.kernels:
+            yield f"{indent}with _kernels({self._named(operation.kernels)}):"
             indent += "    "
         if not operation.grad:
             yield f"{indent}with _grad(False):"
