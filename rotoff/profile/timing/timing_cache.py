@@ -13,6 +13,7 @@ from ...core.chain import LinkRates
 from ...runtime.overhead import OverheadTimes
 from ...tensors.autocast import in_region
 from ...tensors.convolutions import flags
+from ...tensors.kernel_flags import kernel_flags
 from ...tensors.stage import StageModule
 from ...version import __version__
 from ..profile import Profile
@@ -147,11 +148,7 @@ def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
         "region": in_region(),
         "precision": torch.get_float32_matmul_precision(),
         "kernels": [
-            torch.are_deterministic_algorithms_enabled(),
-            torch.backends.mkldnn.enabled,
-            torch.backends.cuda.flash_sdp_enabled(),
-            torch.backends.cuda.mem_efficient_sdp_enabled(),
-            torch.backends.cuda.math_sdp_enabled(),
+            *kernel_flags(),
             torch.is_autocast_cache_enabled(),
             str(torch.get_default_dtype()),  # of tensors made from numbers
         ],
