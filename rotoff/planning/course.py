@@ -19,7 +19,6 @@ from ..capture.tape import Tape
 from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
 from ..tensors.autocast import in_region
-from ..tensors.convolutions import flags
 from ..tensors.kernel_flags import kernel_flags
 from ..tensors.tree import leaves
 from .sizes import Sizes, split
@@ -130,7 +129,7 @@ def family_of(key: Any) -> tuple[Any, Sizes]:
     """Split a `signature` into what inputs of all sizes share, with all else that times depend on, and the sizes."""
     shapes, *rest = key
     kinds, sizes = split(shapes)
-    return (kinds, *rest, torch.get_num_threads(), torch.get_float32_matmul_precision(), flags()), sizes
+    return (kinds, *rest, torch.get_num_threads(), torch.get_float32_matmul_precision()), sizes
 
 
 def constants(value: Any) -> str:

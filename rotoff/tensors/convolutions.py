@@ -62,11 +62,6 @@ def other_algorithms(device: torch.device) -> tuple[Algorithms, ...]:
     return Algorithms.DETERMINISTIC, Algorithms.NATIVE
 
 
-def flags() -> tuple[bool, bool, bool]:
-    """Return the flags that the choice of an algorithm depends on: cuDNN's enabled, deterministic and benchmark."""
-    return torch._C._get_cudnn_enabled(), torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
-
-
 def _set(algorithms: Algorithms) -> Callable[[], None]:
     """Set the flag for `algorithms`; returns a function that restores it."""
     if algorithms is Algorithms.NATIVE:

@@ -19,6 +19,7 @@ _C = torch._C
 _FLAGS = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
+    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
     # of attention
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),

@@ -21,7 +21,8 @@ from rotoff.core.chain import Form
 from rotoff.core.sequence import parse
 from rotoff.errors import OptionError
 from rotoff.profile.timing.timing_cache import KnownForm
-from rotoff.tensors.convolutions import Algorithms, flags, forward_by, other_algorithms
+from rotoff.tensors.convolutions import Algorithms, forward_by, other_algorithms
+from rotoff.tensors.kernel_flags import kernel_flags
 from rotoff.tensors.recipe import Recipe
 from rotoff.tensors.stage import SavedKind
 
@@ -31,9 +32,9 @@ IN_FORCE = {Algorithms.NATIVE: (False, False, False), Algorithms.DETERMINISTIC: 
 
 @pytest.fixture(autouse=True)
 def _flags_are_put_back() -> Iterator[None]:
-    assert flags() == USUAL
+    assert kernel_flags()[:3] == USUAL
     yield
-    assert flags() == USUAL
+    assert kernel_flags()[:3] == USUAL
 
 
 class Look(torch.autograd.Function):
@@ -46,7 +47,7 @@ class Look(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.noted.append(flags())
+        ctx.noted.append(kernel_flags()[:3])
         return gradient, None
 
 
@@ -60,7 +61,7 @@ class Block(nn.Module):
         self.backwards: list[tuple[bool, bool, bool]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.forwards.append(flags())
+        self.forwards.append(kernel_flags()[:3])
         return x + Look.apply(torch.relu(self.norm(self.conv(x))), self.backwards)
 
 
@@ -74,9 +75,9 @@ class Convolutions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.convolution.default:
-            self.noted.append(flags())
+            self.noted.append(kernel_flags()[:3])
         elif func is not torch.ops.aten.convolution_backward.default:
-            self.others.add(flags())
+            self.others.add(kernel_flags()[:3])
         return func(*args, **(kwargs or {}))
 
 
@@ -181,7 +182,7 @@ def test_failing_backward_restores_flags(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Fails, "now", True)
     with pytest.raises(MemoryError, match="injected") as caught:
         loss.backward()
-    assert flags() == USUAL  # though loss and error, and with them the graph and the step, are still there
+    assert kernel_flags()[:3] == USUAL  # though loss and error, and with them the graph and the step, are still there
     assert model[1].backwards[-1] == IN_FORCE[Algorithms.NATIVE]
     assert caught.value.args == ("injected",)
 
@@ -192,7 +193,7 @@ def test_failing_forward_restores_flags() -> None:
     second.conv.dilation = (9, 9)  # the convolution itself raises
     with pytest.raises(RuntimeError, match="size"):
         wrapped(x)
-    assert flags() == USUAL
+    assert kernel_flags()[:3] == USUAL
 
 
 def test_aborted_step_restores_flags() -> None:
@@ -200,7 +201,7 @@ def test_aborted_step_restores_flags() -> None:
     with_sequence(with_forms(wrapped, Algorithms.DETERMINISTIC), every_form(wrapped.chain, 1))
     output = wrapped(x)
     (gradient,) = torch.autograd.grad(output.sum(), [first.conv.weight], retain_graph=True)
-    assert flags() == USUAL
+    assert kernel_flags()[:3] == USUAL
     assert torch.isfinite(gradient).all()
     del output
     gc.collect()

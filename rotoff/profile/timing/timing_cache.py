@@ -12,7 +12,6 @@ import torch
 from ...core.chain import LinkRates
 from ...runtime.overhead import OverheadTimes
 from ...tensors.autocast import in_region
-from ...tensors.convolutions import flags
 from ...tensors.kernel_flags import kernel_flags
 from ...tensors.stage import StageModule
 from ...version import __version__
@@ -136,7 +135,6 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
         "versions": [__version__, torch.__version__],
         **settings_of_torch(sorted({"cpu", device.type})),
         "lives": [repr((stage.storages, stage.lives)) for stage in stages],
-        "cudnn": list(flags()) if device.type == "cuda" else [],
         "more": [str(one) for one in more],
     }
 
