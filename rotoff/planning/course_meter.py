@@ -358,6 +358,8 @@ class _Measurement:
 
     def _measured(self, times: KnownTimes | None) -> Profile:
         """Measure now; `times`, if given, are not measured again."""
+        if times is not None and self._of.group is not None:
+            times = times.trying_layouts()  # all processes must measure equally often
         value, stages, meter = self._wanted.value, self.captured.stages, self._meter()
         use, more = self._wanted.use, (self._bandwidth, self._progress, times)
         found = times is not None and all(row.forms is not None for row in times.stages)

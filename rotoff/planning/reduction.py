@@ -154,6 +154,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "saved_cast_bytes": each(min),
         "formed_for": first,
         "timed": all,
+        "alike": each(all),
     },
 }
 

@@ -33,7 +33,7 @@ from .profile import Profile
 SUBTRACTED = (Skip, FreedEarly)  # are subtracted from other fields, so their bytes are rounded down
 ROUNDING = 64  # bytes added for each stage, since whole numbers of bytes may be rounded down
 # fields that do not depend on the size of the input; taken from the first profile
-OF_FIRST = ("meta", "formed_for", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound")
+OF_FIRST = ("meta", "formed_for", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound", "alike")
 # whole numbers that are not bytes
 PLACES = ("first", "last", "until", "early_stop", "outputs", "saved", "kept", "copied")
 TIMES = ("forward_time", "backward_time", "tail_time")  # of a stage

@@ -88,8 +88,12 @@ def measure(
         MeasureError: if no parameter or input needs a gradient, or a stage cannot be measured.
         TimesChanged: if the stages no longer take the `known` times.
     """
-    walk = _walked(_groups(stages, value, meter, named, merged), value, meter, known, progress)
-    return walk, _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+    groups = _groups(stages, value, meter, named, merged)
+    walk = _walked(groups, value, meter, known, progress)
+    profile = _profile(walk, value, meter, known, _link(walk.measured, bandwidth, known))
+    if known is not None and any(row.alike and not now for row, now in zip(known.stages, profile.alike, strict=False)):
+        return measure(groups, value, meter, bandwidth, progress, known.trying_layouts(), named, merged)
+    return walk, profile
 
 
 def measure_bytes(
@@ -200,6 +204,7 @@ def _profile(
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
         twice_bytes=_twice_bytes(walk, meter),
         timed=timed,
+        alike=tuple(one.alike for one in gradients[1:]),
     )
 
 

@@ -66,7 +66,7 @@ class PlacedBackward(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """A measured model. `common.RULES` says how processes agree on each field. Tuples have an entry for each stage.
+    """A measured model. `reduction.RULES` says how processes agree on each field. Tuples have an entry for each stage.
 
     Attributes:
         device: on which it was measured.
@@ -105,6 +105,7 @@ class Profile:
         formed_for: the limit for which forms were measured, as text; empty if all forms were.
         timed: whether times of stages, copies and the interpreter, and smaller forms, were measured; if not, the
             profile only says what keeping everything takes.
+        alike: whether all gradients that the stage's backward receives had the layouts of their tensors.
     """
 
     device: torch.device
@@ -138,6 +139,7 @@ class Profile:
     saved_cast_bytes: tuple[int, ...] = ()
     formed_for: str = ""
     timed: bool = True
+    alike: tuple[bool, ...] = ()
 
     @property
     def complete(self) -> bool:

@@ -44,15 +44,16 @@ class ByteMeter:
         self._lasting = {storage_key(t) for t in flatten(value)[0]}
         self._counted = set()
 
-    def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
-        """Return the bytes of a stage that keeps everything, and of one that keeps nothing; and its outputs."""
+    def _costs(self, run: Run, changes: ChangedBuffers, alike: bool = False) -> tuple[Measured, list[torch.Tensor]]:
+        """Return the bytes of a stage that keeps everything, and of one that keeps nothing; and its outputs. alike:
+        whether its backward will receive no gradient of another layout than its tensor's."""
         generators = Generators(self.context.device)
         drawn = generators.copies()
         casts = kept_casts(run, self.allocator)
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
         unmanaged = forward.behaviour.unmanaged_bytes
-        back, other_layout_bytes = self._backward(run, forward.outputs, forward.own_gradient_bytes)
+        back, other_layout_bytes = self._backward(run, forward.outputs, forward.own_gradient_bytes, alike)
         generators.put(drawn)  # if the next run saves other tensors, that is not because of random numbers
         dropping = self._dropping(run, forward.shapes)
         kept_above = forward.log.peak() - forward.saved_bytes - unmanaged
@@ -141,13 +142,14 @@ class ByteMeter:
         return kept
 
     def _backward(
-        self, run: Run, outputs: Sequence[torch.Tensor], gradient_bytes: Sequence[int]
+        self, run: Run, outputs: Sequence[torch.Tensor], gradient_bytes: Sequence[int], alike: bool
     ) -> tuple[BackwardBytes, int]:
         """Return the bytes of the backward, and how many more it holds if gradients have another layout than their
         tensors.
 
         Args:
             gradient_bytes: of the gradient of each output.
+            alike: as in `_costs`.
         """
         back = backward_bytes(self.allocator, run)
         if run.last:  # a loss may give expanded gradients, which take no bytes until a kernel copies them
@@ -157,7 +159,7 @@ class ByteMeter:
             pairs = zip(back.places, alone.places, strict=True)
             places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
             return BackwardBytes(levels, max(back.staying, alone.staying - expected), places), 0
-        if all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension has one layout
+        if alike or all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension has one layout
             return back, 0
         layouts = [permuted] if all(t.is_contiguous() for t in outputs) else [permuted, contiguous]
         noncontiguous = [backward_bytes(self.allocator, run, layout) for layout in layouts]

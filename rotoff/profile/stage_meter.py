@@ -93,7 +93,7 @@ class Meter(ByteMeter):
 
         Args:
             last: whether the caller holds the output throughout.
-            known: the stage's times, if they need not be measured.
+            known: the stage's times, if they need not be measured, and whether gradients have other layouts.
             timed: whether to measure times and smaller forms; if not, `times` does so later.
         """
         if self.context.device.type == "cuda":
@@ -114,7 +114,8 @@ class Meter(ByteMeter):
         self._refuse_subclasses(stage, outputs)
         run = run.noted(leaves, outputs)
         needs = [t.requires_grad for t in outputs]
-        kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
+        alike = known is not None and known.alike
+        kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last, alike
         given = {id(t) for t in leaves if storage_key(t) in self._lasting}
         if not any(need and id(t) not in given for t, need in zip(outputs, needs, strict=True)):
             measured = None
@@ -131,7 +132,7 @@ class Meter(ByteMeter):
             run = self._require_one_plan(replace(run, collective=run.collective or seen.any))
             if self.context.device.type == "cuda" and not run.collective:
                 self._replay(run)
-            measured, outputs = self._costs(run, changes)
+            measured, outputs = self._costs(run, changes, alike)
             if timed:
                 measured = self._with_times(run, measured, known)
             # `kind` does not include buffers that no operation reads

@@ -12,6 +12,7 @@ from torch import nn
 
 import rotoff
 from rotoff.profile.memory.gradients import GradientPlace, Layout, charge
+from rotoff.profile.timing.harness import permuted
 
 
 class Tanh(torch.autograd.Function):
@@ -112,6 +113,53 @@ def test_copies_of_noncontiguous_gradients_are_charged(passing: int) -> None:
     model.compute_sequence(model.keep_all_memory)
     assert peak_bytes(lambda: model(x).square().sum().backward()) <= model.get_expected_memory()
     model.close()
+
+
+class Tokens(torch.autograd.Function):
+    """A sum over the tokens, whose gradient is expanded for many tokens alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.shape = x.shape
+        return x.sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        expanded = gradient.unsqueeze(1).expand(ctx.shape)
+        return expanded if ctx.shape[1] > 100 else expanded.contiguous()
+
+
+class TotalOfTokens(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Tokens.apply(x)
+
+
+def test_a_layout_that_other_sizes_do_not_have_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+    monkeypatch.setattr(
+        "rotoff.profile.stage_bytes.permuted", lambda outputs: [tried.append(1), *permuted(outputs)][1:]
+    )
+    parts = nn.Linear(16, 64), Block(), *(FreedEarly() for _ in range(12)), TotalOfTokens()
+    names = [str(n) for n in range(len(parts))]
+
+    def planned(*tokens: int) -> rotoff.Checkpointable:
+        model = rotoff.Checkpointable(nn.Sequential(*parts), stages=names, check=True, cache_directory=None)
+        model.compute_sequence(limit)
+        for count in tokens:
+            tried.clear()
+            model(torch.randn(4, count, 16)).square().sum().backward()
+        return model
+
+    limit = 1 << 30
+    limit = planned(128).min_mem_limit("joint")
+    known, fresh = planned(64, 128), planned(128)
+    bytes_of = [[one.backward_transient_bytes for one in model.chain.stages] for model in (known, fresh)]
+    assert bytes_of[0] == bytes_of[1]
+    alike = planned(64, 96)
+    assert not tried
+    for model in (known, alike):
+        assert model.chain.meta["times"] == "interpolated between those measured at other sizes"
+        assert [one.measured for one in model.plans()] == [True, True]
 
 
 class Joined(nn.Module):

@@ -128,9 +128,9 @@ class FakeMeter(Meter):
     def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         return FakeFormMeter(self.context, lambda: self._timed.seconds[-1]["backward"], policy)
 
-    def _costs(self, run: Run, changes: ChangedBuffers) -> tuple[Measured, list[torch.Tensor]]:
+    def _costs(self, run: Run, changes: ChangedBuffers, alike: bool = False) -> tuple[Measured, list[torch.Tensor]]:
         self._timed.seconds = []
-        return super()._costs(run, changes)
+        return super()._costs(run, changes, alike)
 
     def plain(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, FakeTensor)

@@ -72,6 +72,7 @@ class Charge(NamedTuple):
         fresh_bytes: what the backward had made before it copied.
         layout: the worst layout of a gradient that the next backward reads. A mean's gradient is expanded, and those
             before it may be; kernels that need contiguous input copy it first.
+        alike: whether all gradients, read or not, have the layouts of their tensors.
     """
 
     nbytes: int
@@ -80,6 +81,7 @@ class Charge(NamedTuple):
     copied_bytes: int = 0
     fresh_bytes: int = 0
     layout: Layout = Layout.ALIKE
+    alike: bool = True
 
 
 Stages = Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]
@@ -112,7 +114,7 @@ def charge(stages: Stages, compact: bool = False) -> list[Charge]:
             held.append(storage)
         untouched = {place.incoming for place in places if place is not None and place.untouched}
         read = max((one for n, one in enumerate(layouts) if n not in untouched), default=Layout.ALIKE)
-        charges[-1] = charges[-1]._replace(layout=read)
+        charges[-1] = charges[-1]._replace(layout=read, alike=not any(layouts))
         layouts = [Layout.ALIKE if place is None else place.layout_given(layouts, read) for place in places]
         fresh = sum(size for storage, size in alive.items() if storage not in before)
         copied = _waiting(held, alive, places, *stages[i - 2]) if compact and i > 1 else ()

@@ -43,8 +43,8 @@ KnownForms = tuple[KnownForm, ...]
 
 
 class StageTimes(NamedTuple):
-    """Times of one stage in seconds, its forms (None: to be found), whether the device waits for the host, and where a
-    replay may stop."""
+    """Times of one stage in seconds, its forms (None: to be found), whether the device waits for the host, where a
+    replay may stop, and `Profile.alike`: if True, gradients of other layouts need not be tried."""
 
     name: str
     forward_time: float
@@ -53,6 +53,7 @@ class StageTimes(NamedTuple):
     forms: KnownForms | None
     host_bound: bool = False
     early_stop: int = 0
+    alike: bool = False
 
 
 class KnownTimes(NamedTuple):
@@ -70,6 +71,10 @@ class KnownTimes(NamedTuple):
     copy_bandwidth: float | None = None
     overhead: OverheadTimes | None = None
     checked: bool = True
+
+    def trying_layouts(self) -> KnownTimes:
+        """Return these without `StageTimes.alike`."""
+        return self._replace(stages=tuple(row._replace(alike=False) for row in self.stages))
 
     @property
     def heaviest(self) -> StageTimes | None:
@@ -94,12 +99,13 @@ def check_times(known: StageTimes, runs: Sequence[float]) -> None:
 def times_of(profile: Profile) -> tuple[StageTimes, ...]:
     """Return the times of a measured model's stages."""
     rows = []
-    bound = profile.host_bound or (False,) * len(profile.chain)
-    for stage, behaviour, host in zip(profile.chain.stages, profile.behaviours, bound, strict=True):
+    unknown = (False,) * len(profile.chain)
+    bound, likes = profile.host_bound or unknown, profile.alike or unknown
+    for stage, behaviour, host, alike in zip(profile.chain.stages, profile.behaviours, bound, likes, strict=True):
         pairs = zip(behaviour.forms, stage.forms, strict=True)
         forms = tuple(KnownForm(recipe.identity, form.backward_time) for recipe, form in pairs)
         times = stage.forward_time, stage.backward_time, stage.tail_time
-        rows.append(StageTimes(stage.name, *times, forms, host, behaviour.early_stop))
+        rows.append(StageTimes(stage.name, *times, forms, host, behaviour.early_stop, alike))
     return tuple(rows)
 
 
