@@ -127,7 +127,7 @@ class Recorder(TorchFunctionMode):
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
         self.tape.cast_bytes, self.tape.unsaved_cast_bytes = self.casts.kept_bytes, self.casts.unsaved_bytes
-        self.tape.saved_casts = self.casts.saved
+        self.tape.saved_casts, self.tape.cast_again = self.casts.saved, self.casts.again
         as_one(self.tape, self._modules, self._varying, self._pinned)
 
     def finish(self) -> None:
@@ -208,7 +208,7 @@ class Recorder(TorchFunctionMode):
         settings = self._settings()
         if made is None:
             self._saves.clear()
-        with self.casts.seen(bool(settings["autocast"]) and not isinstance(function, nn.Module)) as casts:
+        with self.casts.seen(torch._C._is_any_autocast_enabled() and not isinstance(function, nn.Module)) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]

@@ -171,6 +171,7 @@ class Tape:
         cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`).
         unsaved_cast_bytes: the part that autograd does not save.
         saved_casts: the casts that it saves.
+        cast_again: the weights of which a region of autocast uses one cast more than once.
         cuts: the positions, among the used operations, after which stages end (`partition.cuts`).
     """
 
@@ -195,6 +196,7 @@ class Tape:
     cast_bytes: int = 0
     unsaved_cast_bytes: int = 0
     saved_casts: frozenset[Any] = frozenset()
+    cast_again: frozenset[Owned] = frozenset()
     cuts: tuple[int, ...] = ()
 
     def result_variables(self) -> list[int]:

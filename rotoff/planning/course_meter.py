@@ -415,7 +415,10 @@ class _Measurement:
         tape = self.captured.tape
         course = expected(tape, profile.stages, profile.prefix)
         profile = replace(
-            _with_outside(profile, course), cast_bytes=tape.cast_bytes, saved_cast_bytes=course.cast_bytes
+            _with_outside(profile, course),
+            cast_bytes=tape.cast_bytes,
+            saved_cast_bytes=course.cast_bytes,
+            cast_again=frozenset((one.module, one.name) for one in tape.cast_again),
         )
         stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
         if tape.unsaved_cast_bytes:

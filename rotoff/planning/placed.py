@@ -26,6 +26,7 @@ from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
+from ..runtime.placed.tensor import placeable
 from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
@@ -99,7 +100,11 @@ class PlacedPlanner:
     def groups(self, profile: Profile, host: bool) -> FoundGroups:
         """Groups of the model's parameters. host: whether the host may update them."""
         probe = OptimizerProbe(self.optimizers, profile.device, self.times)
-        return find_groups(self.model, profile.stages, probe, host, profile.device)
+        # autocast keeps casts of leaves alone, and the tensor that stands for a parameter that moves is none
+        cast_again = {id(module._parameters[name]) for module, name in profile.cast_again}
+        return find_groups(
+            self.model, profile.stages, probe, host, profile.device, lambda p: placeable(p) and id(p) not in cast_again
+        )
 
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""

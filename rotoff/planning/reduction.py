@@ -152,6 +152,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "twice_bytes": each(min),
         "cast_bytes": max,
         "saved_cast_bytes": each(min),
+        "cast_again": own,  # only the placement of parameters asks
         "formed_for": first,
         "timed": all,
         "alike": each(all),

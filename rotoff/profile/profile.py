@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
@@ -102,6 +103,7 @@ class Profile:
             once.
         cast_bytes: what autocast within the model keeps to the end of its region.
         saved_cast_bytes: the part of that which is also in the stage's ā.
+        cast_again: (module, name) of the parameters of which autocast uses one cast more than once.
         formed_for: the limit for which forms were measured, as text; empty if all forms were.
         timed: whether times of stages, copies and the interpreter, and smaller forms, were measured; if not, the
             profile only says what keeping everything takes.
@@ -137,6 +139,7 @@ class Profile:
     twice_bytes: tuple[int, ...] = ()
     cast_bytes: int = 0
     saved_cast_bytes: tuple[int, ...] = ()
+    cast_again: frozenset[tuple[nn.Module, str]] = frozenset()
     formed_for: str = ""
     timed: bool = True
     alike: tuple[bool, ...] = ()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,23 @@ class Lends(nn.Module):
         return x @ weight @ turned + self.layers[0](self.layers[0](x))
 
 
+class Recurring(nn.Module):
+    """Reads the weights of its cell at each time step. Under autocast all of these share one cast."""
+
+    def __init__(self, width: int = 32, inside: bool = False) -> None:
+        super().__init__()
+        self.inside = inside  # whether autocast is in the model
+        self.cell = nn.GRUCell(width, width)
+        self.layers = nn.Sequential(*(Residual(width) for _ in range(10)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if self.inside else nullcontext():
+            states = [x.new_zeros(x.shape[1:])]
+            for now in x:
+                states.append(self.cell(now, states[-1]))
+            return self.layers(torch.stack(states))
+
+
 def tied_language() -> tuple[nn.Module, Callable[[], Any]]:
     return Language(), lambda: torch.randint(0, 50, (4, 12))
 
@@ -113,7 +130,15 @@ def normalized() -> tuple[nn.Module, Callable[[], Any]]:
     return model, lambda: torch.randn(2, 3, 8, 8)
 
 
-RECORDED = {f.__name__: f for f in (normalized, tied_language, untied, adapted, lends)}
+def recurring() -> tuple[nn.Module, Callable[[], Any]]:
+    return Recurring(), lambda: torch.randn(6, 4, 32)
+
+
+def recurring_inside() -> tuple[nn.Module, Callable[[], Any]]:
+    return Recurring(inside=True), lambda: torch.randn(6, 4, 32)
+
+
+RECORDED = {f.__name__: f for f in (normalized, tied_language, untied, adapted, lends, recurring, recurring_inside)}
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
@@ -501,6 +526,26 @@ def test_what_surrounds_a_step(step: Any) -> None:
     share = 0.6 if step is scaled else 0.2  # autocast keeps casts of the weights
     placed, _ = trained("untied", adamw, step, share, anew=step in (scaled, frozen_later, other_shapes))
     assert same(placed, plain)
+
+
+def in_bfloat16(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch()).float().square().mean()
+    loss.backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+@pytest.mark.parametrize(
+    ("name", "step", "share", "updates"),
+    [("recurring", in_bfloat16, 0.2, "after"), ("recurring_inside", usual, 0.0, "during")],
+)
+def test_a_weight_that_autocast_casts_for_several_calls_stays(name: str, step: Any, share: float, updates: str) -> None:
+    placed, model = trained(name, adamw, step, share, anew=step is in_bfloat16, updates=updates)
+    assert same(placed, plainly(name, adamw, step))
+    assert model._plan.placed.moved
+    assert {*map(id, model._plan.placed.outside)} == {*map(id, model._model.cell.parameters())}
 
 
 # -- bytes

@@ -1,8 +1,9 @@
-"""The casts of weights that an autocast region within the model keeps: one of each float32 weight, for all its uses,
-until the outermost region is left, whatever a plan drops."""
+"""The casts of weights that autocast keeps: one of each float32 weight, for all its uses, until the outermost region is
+left, whatever a plan drops."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -25,12 +26,13 @@ class WeightCast(NamedTuple):
 
 
 class WeightCasts:
-    """Finds these casts while a forward is recorded outside of the user's regions."""
+    """Finds these casts while a forward is recorded. Those in a region of the user's take none of the model's bytes."""
 
     def __init__(self, tensors: KnownTensors) -> None:
         self._tensors = tensors
         self._region = 0
         self._kept: dict[WeightCast, bool] = {}  # whether autograd saves the cast
+        self._uses: Counter[WeightCast] = Counter()
         self._alone = not in_region()
 
     @contextmanager
@@ -52,7 +54,7 @@ class WeightCasts:
     def seen(self, casting: bool) -> Iterator[list[WeightCast]]:
         """Yield a list, which gets the casts made in the block if `casting`."""
         found: list[WeightCast] = []
-        if not (casting and self._alone and torch.is_autocast_cache_enabled()):
+        if not (casting and torch.is_autocast_cache_enabled()):
             yield found
             return
         made: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # storages of the casts
@@ -61,13 +63,19 @@ class WeightCasts:
             owners = self._tensors.owners(tensor) if tensor.requires_grad else ()
             for one in [one for one in owners if one.table == "_parameters" and one.tensor is tensor][:1]:
                 made[one, cast.dtype, cast.nbytes] = StorageWeakRef(cast.untyped_storage())
+                self._uses[WeightCast(self._region, one, cast.dtype, cast.nbytes)] += 1
 
         with uncached_autocast(), Casts(note):  # without the cache, each use casts again
             yield found
-        for one, storage in made.items():
+        for one, storage in made.items() if self._alone else ():
             cast = WeightCast(self._region, *one)
             found.append(cast)
             self._kept[cast] = self._kept.get(cast, False) or self._tensors.knows(storage)
+
+    @property
+    def again(self) -> frozenset[Owned]:
+        """The weights of which a region uses one cast more than once."""
+        return frozenset(cast.weight for cast, uses in self._uses.items() if uses > 1)
 
     @property
     def kept_bytes(self) -> int:
