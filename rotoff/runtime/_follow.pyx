@@ -123,7 +123,9 @@ cdef class Follower:
         self.inside = True  # if a wrapper called this, the mode is still active
         try:
             row = self._rows[self._position]
-            if row[0] is not function or self._within or not self.on_course:
+            if row[0] is not function or self._within or not self.on_course or (
+                row[1] == OUTSIDE and not row[4] and self._reads_stages(args, kwargs)
+            ):
                 row = self._expected(function, args, kwargs)
             stage = row[1]
             if stage is not None:
@@ -134,6 +136,15 @@ cdef class Follower:
             return self._followed(function, known, args, kwargs, row)
         finally:
             self.inside = False
+
+    cpdef bint _reads_stages(self, tuple args, dict kwargs):
+        """Whether a call reads a tensor that a stage has made."""
+        cdef Var var
+        for tensor in tensors_in(args, kwargs):
+            var = self._known(tensor)
+            if var is not None and var.origin[1] != OUTSIDE:
+                return True
+        return False
 
     cdef object _followed(self, function, known, tuple args, dict kwargs, tuple row):
         """Run and record a call. What only few calls need is in other functions."""
