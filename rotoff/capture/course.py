@@ -192,7 +192,7 @@ def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> li
     found = [0] * count
     for op in tape.operations:
         if (i := stage_of.get(id(op), OUTSIDE)) != OUTSIDE:
-            found[i - 1] += sum(cast.nbytes for cast in op.casts if cast in tape.saved_casts)
+            found[i - 1] += sum(cast.nbytes for cast in {*op.casts} if cast in tape.saved_casts)
     return found
 
 

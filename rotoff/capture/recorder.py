@@ -47,6 +47,7 @@ _FACTS = frozenset(
 )  # fmt: skip
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 _EFFECTS = frozenset(["__set__"])
+_CONVERSIONS = frozenset(["to", "type", "type_as", "bfloat16", "half"])  # autocast does not keep what they make
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -127,7 +128,7 @@ class Recorder(TorchFunctionMode):
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
         self.tape.cast_bytes, self.tape.unsaved_cast_bytes = self.casts.kept_bytes, self.casts.unsaved_bytes
-        self.tape.saved_casts, self.tape.cast_again = self.casts.saved, self.casts.again
+        self.tape.saved_casts = self.casts.saved
         as_one(self.tape, self._modules, self._varying, self._pinned)
 
     def finish(self) -> None:
@@ -208,7 +209,9 @@ class Recorder(TorchFunctionMode):
         settings = self._settings()
         if made is None:
             self._saves.clear()
-        with self.casts.seen(torch._C._is_any_autocast_enabled() and not isinstance(function, nn.Module)) as casts:
+        opaque = isinstance(function, nn.Module)
+        casting = torch._C._is_any_autocast_enabled() and not opaque and name not in _CONVERSIONS
+        with self.casts.seen(casting) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
@@ -217,7 +220,7 @@ class Recorder(TorchFunctionMode):
         newer = versions_of(given)
         changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
         self._note_changed(changed)
-        draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
+        draws, effect = self._drawn is not generated, name in _EFFECTS or opaque
         silent = not (changed or effect or draws)
         if silent and returned and not name.endswith("_") and _all_in(returned, given):
             return result  # no operation, such as x.to(x.dtype)
@@ -244,7 +247,7 @@ class Recorder(TorchFunctionMode):
             expected=expected,
             effect=effect or any(self._tensors.lasts(t) for t in changed),
             place=self._place(),
-            casts=tuple(casts),
+            casts=tuple(self.casts.of_module(function) if opaque else casts),
             saves=tuple(self._saves),
         )
         picks = self._sizes.picks(name, references, given)

@@ -94,7 +94,7 @@ class Operation:
         expected: the Python value that a call such as ``bool(x.any())`` returned.
         effect: whether it must run even if its result is not used.
         place: the calls of modules around it, outermost first, each as (name, number of the call).
-        casts: of weights, which autocast within the model keeps (`weight_casts`).
+        casts: of weights, which autocast keeps (`weight_casts`), one for each use.
         saves: (number, bytes) of the storages that autograd saves for it.
         ends: storages freed before the next operation, because Python releases them; saved tensors do not count as
             holders.
@@ -171,7 +171,6 @@ class Tape:
         cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`).
         unsaved_cast_bytes: the part that autograd does not save.
         saved_casts: the casts that it saves.
-        cast_again: the weights of which a region of autocast uses one cast more than once.
         cuts: the positions, among the used operations, after which stages end (`partition.cuts`).
     """
 
@@ -196,7 +195,6 @@ class Tape:
     cast_bytes: int = 0
     unsaved_cast_bytes: int = 0
     saved_casts: frozenset[Any] = frozenset()
-    cast_again: frozenset[Owned] = frozenset()
     cuts: tuple[int, ...] = ()
 
     def result_variables(self) -> list[int]:

@@ -132,7 +132,6 @@ class _Union:
         for name in ("changed_bytes", "cast_bytes", "unsaved_cast_bytes"):
             setattr(self._tape, name, max(getattr(one.tape, name), getattr(other.tape, name)))
         self._tape.saved_casts = one.tape.saved_casts & other.tape.saved_casts
-        self._tape.cast_again = one.tape.cast_again | other.tape.cast_again
         self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
         return self._tape
 

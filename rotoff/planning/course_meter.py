@@ -22,6 +22,7 @@ from ..capture import strategy
 from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.interception import custom_function, without_checkpoints
+from ..capture.partition.weight_casts import cast_again
 from ..capture.recording import same_calls
 from ..capture.sharding import collectives_waited_for, tensor_parallel
 from ..capture.tape import Tape
@@ -418,7 +419,7 @@ class _Measurement:
             _with_outside(profile, course),
             cast_bytes=tape.cast_bytes,
             saved_cast_bytes=course.cast_bytes,
-            cast_again=frozenset((one.module, one.name) for one in tape.cast_again),
+            cast_again=cast_again(tape),
         )
         stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
         if tape.unsaved_cast_bytes:

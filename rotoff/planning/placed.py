@@ -26,7 +26,6 @@ from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
-from ..runtime.placed.tensor import placeable
 from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
@@ -39,6 +38,10 @@ from .request import Request
 logger = logging.getLogger("rotoff")
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
 TRIES = 4  # solver calls, each with a smaller limit, until the bytes that the machine does not charge fit, too
+_CASTS = (
+    "; weights that autocast casts for several calls stay on the device, unless it keeps no casts"
+    " (torch.autocast(..., cache_enabled=False))"
+)
 LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
 
 
@@ -93,18 +96,14 @@ class PlacedPlanner:
         raise InfeasibleError(
             "the training step with its parameters, gradients and optimizer states needs at least"
             f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is {format_bytes(request.mem_limit)}"
-            f" ({request.mem_limit} bytes)",
+            f" ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
             least,
         )
 
     def groups(self, profile: Profile, host: bool) -> FoundGroups:
         """Groups of the model's parameters. host: whether the host may update them."""
         probe = OptimizerProbe(self.optimizers, profile.device, self.times)
-        # autocast keeps casts of leaves alone, and the tensor that stands for a parameter that moves is none
-        cast_again = {id(module._parameters[name]) for module, name in profile.cast_again}
-        return find_groups(
-            self.model, profile.stages, probe, host, profile.device, lambda p: placeable(p) and id(p) not in cast_again
-        )
+        return find_groups(self.model, profile, probe, host)
 
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""

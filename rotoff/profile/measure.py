@@ -80,7 +80,8 @@ def measure(
             whose input no backward needs (`capture.unsaved`).
         value: a tensor, or a structure of tensors, on the device of `meter`.
         bandwidth: given the bytes that typically move at once, returns the rates of the link.
-        known: times that need not be measured if they are of the same stages.
+        known: times that need not be measured if they are of the same stages, and which gradients have the layouts of
+            their tensors; if others do here, all is measured again.
         named: whether the user named the stages; then they are merged only if they alias.
         merged: the names of the merged stages for an input of another size.
 

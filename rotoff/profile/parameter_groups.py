@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ..capture.unrepeatable import compiled
@@ -15,6 +14,7 @@ from ..runtime.placed.tensor import placeable, room_of
 from ..tensors.stage import StageModule, shared_parameters
 from ..tensors.storage import block_bytes, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
+from .profile import Profile
 
 
 @dataclass(frozen=True)
@@ -50,30 +50,31 @@ class FoundGroups:
 
 def find_groups(
     model: nn.Module,
-    stages: Sequence[StageModule],
+    profile: Profile,
     probe: OptimizerProbe,
     host: bool,
-    device: torch.device,
     may_move: Callable[[nn.Parameter], bool] = placeable,
 ) -> FoundGroups:
     """Group the parameters of each stage, or of the stages that share them; large groups are split, and trained and
     frozen parameters are kept apart.
 
-    Parameters stay on the device if no stage reads them, if a compiled module reads them, or if they share a storage
-    with others.
+    Parameters stay on the device if no stage reads them, if a compiled module reads them, if they share a storage with
+    others, or if autocast casts them for several calls: it keeps casts of leaf tensors alone, and the tensor that
+    stands for a parameter that moves is none.
 
     Args:
+        profile: of the model.
         host: whether the host may update a group. On the CPU, host and device are the same processor.
-        device: on which steps run.
         may_move: whether a parameter can be placed.
     """
+    stages, device = profile.stages, profile.device
     readers = _readers(stages)
     every = list({id(p): p for p in model.parameters()}.values())
-    shared = _sharing(every)
+    staying = _sharing(every) | {id(module._parameters[name]) for module, name in profile.cast_again}
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     outside = []
     for parameter in every:
-        if id(parameter) not in readers or id(parameter) in shared or not may_move(parameter):
+        if id(parameter) not in readers or id(parameter) in staying or not may_move(parameter):
             outside.append(parameter)
         else:
             key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)

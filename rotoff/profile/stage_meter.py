@@ -63,7 +63,7 @@ class Meter(ByteMeter):
         policy = None if isinstance(forms, bool) else forms
         self._forms = self.form_meter(policy, bool(forms), algorithms) if forms or algorithms else None
         self._timings: dict[Any, Timings] = {}  # by the kind of stage
-        self._measured: dict[Any, tuple[Measured, StageModule]] = {}  # by kind; the stage is the one measured
+        self._measured: dict[Any, tuple[Measured, StageModule]] = {}  # by kind and `Profile.alike`, with the stage
         self._by_kind: dict[Any, Measured] = {}  # results of `times`
         self._overhead = OverheadMeter()
         self.samples_overhead = True
@@ -93,7 +93,8 @@ class Meter(ByteMeter):
 
         Args:
             last: whether the caller holds the output throughout.
-            known: the stage's times, if they need not be measured, and whether gradients have other layouts.
+            known: the stage's times, if they need not be measured, and whether all gradients that it receives have the
+                layouts of their tensors.
             timed: whether to measure times and smaller forms; if not, `times` does so later.
         """
         if self.context.device.type == "cuda":
@@ -115,12 +116,12 @@ class Meter(ByteMeter):
         run = run.noted(leaves, outputs)
         needs = [t.requires_grad for t in outputs]
         alike = known is not None and known.alike
-        kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last, alike
+        kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
         given = {id(t) for t in leaves if storage_key(t) in self._lasting}
         if not any(need and id(t) not in given for t, need in zip(outputs, needs, strict=True)):
             measured = None
-        elif kind in self._measured and (known is None or known is not self.checked):
-            known_kind, like = self._measured[kind]
+        elif (kind, alike) in self._measured and (known is None or known is not self.checked):
+            known_kind, like = self._measured[kind, alike]
             measured = known_kind.of(stage, like)
         else:
             if not self._warm or watched or any(map(compiled, stage.every_module())):
@@ -133,12 +134,14 @@ class Meter(ByteMeter):
             if self.context.device.type == "cuda" and not run.collective:
                 self._replay(run)
             measured, outputs = self._costs(run, changes, alike)
-            if timed:
+            if timed and (kind, not alike) in self._measured:  # times and forms are the same
+                measured = measured.with_times_of(self._measured[kind, not alike][0])
+            elif timed:
                 measured = self._with_times(run, measured, known)
             # `kind` does not include buffers that no operation reads
             if measured.holds_for_its_kind and stage.buffers_read().keys() >= {*measured.behaviour.changed_buffers}:
                 measured = replace(measured, kind=kind)
-                self._measured[kind] = measured, stage
+                self._measured[kind, alike] = measured, stage
         detached = [t.detach().requires_grad_(need) for t, need in zip(outputs, needs, strict=True)]
         return measured, rebuild_output(detached)
 

@@ -123,8 +123,8 @@ cdef class Follower:
         self.inside = True  # if a wrapper called this, the mode is still active
         try:
             row = self._rows[self._position]
-            if row[0] is not function or self._within or not self.on_course or (
-                row[1] == OUTSIDE and not row[4] and self._reads_stages(args, kwargs)
+            if (
+                row[0] is not function or self._within or not self.on_course or not self._may_read(row, args, kwargs)
             ):
                 row = self._expected(function, args, kwargs)
             stage = row[1]
@@ -137,14 +137,17 @@ cdef class Follower:
         finally:
             self.inside = False
 
-    cpdef bint _reads_stages(self, tuple args, dict kwargs):
-        """Whether a call reads a tensor that a stage has made."""
+    cpdef bint _may_read(self, tuple row, tuple args, dict kwargs):
+        """Whether the call of `row` may have these arguments: if it belongs to no stage, and its result is needed, it
+        reads no tensor that a stage has made."""
         cdef Var var
+        if row[1] != OUTSIDE or row[4]:
+            return True
         for tensor in tensors_in(args, kwargs):
             var = self._known(tensor)
             if var is not None and var.origin[1] != OUTSIDE:
-                return True
-        return False
+                return False
+        return True
 
     cdef object _followed(self, function, known, tuple args, dict kwargs, tuple row):
         """Run and record a call. What only few calls need is in other functions."""

@@ -62,24 +62,16 @@ class OnCourse(Follower, EagerFunctionMode):
         k, rows = self._position, self._rows
         if self._within:
             return UNEXPECTED
-        if self.on_course and self._fits(rows[k], function, args, kwargs):
+        if self.on_course and same_call(rows[k][0], function) and self._may_read(rows[k], args, kwargs):
             return rows[k]
         for key in self._places_now().keys(function):
             at = self.course.places.get(key, -1)
-            if at < k or not self._fits(rows[at], function, args, kwargs):
+            if at < k or not (same_call(rows[at][0], function) and self._may_read(rows[at], args, kwargs)):
                 continue
             if is_exact(key) or self._reads_the_same(at, args, kwargs):
                 self._skip_to(at)
                 return rows[at]
         return UNEXPECTED
-
-    def _fits(
-        self, row: tuple[Any, ...], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether a call may be that of `row`: of the same function, and if needed outside of the stages, of tensors
-        from there."""
-        outside = row[1] == OUTSIDE and not row[4]
-        return same_call(row[0], function) and not (outside and self._reads_stages(args, kwargs))
 
     def _reads_the_same(self, k: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call reads the tensors that call `k` of the course reads. Those from outside of the stages may

@@ -102,9 +102,7 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
     model = _OfStages((*profile.prefix, *profile.stages))
     trained = [p for p in model.parameters() if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
-    found = find_groups(
-        model, profile.stages, probe, True, profile.device, lambda p: p.layout is torch.strided and p.numel() > 0
-    )
+    found = find_groups(model, profile, probe, True, lambda p: p.layout is torch.strided and p.numel() > 0)
     rate = device.memory_bandwidth * device.memory_efficiency
 
     def timed(group: ParameterGroup) -> ParameterGroup:

@@ -107,6 +107,27 @@ class Recurring(nn.Module):
             return self.layers(torch.stack(states))
 
 
+class Mapped(nn.Module):
+    """Of its first layer, only that it is called is known; the last one has the same weight."""
+
+    class First(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layer = nn.Linear(width, width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(torch.func.vmap(torch.tanh)(x))
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.last = self.First(width), nn.Linear(width, width)
+        self.layers = nn.Sequential(*(Residual(width) for _ in range(6)))
+        self.last.weight = self.first.layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(self.first(x)))
+
+
 def tied_language() -> tuple[nn.Module, Callable[[], Any]]:
     return Language(), lambda: torch.randint(0, 50, (4, 12))
 
@@ -138,7 +159,13 @@ def recurring_inside() -> tuple[nn.Module, Callable[[], Any]]:
     return Recurring(inside=True), lambda: torch.randn(6, 4, 32)
 
 
-RECORDED = {f.__name__: f for f in (normalized, tied_language, untied, adapted, lends, recurring, recurring_inside)}
+def mapped() -> tuple[nn.Module, Callable[[], Any]]:
+    return Mapped(), lambda: torch.randn(24, 32)
+
+
+RECORDED = {
+    f.__name__: f for f in (normalized, tied_language, untied, adapted, lends, recurring, recurring_inside, mapped)
+}
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
@@ -538,14 +565,22 @@ def in_bfloat16(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("name", "step", "share", "updates"),
-    [("recurring", in_bfloat16, 0.2, "after"), ("recurring_inside", usual, 0.0, "during")],
+    ("name", "step", "share", "updates", "staying"),
+    [
+        ("recurring", in_bfloat16, 0.2, "after", "cell"),
+        ("recurring_inside", usual, 0.0, "during", "cell"),
+        ("mapped", in_bfloat16, 0.3, "after", "last.weight"),
+    ],
 )
-def test_a_weight_that_autocast_casts_for_several_calls_stays(name: str, step: Any, share: float, updates: str) -> None:
+def test_a_weight_that_autocast_casts_for_several_calls_stays(
+    name: str, step: Any, share: float, updates: str, staying: str
+) -> None:
     placed, model = trained(name, adamw, step, share, anew=step is in_bfloat16, updates=updates)
     assert same(placed, plainly(name, adamw, step))
     assert model._plan.placed.moved
-    assert {*map(id, model._plan.placed.outside)} == {*map(id, model._model.cell.parameters())}
+    named = model._model.named_parameters(remove_duplicate=False)
+    outside = {*map(id, model._plan.placed.outside)}
+    assert outside == {id(parameter) for name, parameter in named if name.startswith(staying)}
 
 
 # -- bytes

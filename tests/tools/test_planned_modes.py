@@ -279,6 +279,26 @@ def test_the_smallest_device_and_a_large_batch() -> None:
     assert fits(48 * 2**20, row.largest_batch) and not fits(48 * 2**20, 8 * row.largest_batch)
 
 
+def test_a_weight_that_autocast_casts_for_several_calls_stays() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(6)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.layers(x))
+
+    def least() -> int:
+        (row, _) = rotoff.plan(Twice(), torch.empty(64, 1024), device=device_of(400), optimizer="adamw").placed
+        return row.min_device_bytes
+
+    everything = 16 * 6 * 1024**2
+    with torch.autocast("cpu", torch.bfloat16):
+        assert least() > everything
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        assert least() < everything / 2
+
+
 def test_where_everything_fits_nothing_moves() -> None:
     model, x = wide(2)
     for row in rotoff.plan(model, x, device=device_of(400)).placed:

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...tensors.autocast import Casts, in_region, uncached_autocast
 from ..known_tensors import KnownTensors
-from ..tape import Owned
+from ..tape import Owned, Tape
 
 
 class WeightCast(NamedTuple):
@@ -26,13 +27,13 @@ class WeightCast(NamedTuple):
 
 
 class WeightCasts:
-    """Finds these casts while a forward is recorded. Those in a region of the user's take none of the model's bytes."""
+    """Finds these casts while a forward is recorded. The bytes of those in a region of the user's are measured
+    (`profile.memory.casts`)."""
 
     def __init__(self, tensors: KnownTensors) -> None:
         self._tensors = tensors
         self._region = 0
         self._kept: dict[WeightCast, bool] = {}  # whether autograd saves the cast
-        self._uses: Counter[WeightCast] = Counter()
         self._alone = not in_region()
 
     @contextmanager
@@ -52,30 +53,36 @@ class WeightCasts:
 
     @contextmanager
     def seen(self, casting: bool) -> Iterator[list[WeightCast]]:
-        """Yield a list, which gets the casts made in the block if `casting`."""
+        """Yield a list, which gets the casts made in the block if `casting`, one for each use."""
         found: list[WeightCast] = []
         if not (casting and torch.is_autocast_cache_enabled()):
             yield found
             return
-        made: dict[tuple[Owned, torch.dtype, int], StorageWeakRef] = {}  # storages of the casts
+        made: dict[WeightCast, StorageWeakRef] = {}
 
         def note(tensor: torch.Tensor, cast: torch.Tensor) -> None:
-            owners = self._tensors.owners(tensor) if tensor.requires_grad else ()
-            for one in [one for one in owners if one.table == "_parameters" and one.tensor is tensor][:1]:
-                made[one, cast.dtype, cast.nbytes] = StorageWeakRef(cast.untyped_storage())
-                self._uses[WeightCast(self._region, one, cast.dtype, cast.nbytes)] += 1
+            if (one := self._cast(tensor)) is not None and one.dtype is cast.dtype:
+                found.append(one)
+                made[one] = StorageWeakRef(cast.untyped_storage())
 
         with uncached_autocast(), Casts(note):  # without the cache, each use casts again
             yield found
         for one, storage in made.items() if self._alone else ():
-            cast = WeightCast(self._region, *one)
-            found.append(cast)
-            self._kept[cast] = self._kept.get(cast, False) or self._tensors.knows(storage)
+            self._kept[one] = self._kept.get(one, False) or self._tensors.knows(storage)
 
-    @property
-    def again(self) -> frozenset[Owned]:
-        """The weights of which a region uses one cast more than once."""
-        return frozenset(cast.weight for cast, uses in self._uses.items() if uses > 1)
+    def of_module(self, module: nn.Module) -> list[WeightCast]:
+        """Return the casts that a call of `module`, of which the calls within are unknown, may make."""
+        if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
+            return []
+        return [one for one in map(self._cast, module.parameters()) if one is not None]
+
+    def _cast(self, tensor: torch.Tensor) -> WeightCast | None:
+        """Return the cast that autocast makes of `tensor` and keeps; None if it keeps none."""
+        if tensor.dtype is not torch.float32 or not tensor.requires_grad:
+            return None
+        dtype = torch.get_autocast_dtype(tensor.device.type)
+        owners = [one for one in self._tensors.owners(tensor) if one.table == "_parameters" and one.tensor is tensor]
+        return WeightCast(self._region, owners[0], dtype, tensor.numel() * dtype.itemsize) if owners else None
 
     @property
     def kept_bytes(self) -> int:
@@ -91,6 +98,13 @@ class WeightCasts:
     def saved(self) -> frozenset[WeightCast]:
         """The casts that autograd also saves."""
         return frozenset(cast for cast, saved in self._kept.items() if saved)
+
+
+def cast_again(tape: Tape) -> frozenset[tuple[nn.Module, str]]:
+    """Return (module, name) of the parameters of which autocast uses one cast more than once."""
+    operations = [inner for op in tape.operations for inner in tape.inner.get(id(op), (op,))]
+    uses = Counter(cast for op in operations for cast in op.casts)
+    return frozenset((cast.weight.module, cast.weight.name) for cast, count in uses.items() if count > 1)
 
 
 def _largest(casts: Iterable[WeightCast]) -> int:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...capture import strategy
 from ...capture.backward_roots import BackwardFrom, read_backward_from
 from ...capture.mutations import ChangedBuffers
+from ...capture.partition.weight_casts import cast_again
 from ...core.chain import LinkRates
 from ...runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ...tensors.convolutions import Algorithms
@@ -65,14 +66,14 @@ def estimate_profile(
     copied = fake_copy(model, mode).train()
     value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
     with cuda_variants(device):
-        stages = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from)).stages
-        stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in stages]
+        captured = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from))
+        stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in captured.stages]
         meter = FakeMeter(device, mode, read_forms(forms))
         named = bool(strategy.named(copied, wanted))
         _, profile = measure(stages, value, meter, lambda *_: link(device), named=named)
     meta = provenance(model, value, device)
     chain = replace(profile.chain, name=type(model).__name__, meta=meta)
-    return replace(profile, chain=chain)
+    return replace(profile, chain=chain, cast_again=cast_again(captured.tape))
 
 
 def link(device: Device) -> LinkRates:
