@@ -47,7 +47,6 @@ _FACTS = frozenset(
 )  # fmt: skip
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
 _EFFECTS = frozenset(["__set__"])
-_CONVERSIONS = frozenset(["to", "type", "type_as", "bfloat16", "half"])  # autocast does not keep what they make
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -209,9 +208,7 @@ class Recorder(TorchFunctionMode):
         settings = self._settings()
         if made is None:
             self._saves.clear()
-        opaque = isinstance(function, nn.Module)
-        casting = torch._C._is_any_autocast_enabled() and not opaque and name not in _CONVERSIONS
-        with self.casts.seen(casting) as casts:
+        with self.casts.seen(function, name) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
@@ -220,7 +217,7 @@ class Recorder(TorchFunctionMode):
         newer = versions_of(given)
         changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
         self._note_changed(changed)
-        draws, effect = self._drawn is not generated, name in _EFFECTS or opaque
+        draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)
         if silent and returned and not name.endswith("_") and _all_in(returned, given):
             return result  # no operation, such as x.to(x.dtype)
@@ -247,7 +244,7 @@ class Recorder(TorchFunctionMode):
             expected=expected,
             effect=effect or any(self._tensors.lasts(t) for t in changed),
             place=self._place(),
-            casts=tuple(self.casts.of_module(function) if opaque else casts),
+            casts=tuple(casts),
             saves=tuple(self._saves),
         )
         picks = self._sizes.picks(name, references, given)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...tensors.autocast import Casts, in_region, uncached_autocast
 from ..known_tensors import KnownTensors
 from ..tape import Owned, Tape
+
+_CONVERSIONS = frozenset(["to", "type", "type_as", "bfloat16", "half"])  # autocast does not keep what they make
 
 
 class WeightCast(NamedTuple):
@@ -52,11 +54,14 @@ class WeightCasts:
             torch.clear_autocast_cache = clear
 
     @contextmanager
-    def seen(self, casting: bool) -> Iterator[list[WeightCast]]:
-        """Yield a list, which gets the casts made in the block if `casting`, one for each use."""
+    def seen(self, function: Any, name: str) -> Iterator[list[WeightCast]]:
+        """Yield a list, which gets the casts made in the block, one for each use. The block calls `function`, which is
+        named `name`; of a module, each weight counts as used once, since the calls within are unknown."""
         found: list[WeightCast] = []
-        if not (casting and torch.is_autocast_cache_enabled()):
+        kept = torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled() and name not in _CONVERSIONS
+        if not kept or isinstance(function, nn.Module):
             yield found
+            found += [one for one in map(self._cast, function.parameters()) if one is not None] if kept else []
             return
         made: dict[WeightCast, StorageWeakRef] = {}
 
@@ -69,12 +74,6 @@ class WeightCasts:
             yield found
         for one, storage in made.items() if self._alone else ():
             self._kept[one] = self._kept.get(one, False) or self._tensors.knows(storage)
-
-    def of_module(self, module: nn.Module) -> list[WeightCast]:
-        """Return the casts that a call of `module`, of which the calls within are unknown, may make."""
-        if not (torch._C._is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
-            return []
-        return [one for one in map(self._cast, module.parameters()) if one is not None]
 
     def _cast(self, tensor: torch.Tensor) -> WeightCast | None:
         """Return the cast that autocast makes of `tensor` and keeps; None if it keeps none."""
