@@ -38,11 +38,11 @@ from .request import Request
 logger = logging.getLogger("rotoff")
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
 TRIES = 4  # solver calls, each with a smaller limit, until the bytes that the machine does not charge fit, too
+LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
 _CASTS = (
     "; weights that autocast casts for several calls stay on the device, unless it keeps no casts"
     " (torch.autocast(..., cache_enabled=False))"
 )
-LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
 
 
 @dataclass(frozen=True)

@@ -115,12 +115,12 @@ class Meter(ByteMeter):
         self._refuse_subclasses(stage, outputs)
         run = run.noted(leaves, outputs)
         needs = [t.requires_grad for t in outputs]
-        alike = known is not None and known.alike
+        alike, checks = known is not None and known.alike, known is not None and known is self.checked
         kind = structure(stage.modules), describe(value, self._lasting), describe(outputs), tuple(shapes), last
         given = {id(t) for t in leaves if storage_key(t) in self._lasting}
         if not any(need and id(t) not in given for t, need in zip(outputs, needs, strict=True)):
             measured = None
-        elif (kind, alike) in self._measured and (known is None or known is not self.checked):
+        elif (kind, alike) in self._measured and not checks:
             known_kind, like = self._measured[kind, alike]
             measured = known_kind.of(stage, like)
         else:
@@ -134,7 +134,7 @@ class Meter(ByteMeter):
             if self.context.device.type == "cuda" and not run.collective:
                 self._replay(run)
             measured, outputs = self._costs(run, changes, alike)
-            if timed and (kind, not alike) in self._measured:  # times and forms are the same
+            if timed and (kind, not alike) in self._measured and not checks:  # times and forms are the same
                 measured = measured.with_times_of(self._measured[kind, not alike][0])
             elif timed:
                 measured = self._with_times(run, measured, known)
