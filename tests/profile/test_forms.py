@@ -23,6 +23,7 @@ from rotoff.core.sequence import Op, OpKind
 from rotoff.profile.profile import Profile
 from rotoff.profile.selective.variant_meter import FormMeter
 from rotoff.profile.selective.variant_run import WholeStage
+from rotoff.profile.selective.variants import StageGraph
 from rotoff.profile.timing.timing_cache import KnownForm
 from rotoff.runtime.selective import redo
 from rotoff.runtime.stage_run import StageRun
@@ -271,6 +272,49 @@ def test_redo_draws_dropout_mask_without_its_input() -> None:
     assert [n in recipe.results for n in products] == [False, True]
     with_sequence(wrapped, every_form(wrapped.chain, 4))
     assert same(train(wrapped, batch), expected)
+
+
+class Unrolled(nn.Module):
+    """A recurrence: one more step saves a few more tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.dropout = nn.GRUCell(16, 16), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x[0]
+        for row in x:
+            state = self.dropout(self.cell(row, state))
+        return x + state.tanh()
+
+
+def test_forms_are_found_in_one_look_at_each_saved_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redo of what a point of the walk leaves out runs for the seconds, and makes the bytes, that the walk says."""
+    looks: list[StageGraph] = []
+    redo, front = StageGraph.redo, StageGraph.front
+    checked = []
+
+    def look(graph: StageGraph, kept: frozenset[int]) -> tuple[set[int], set[int]]:
+        looks.append(graph)
+        return redo(graph, kept)
+
+    def front_is_true(graph: StageGraph, policy: Any = None) -> Any:
+        looks.clear()
+        points = front(graph, policy)
+        assert len(looks) <= 2 * len(graph.saved) + 1  # a storage made together with others is looked at with them
+        for kept, nbytes, seconds in points:
+            runs, makes = redo(graph, kept)
+            assert not makes & kept
+            assert graph.nbytes(kept - graph.given) == nbytes
+            assert sum(graph._log.operations[n].seconds for n in runs) == pytest.approx(seconds, abs=1e-9)
+            checked.append(len(graph.saved))
+        return points
+
+    monkeypatch.setattr(StageGraph, "redo", look)
+    monkeypatch.setattr(StageGraph, "front", front_is_true)
+    found(nn.Sequential(nn.Linear(16, 16), Unrolled(), nn.Linear(16, 4)), torch.randn(40, 8, 16), stages=["1"])
+    found(nn.Sequential(nn.Linear(16, 32), Masked(), nn.Linear(32, 4)), torch.randn(40, 16))
+    assert max(checked) >= 40
 
 
 def test_equal_stages_share_form_measurements(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...capture.operations import Leaf, Operation, OperationLog
@@ -156,8 +157,8 @@ class StageGraph:
     # -- the redo
 
     def redo(self, kept: frozenset[int]) -> tuple[set[int], set[int]]:
-        """Return the positions of the operations that a redo runs, and the storages that it makes, if `kept` are
-        stored."""
+        """Return the positions of the operations that a redo runs, and the storages that it makes, if no more than
+        `kept` are stored."""
         operations, made = self._log.operations, self._log.made
         runs: set[int] = set()
         makes: set[int] = set()
@@ -200,11 +201,8 @@ class StageGraph:
                 need(position)
             if op.draws:
                 todo.extend(p for p in self._draws if p < position)
-        return runs, makes
-
-    def seconds(self, runs: Iterable[int]) -> float:
-        """Return the seconds of the operations at the positions `runs`."""
-        return sum(self._log.operations[p].seconds for p in runs)
+        # what is made for the sake of another storage is not stored either
+        return self.redo(kept - makes) if kept & makes else (runs, makes)
 
     def recipe(self, kept: frozenset[int]) -> Recipe:
         """Return how the form that stores `kept` is made and redone."""
@@ -247,29 +245,41 @@ class StageGraph:
 
     # -- the forms
 
-    def front(self, policy: Policy | None = None) -> list[tuple[frozenset[int], int, float]]:
-        """Return (kept storages, their bytes beside the outputs, seconds of the redo) on the hull, from most to fewest
-        bytes."""
-        given = self.given
-        always, never = self._ruled(policy)
-        kept = self.saved - never | given
-        walk = [self._point(kept)]
-        while free := walk[-1][0] - given - always:
-            best = None
-            for storage in free:
-                point = self._point(walk[-1][0] - {storage})
-                gain = walk[-1][1] - point[1]
-                rate = (point[2] - walk[-1][2]) / gain if gain else (float("inf") if point[2] > walk[-1][2] else -1.0)
-                if best is None or rate < best[0]:
-                    best = (rate, point)
-            assert best is not None
-            walk.append(best[1])
-        return _hull([point for point in walk if point[0] != self.saved])
+    def front(self, policy: Policy | None = None) -> list[Point]:
+        """Return the hull of the walk, from most to fewest bytes.
 
-    def _point(self, kept: frozenset[int]) -> tuple[frozenset[int], int, float]:
-        runs, makes = self.redo(kept)
-        kept = kept - makes
-        return kept, self.nbytes(kept - self.given), self.seconds(runs)
+        Without two of the storages, a redo runs and makes what it does without the one and what it does without the
+        other. So the redo of each is looked for once, and the walk takes off what the others have run and made.
+        """
+        always, never = self._ruled(policy)
+        free = sorted(self.saved - self.given - always - never)
+        dropped = [never - self.given, *(frozenset({storage}) for storage in free)]
+        count = len(self._log.operations)
+        # columns are operations and then storages; whole numbers, so that what is taken off leaves nothing behind
+        weights = np.zeros((count + len(self._log.nbytes), 2), dtype=np.int64)
+        weights[:count, 0] = [round(op.seconds * 1e12) for op in self._log.operations]
+        for storage in self.saved - self.given:
+            weights[count + storage, 1] = self._log.nbytes[storage]
+        needs = np.zeros((len(dropped), len(weights)), dtype=bool)
+        for need, storages in zip(needs, dropped, strict=True):
+            runs, makes = self.redo(self.saved - storages)
+            need[[*runs, *(count + storage for storage in makes)]] = True
+        left, totals = np.ones(len(weights), dtype=bool), np.array([weights[need].sum(0) for need in needs])
+        columns = count + np.array(free, dtype=np.int64)
+        walk, row = [], 0
+        while True:
+            new = needs[row] & left
+            left ^= new
+            totals -= needs[:, new] @ weights[new]
+            walk.append((left[count:].copy(), int(weights[left, 1].sum()), float(weights[~left, 0].sum()) * 1e-12))
+            rows = 1 + np.flatnonzero(left[columns])
+            if not len(rows):
+                break
+            cost, gain = totals[rows].T
+            rates = np.where(gain > 0, cost / np.maximum(gain, 1), np.where(cost > 0, np.inf, -1.0))
+            row = rows[rates.argmin()]
+        hull = _hull(walk if dropped[0] else walk[1:])
+        return [(frozenset(s for s in self.saved if kept[s]), nbytes, seconds) for kept, nbytes, seconds in hull]
 
     def _ruled(self, policy: Policy | None) -> tuple[frozenset[int], frozenset[int]]:
         if policy is None:
@@ -292,11 +302,14 @@ class StageGraph:
         """Return the form that stores the saved tensors of the indices `slots`; None if these are all, since what is
         copied at one size may not be at another."""
         kept = frozenset(s for n in slots if n in self._packs and (s := self._packs[n].storage) is not None)
-        kept, nbytes, seconds = self._point(kept | self.given)
-        return None if kept >= self.saved else Choice(self.recipe(kept), nbytes, seconds)
+        runs, makes = self.redo(kept | self.given)
+        if not makes:
+            return None
+        seconds = sum(self._log.operations[position].seconds for position in runs)
+        return Choice(self.recipe(kept | self.given), self.nbytes(kept - makes - self.given), seconds)
 
 
-Point = tuple[frozenset[int], int, float]
+Point = tuple[Any, int, float]  # kept storages, their bytes beside the outputs, and the seconds of the redo
 
 
 def _hull(walk: list[Point]) -> list[Point]:
