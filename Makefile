@@ -23,6 +23,8 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Most of what comes with the tools is never imported; Python compiles the rest when it is.
+INSTALL := $(PIP) install --no-compile
 SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name 'py.typed') \
            pyproject.toml setup.py MANIFEST.in README.md LICENSE
 HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split('.')[:2])) < (2, 16))"
@@ -66,7 +68,7 @@ lint: $(VENV)/tools
 	$(BIN)/python -m mypy
 
 docs: $(VENV)/tools
-	$(PIP) install "$$(ls dist/rotoff-*.whl)[docs]"
+	$(INSTALL) "$$(ls dist/rotoff-*.whl)[docs]"
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 dist: $(VENV)/wheel
@@ -84,28 +86,28 @@ $(VENV)/torch:
 	if $(PYTHON) $(HAS_TORCH) 2>/dev/null; \
 	then $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV); fi
-	$(BIN)/python $(HAS_TORCH) 2>/dev/null || $(PIP) install $(TORCH)
+	$(BIN)/python $(HAS_TORCH) 2>/dev/null || $(INSTALL) $(TORCH)
 	touch $@
 
 # The wheel is built from the sdist, each in an environment of its own, so that nothing forgotten or stale gets in.
 $(VENV)/wheel: $(VENV)/torch $(SOURCES)
-	$(PIP) install "build>=1.2"
+	$(INSTALL) "build>=1.2"
 	rm -rf dist build rotoff.egg-info
 	$(BIN)/python -m build . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 	touch $@
 
 # The wheel by itself first: pip would take a rebuilt one of the same version for the one that it has.
 $(VENV)/installed: $(VENV)/wheel
-	$(PIP) install --force-reinstall --no-deps dist/rotoff-*.whl
-	$(PIP) install dist/rotoff-*.whl
+	$(INSTALL) --force-reinstall --no-deps dist/rotoff-*.whl
+	$(INSTALL) dist/rotoff-*.whl
 	touch $@
 
 # Libraries of models, the versions that go with the torch that is there.
 $(VENV)/gallery: pyproject.toml | $(VENV)/installed
-	$(PIP) install "$$(ls dist/rotoff-*.whl)[gallery]" $(SAME_TORCH)
+	$(INSTALL) "$$(ls dist/rotoff-*.whl)[gallery]" $(SAME_TORCH)
 	touch $@
 
 # What tests and lint need beside it; a rebuilt wheel leaves these as they are.
 $(VENV)/tools: pyproject.toml | $(VENV)/installed
-	$(PIP) install "$$(ls dist/rotoff-*.whl)[dev]" $(SAME_TORCH)
+	$(INSTALL) "$$(ls dist/rotoff-*.whl)[dev]" $(SAME_TORCH)
 	touch $@
