@@ -263,6 +263,7 @@ def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list
 
 
 @needs_processes
+@pytest.mark.early
 def test_what_does_not_work_is_refused() -> None:
     """Schedules that split the backward, in a sentence that names those which do not; tensor parallel modules without
     a group."""
@@ -282,6 +283,7 @@ def test_what_does_not_work_is_refused() -> None:
 
 
 @needs_processes
+@pytest.mark.early
 def test_stages_of_a_process_are_attached_together_or_not_at_all() -> None:
     """They share host memory, and after `rotoff.detach` nothing is left."""
     said = printed(*IN_FLIGHT, REFUSED, *LINKS)[REFUSED]
@@ -290,6 +292,7 @@ def test_stages_of_a_process_are_attached_together_or_not_at_all() -> None:
 
 
 @needs_processes
+@pytest.mark.early
 def test_ranks_of_a_host_share_its_link_and_memory() -> None:
     """The link is measured while all of them copy, and once; a rank that is missing or late keeps nobody waiting."""
     found = printed(*IN_FLIGHT, REFUSED, *LINKS)
