@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -39,6 +40,13 @@ class KnownTensors:
         for owned in self._owned.values():
             self._owners.setdefault(storage_key(owned.tensor), []).append(owned)
         self._lasting: set[int | None] = set(self._owners)
+        self._batch: frozenset[int] = frozenset()  # storages of the forward's inputs
+
+    def inputs(self, given: Sequence[torch.Tensor]) -> list[int]:
+        """Return the variables of the forward's inputs, before any call is recorded."""
+        numbers = [self.variable(t) for t in given]
+        self._batch = frozenset(self._storages)
+        return numbers
 
     def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
         """Return what stands for `tensor` in an argument: the tensor itself if it was made before, None if nobody saw
@@ -48,10 +56,13 @@ class KnownTensors:
             return owned
         if (number := self.number(tensor)) is not None:
             return Ref(number)
-        made_here = storage_key(tensor) in self._storages and not isinstance(tensor, nn.Parameter)
+        storage = storage_key(tensor)
+        of_batch = storage in self._batch  # such as a part of the last batch, which an attribute holds
+        made_here = storage in self._storages and not of_batch and not isinstance(tensor, nn.Parameter)
         if tensor.grad_fn is not None or made_here:
             return None
-        self._lasting.add(storage_key(tensor))
+        if not of_batch:
+            self._lasting.add(storage)
         if not any(tensor is table for table in self.tables):
             self.tables.append(tensor)
         return tensor  # a table that is not a buffer

@@ -107,7 +107,7 @@ class Recorder(TorchFunctionMode):
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
 
     def begin(self, given: list[torch.Tensor]) -> None:
-        self.tape.inputs = [self._tensors.variable(t) for t in given]
+        self.tape.inputs = self._tensors.inputs(given)
 
     def end(self, result: Any) -> None:
         """Record what the model returned."""

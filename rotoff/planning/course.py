@@ -42,6 +42,10 @@ class Specialization:
         missed: how many steps were expected to take this course and took another.
         patience: how many misses, over all courses of a signature, until they are measured as one course.
         loose: estimated ratio of the bytes charged to the bytes needed, if the profile is interpolated.
+        proven: whether a step has shown its bytes; those of an interpolated profile may be other than charged.
+        stray: bytes that the first step of the plain model allocated and kept beyond those charged.
+        grown: the input of a step that held more bytes than the limit allows, to be measured before the next one.
+        growths: how often it was measured again for that reason.
         borrowed: whether its plan is that of another size, and a search may find a faster one.
         lost: seconds that steps by a borrowed plan took beyond computing everything once.
         seen: recorded forwards of steps that took random branches, to be covered by the next plan as well.
@@ -59,6 +63,10 @@ class Specialization:
     missed: int = 0
     patience: int = 4
     loose: float = 1.0
+    proven: bool = True
+    stray: int | None = None
+    grown: Any = None
+    growths: int = 0
     borrowed: bool = False
     lost: float = 0.0
     seen: list[Tape] = field(default_factory=list)

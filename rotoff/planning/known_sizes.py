@@ -54,6 +54,11 @@ class KnownSizes:
             self._measured.pop(next(iter(self._measured)))
         self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}  # now better known
 
+    def doubt(self, family: Any) -> None:
+        """A step at an interpolated size held more bytes than charged: interpolate more carefully from now on."""
+        self._measured[family].doubt()
+        self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}
+
     def forget(self, courses: Collection[Specialization]) -> None:
         """Forget those of `courses` that were interpolated."""
         gone = {id(one) for one in courses}
@@ -99,13 +104,13 @@ class KnownSizes:
         vague = not near.profile.timed or (len(measured) == 1 and near.loose >= LOOSE)
         if vague and not fits(near.profile, request):
             return None  # a second measured size makes the interpolation much tighter
-        course = Specialization(near.profile, near.like.captured, hint=near.like.hint, loose=near.loose)
+        like = near.like
+        course = Specialization(near.profile, like.captured, hint=like.hint, loose=near.loose, proven=False)
         try:
             self._plan(course, request, self._plans(measured, course.profile), thorough=False)
         except InfeasibleError:
             return None  # it may fit all the same, since it may need less than it is charged
-        if course.plan is not None and not course.plan.keeps_all:
-            course.like(near.like)
+        course.like(like)
         return course
 
     def plan(self, course: Specialization, family: Any, request: Request, group: Any) -> None:

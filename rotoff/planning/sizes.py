@@ -90,6 +90,7 @@ class MeasuredSizes(Generic[Of]):
         self._tensors: dict[Sizes, tuple[Array, Array]] = {}
         self._linear: set[int] = set()  # dimensions, of all tensors in order, in which no tensor was seen to be squared
         self._curved: set[int] = set()  # those in which one may be
+        self._doubts = 0  # how often a size took more bytes than interpolated
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,10 +109,13 @@ class MeasuredSizes(Generic[Of]):
 
     def add(self, sizes: Sizes, measured: Of, tensors: Sequence[int] = ()) -> None:
         """Add a measurement; forget the oldest beyond `MEASURED`. tensors: bytes of each tensor of the step."""
+        told = None if sizes in self._rows else self.near(rounded(sizes))
+        if told is not None and saved_bytes(told.profile) < saved_bytes(measured.profile):
+            self.doubt()
         own = np.array(tensors, dtype=float), _peaks(measured.profile)
         for at, others in self._tensors.items():
-            linear, told = powers_seen(at, sizes, others, own)
-            (self._linear if linear else self._curved).update(told)
+            linear, seen = powers_seen(at, sizes, others, own)
+            (self._linear if linear else self._curved).update(seen)
         self._tensors[sizes] = own
         for rows in (self._rows, *self._alike):
             rows.pop(sizes, None)
@@ -130,9 +134,16 @@ class MeasuredSizes(Generic[Of]):
             self._untimed.pop(gone)
         self._alike = [rows for rows in self._alike if rows]
 
+    def doubt(self) -> None:
+        """Interpolate less, since a size took more bytes than interpolated. After the first, a size is charged for what
+        the next larger measured one takes, since models pad their inputs; after the second, nothing is interpolated."""
+        self._doubts += 1
+
     def near(self, wanted: Sizes) -> Near[Of] | None:
         """The interpolated profile that charges least for `wanted` and all smaller sizes, with times if some sizes have
         times; None if there is none."""
+        if self._doubts > 1:
+            return None
         found = [one for rows in self._alike if (one := self._near(rows, wanted)) is not None]
         return min(found, key=lambda one: saved_bytes(one.profile), default=None)
 
@@ -157,7 +168,13 @@ class MeasuredSizes(Generic[Of]):
         if not rows:
             return None
         powers = {**dict.fromkeys(self._linear, 1), **dict.fromkeys(self._curved, SQUARE)}
-        weights = covering([*rows], [saved_bytes(one) for one in rows.values()], wanted, powers)
+        charged = [saved_bytes(one) for one in rows.values()]
+        if self._doubts:
+            larger = [n for n, at in enumerate(rows) if covers(at, wanted)]
+            least = min(larger, key=charged.__getitem__, default=None)
+            weights = None if least is None else [float(n == least) for n in range(len(rows))]
+        else:
+            weights = covering([*rows], charged, wanted, powers)
         if weights is None:
             return None
         longer = volume(wanted) / sum(w * volume(at) for w, at in zip(weights, rows, strict=True))

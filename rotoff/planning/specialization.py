@@ -7,6 +7,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,6 +39,8 @@ logger = logging.getLogger("rotoff")
 _OF_ONE_SIGNATURE = 8  # courses kept for each signature
 SOON = 3  # limit / bytes that keeping everything takes, up to which a second size is timed
 _STAGES = 20_000  # most stages of all kept courses, a few kilobytes each
+_GROWTHS = 8  # how often a course is measured again, since its steps took more bytes
+STRAY, STRAY_BYTES = 16, 1 << 20  # bytes held / bytes, and bytes, by which steps of the plain model differ anyway
 
 
 class Sample(NamedTuple):
@@ -204,10 +207,16 @@ class Specializations:
 
     def _time_again(self, course: Specialization, sample: Sample, request: Request | None = None) -> Specialization:
         """`time` outside of a step, with the sample's autocast state, and generators restored."""
+        with self._as_in(sample, course):
+            return self.time(course, sample.value, sample.key, request)
+
+    @contextmanager
+    def _as_in(self, sample: Sample, course: Specialization) -> Iterator[None]:
+        """A context with the autocast state of the sample's step, after which generators and modes are restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
         with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), (), modes).again():
-            return self.time(course, sample.value, sample.key, request)
+            yield
 
     def time(self, course: Specialization, value: Any, key: Any, request: Request | None = None) -> Specialization:
         """Measure the times and the smaller forms of `course`; in a group, all processes together.
@@ -358,6 +367,8 @@ class Specializations:
         # measuring needs the profiler, of which there is one; a group's processes must all measure or none
         can_measure = self._group is not None or not torch.autograd._profiler_enabled()
         if course is not None and self._group is None and can_measure:
+            if course.grown is not None:
+                course = self._grown(course)
             if sum(one.missed for one in known) >= course.patience:
                 course = measured_here(known)
             elif course.measure_again and len(known) < _OF_ONE_SIGNATURE:
@@ -469,23 +480,88 @@ class Specializations:
                     found.append(PlannedSize(sizes, own, told, makespan, overhead))
         return found
 
-    def followed(self, course: Specialization, step: Step) -> None:
-        """Record whether `step`, which has run its forward, took `course`. Warn once if it took another, and once if
-        its data made tensors larger than the limit allows."""
+    def ran_plain(self, course: Specialization, value: Any, grown: int) -> None:
+        """Record that the forward for `value` ran as the plain model, whose allocated bytes have `grown`. What kernels
+        keep for themselves grows by as much in every step."""
+        assert course.plan is not None
+        more = grown - course.plan.held_bytes
+        if course.stray is None:
+            course.stray = more
+        elif (more := more - course.stray) > max(STRAY_BYTES, course.plan.held_bytes // STRAY):
+            self._took_more(course, value, more)
+
+    def _took_more(self, course: Specialization, value: Any, more: int) -> None:
+        """A step on `value` made the calls of `course` and held `more` bytes than it is charged."""
         assert self.request is not None
         assert course.plan is not None
         limit = self.request.mem_limit
-        nbytes = min(course.plan.trace.peak_bytes, limit) + step.more_bytes
-        told = f"it takes about {format_bytes(nbytes)}, and the limit is {format_bytes(limit)}"
-        if nbytes > limit and step.astray is None and not self._warned_of_sizes:
+        nbytes = min(course.plan.trace.peak_bytes, limit) + more
+        key = signature(value, self._model)
+        measured = self._sizes.is_measured(course)
+        if not measured:
+            self._doubt(family_of(key)[0])
+        elif nbytes > limit and self._group is None and course.growths < _GROWTHS:
+            course.grown = Sample.of(value, key)
+        if nbytes > limit and not self._warned_of_sizes:
             self._warned_of_sizes = True
             logger.warning(
-                "rotoff: the data of a step (masks, lengths, routing) made tensors larger than in the batch that was"
-                " measured: %s; measure with a batch that needs the most, or plan with a lower limit",
-                told,
+                "rotoff: a step made tensors larger than %s: it takes about %s, and the limit is %s; %s",
+                "in the batch that was measured (by its data, a number among the arguments, or the model's state)"
+                if measured
+                else "those at other sizes of the input had shown",
+                format_bytes(nbytes),
+                format_bytes(limit),
+                "measure with a batch that needs the most, or plan with a lower limit"
+                if self._group is not None
+                else "the next such steps are measured and planned",
             )
+
+    def _doubt(self, family: Any) -> None:
+        """Drop what was interpolated for inputs of the family: a size took more bytes than charged."""
+        self._sizes.doubt(family)
+        for key in [key for key in self._known if family_of(key)[0] == family]:
+            if not all(map(self._sizes.is_measured, self._known[key])):
+                del self._known[key]
+
+    def _grown(self, course: Specialization) -> Specialization:
+        """The course measured again on the input of a step that took more bytes; `course` itself if that fails or does
+        not fit the limit."""
+        assert self.request is not None
+        sample, course.grown = course.grown, None
+        course.growths += 1
+        known, began = self._known[sample.key], time.perf_counter()
+        try:
+            with self._as_in(sample, course):
+                found = self.measure(sample.value, timed=False, request=self.request)
+        except MeasureError as error:
+            logger.info("rotoff: the step that took more bytes cannot be measured, since %s", error)
+            return course
+        seconds = time.perf_counter() - began
+        found.growths = course.growths
+        try:
+            self._sizes.plan(found, family_of(sample.key)[0], self.request, self._group)
+        except InfeasibleError as error:
+            logger.info("rotoff: steps that take more bytes are not planned, since %s", error)
+            known.remove(found)
+            self._learn(course, sample.key, seconds)
+            return course
+        if found.hint == course.hint:
+            known.remove(course)
+        return found
+
+    def followed(self, course: Specialization, value: Any, step: Step) -> None:
+        """Record whether `step`, which has run its forward on `value`, took `course`. Warn once if it took another, and
+        once if its tensors were larger than the limit allows."""
+        assert self.request is not None
+        assert course.plan is not None
+        limit = self.request.mem_limit
+        course.proven = True
+        if step.more_bytes > 0 and step.astray is None:
+            self._took_more(course, value, step.more_bytes)
         if step.astray is None or (course.captured.tape.random and not step.unknown):
             return  # a random forward that only left out calls has kept the plan
+        nbytes = min(course.plan.trace.peak_bytes, limit) + step.more_bytes
+        told = f"it takes about {format_bytes(nbytes)}, and the limit is {format_bytes(limit)}"
         course.miss(step.astray)
         if not step.unknown or self._warned:
             return

@@ -25,6 +25,7 @@ from ..runtime.memory_check import MemoryChecker
 from ..runtime.placed.placement import Placement
 from ..runtime.step import Step
 from ..runtime.step_times import Recording, StepTimes
+from ..tensors.allocated import allocated_bytes
 from ..tensors.storage import block_bytes
 from ..tensors.tree import leaves
 from .course import Specialization
@@ -88,9 +89,13 @@ class StepRunner:
         """Run a step by the plan of `specialization`; `own` runs the model's own forward."""
         assert specialization.plan is not None
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if specialization.plan.keeps_all and not self._check and recording is None:
+        if specialization.plan.keeps_all and specialization.proven and not self._check and recording is None:
+            before = allocated_bytes(specialization.profile.device)
             with without_checkpoints():  # with room for everything they would only cost
-                return self._watched(specialization.captured.started(own()))
+                result = specialization.captured.started(own())
+            grown = allocated_bytes(specialization.profile.device) - before
+            self._specializations.ran_plain(specialization, value, grown)
+            return self._watched(result)
         if recording is not None:  # the recorded times are compared with predicted ones
             specialization = self._specializations.timed(specialization)
         profile, plan = specialization.planned, specialization.plan
@@ -115,7 +120,7 @@ class StepRunner:
             placement.takes(step)
         self._warn_in_flight(step)
         result = step.follow(specialization.expected, given, own)
-        self._specializations.followed(specialization, step)
+        self._specializations.followed(specialization, value, step)
         return specialization.captured.started(result)
 
     def _checker(self, specialization: Specialization, plan: ExecutionPlan) -> MemoryChecker:

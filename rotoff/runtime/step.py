@@ -86,9 +86,8 @@ class Step(BackwardPhase):
                 self._copies.clear()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
-            if self.unknown or (course is not None and course.picks):
-                staying = [tensor for run in self._runs.values() for tensor in run.kept.values()]
-                self.more_bytes = self._held.device_bytes(staying) - self._plan.held_bytes
+            staying = [tensor for run in self._runs.values() for tensor in run.kept.values()]
+            self.more_bytes = self._held.device_bytes(staying) - self._plan.held_bytes
             return result
         except BaseException:
             self._give_up()

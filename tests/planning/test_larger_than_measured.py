@@ -1,0 +1,168 @@
+"""Steps whose tensors are larger than those that were measured, though the input's sizes do not say so, or say less: the
+first one is said, with its bytes, and the next ones keep the limit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from allocated import peak_bytes
+from torch import nn
+from torch.nn import functional as F
+
+import rotoff
+from rotoff.tensors.allocated import allocated_bytes
+
+WIDTH = 32
+
+
+class Blocks(nn.Module):
+    """Four blocks with skip connections on what `chosen` takes of the input."""
+
+    def __init__(self, chosen: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.chosen, self.length, self.memory = chosen, 64, []
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
+        x = self.chosen(self, x, *more)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def by_number(model: Blocks, x: torch.Tensor, length: int) -> torch.Tensor:
+    return x[:, :length]
+
+
+def by_data(model: Blocks, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    return x[:, : int(lengths.max())]
+
+
+def by_mask(model: Blocks, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return x[mask]
+
+
+def by_setting(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+    return x[:, : model.length]
+
+
+def with_memory(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+    found = torch.cat((*model.memory, x[:, : model.length // 2]), 1)
+    model.memory = [x[:, : model.length // 2].detach()]
+    return found
+
+
+def padded(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+    return F.pad(x, (0, 0, 0, -x.shape[1] % 256))
+
+
+def cubed(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bif,bjf,bkf->bijkf", x, x, x).flatten(1, 3)
+
+
+def step(model: nn.Module, *inputs: Any) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=False)
+    loss = model(*inputs)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+class Trained:
+    """A plain and a planned copy of a model; each step compares them bit for bit."""
+
+    def __init__(self, plain: nn.Module, limit: int, **options: Any) -> None:
+        for p in plain.parameters():
+            p.grad = torch.zeros_like(p)
+        self.plain, self.model, self.limit = plain, copy.deepcopy(plain), limit
+        self.planned = rotoff.Checkpointable(self.model, **options).compute_sequence(limit, refine=False)
+
+    def step(self, *inputs: Any) -> None:
+        pairs = zip(step(self.planned, *inputs), step(self.plain, *inputs), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+    def peak(self, *inputs: Any) -> int:
+        """Bytes of another step, without the parameters' gradients."""
+        return peak_bytes(lambda: step(self.planned, *inputs)) - sum(p.nbytes for p in self.model.parameters())
+
+
+def set_length(trained: Trained, length: int) -> None:
+    trained.plain.length = trained.model.length = length
+
+
+ALL = torch.ones(4, 512, dtype=torch.bool)
+KEPT, MOVED = 5_500_000, 5_000_000  # limits, above what the smaller step takes and below; the larger one takes 10 MB
+GROWING: dict[str, tuple[Callable[..., torch.Tensor], int, Sequence[Any], Sequence[Any]]] = {
+    "a number": (by_number, KEPT, [64], [512]),
+    "a number, moved": (by_number, MOVED, [400], [512]),
+    "lengths": (by_data, KEPT, [torch.tensor([64, 10])], [torch.tensor([512, 10])]),
+    "lengths, moved": (by_data, MOVED, [torch.tensor([400, 10])], [torch.tensor([512, 10])]),
+    "a mask": (by_mask, KEPT, [ALL & (torch.arange(512) < 64)], [ALL]),
+    "a setting": (by_setting, KEPT, [], []),
+    "a memory": (with_memory, KEPT, [], []),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen, limit, small, large = GROWING[kind]
+    x = torch.randn(4, 512, WIDTH)
+    trained = Trained(Blocks(chosen), limit)
+    for _ in range(2):
+        trained.step(x, *small)
+    assert trained.planned.get_expected_memory() <= limit
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        trained.plain.length = trained.model.length = 512
+        for _ in range(4):
+            trained.step(x, *large)
+    assert sum("made tensors larger than in the batch" in one for one in caplog.messages) == 1
+    assert trained.peak(x, *large) <= trained.planned.get_expected_memory() <= limit
+    trained.step(x, *small)
+    assert trained.peak(x, *small) <= limit
+
+
+def test_larger_tensors_that_cannot_be_planned_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 512, WIDTH)
+    trained = Trained(Blocks(by_number), 2_000_000)
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        for length in (64, 64, *[512] * 4, 64):
+            trained.step(x, length)
+    assert len(caplog.messages) == 1
+    assert trained.peak(x, 64) <= trained.planned.get_expected_memory() <= 2_000_000
+
+
+def test_a_model_that_pads_its_inputs_keeps_the_limit_at_sizes_between() -> None:
+    """Measured are 256, 512 and, since it takes more than these two say, 600; 300 is padded to 512."""
+    trained = Trained(Blocks(padded), 9_500_000)
+    for length in (256, 512, 300, 290, 600, 520, 700, 256):
+        x = torch.randn(4, length, WIDTH)
+        trained.step(x)
+        trained.step(x)
+        assert trained.peak(x) <= trained.planned.get_expected_memory() <= 9_500_000, length
+
+
+def test_bytes_that_grow_with_the_cube_of_a_size_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    trained = Trained(Blocks(cubed), 12_000_000)
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        for length in (6, 8, 14, 13):
+            x = torch.randn(1, length, WIDTH)
+            trained.step(x)
+            trained.step(x)
+            assert trained.peak(x) <= trained.planned.get_expected_memory() <= 12_000_000, length
+    assert sum("larger than" in one for one in caplog.messages) <= 1
+
+
+def test_allocated_bytes_are_those_of_tensors() -> None:
+    before = allocated_bytes(torch.device("cpu"))
+    tensor = torch.empty(10_000_000)
+    assert abs(allocated_bytes(torch.device("cpu")) - before - tensor.nbytes) < 100_000
+    del tensor
+    assert abs(allocated_bytes(torch.device("cpu")) - before) < 100_000
