@@ -16,7 +16,7 @@ from ..capture.backward_roots import read_backward_from
 from ..capture.strategy import named
 from ..core.sizes import parse_bytes
 from ..core.steady_step import check_when
-from ..errors import OptionError
+from ..errors import LimitError, OptionError
 from ..planning.request import check_limits, check_options
 from ..profile.selective.variants import read_forms
 from ..solver.in_flight import parse_in_flight
@@ -142,12 +142,19 @@ def _yaml(text: str) -> Any:
         raise OptionError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
-def read_limits(
-    mem_limit: int | str | RotoffConfig, device_limit: int | str | None, options: dict[str, Any]
-) -> tuple[int | str | RotoffConfig, int | str | None, dict[str, Any]]:
-    """The same arguments; a configuration with a device_limit is split into that limit and its options."""
-    if not isinstance(mem_limit, RotoffConfig) or mem_limit.device_limit is None:
-        return mem_limit, device_limit, options
-    given = {**mem_limit.arguments(), **options}
-    del given["mem_limit"]
-    return "auto", given.pop("device_limit"), given
+def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with `mem_limit`, or over the fields of a configuration; exactly one limit is in them.
+
+    Raises:
+        LimitError: if two limits are given.
+    """
+    if isinstance(mem_limit, RotoffConfig):
+        options = {**mem_limit.arguments(), "mem_limit": mem_limit.mem_limit, **options}
+    elif mem_limit is not None:
+        if "mem_limit" in options:
+            raise LimitError(f"mem_limit is given twice, as {mem_limit!r} and {options['mem_limit']!r}; give one")
+        options = {**options, "mem_limit": mem_limit}
+    limit, device_limit = options.get("mem_limit"), options.get("device_limit")
+    if limit is not None and device_limit is not None:
+        check_limits(limit, device_limit, None, None, None, 1, False)  # refuses both
+    return {**options, "mem_limit": "auto" if limit is None and device_limit is None else limit}
