@@ -18,10 +18,19 @@ from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.slots import parse_slots
 from .estimate import estimated
-from .mode_comparison import PlannedModes, check_optimizer, plan, planned_modes, resident_bytes, usable_bytes
+from .mode_comparison import (
+    PlannedModes,
+    check_optimizer,
+    plan,
+    planned_modes,
+    resident_bytes,
+    resident_parts,
+    usable_bytes,
+)
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused
+_PLACED = "With a device_limit a part may lie on the host (rotoff.plan)"
 PATIENCE = 2  # answers in a row that do not halve the open interval, before the middle is tried
 
 
@@ -80,17 +89,21 @@ class _Question:
         model, args, kwargs = read_built(self.build(n), n)
         profile = estimated(model, args, kwargs, self.device)
         resident = resident_bytes(profile, self.optimizer)
-        room = usable_bytes(self.device.memory_bytes) - sum(resident.values())
+        usable, used = usable_bytes(self.device.memory_bytes), sum(resident.values())
+        room = usable - used
         limit = room if self.mem_limit is None else min(room, self.mem_limit)
         asked = self.mem_limit, resident, (), ("joint",), self.mem_slots, True
         planned = partial(planned_modes, profile, self.device, *asked)
+        taken = (
+            f"resident bytes take {format_bytes(used)} ({resident_parts(resident)}) of the {format_bytes(usable)} that"
+            f" {self.device.name} has for training"
+        )
         if limit <= 0:
-            why = f"resident bytes take {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
-            return _Answer({"bytes": limit - 1}, planned, lambda: why)
+            return _Answer({"bytes": limit - 1}, planned, lambda: f"{taken}. {_PLACED}")
         request = Request(limit, "joint", self.mem_slots, {})
         margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
         if margins["bytes"] < 0:
-            return _Answer(margins, planned, partial(_refusal, profile, request))
+            return _Answer(margins, planned, partial(_refusal, profile, request, taken if limit == room else ""))
         if self.step_time is None:
             return _Answer(margins, planned)
         bound = least_time(profile, request)
@@ -102,11 +115,12 @@ class _Question:
         return _Answer({**margins, "seconds": self.step_time - found}, planned, lambda: why, proven=False)
 
 
-def _refusal(profile: Profile, request: Request) -> str:
+def _refusal(profile: Profile, request: Request, taken: str) -> str:
+    """Why no plan keeps the request's limit. taken: by resident bytes, if these leave no more than the limit."""
     try:
         make_plan(profile, request)
     except InfeasibleError as error:
-        return str(error)
+        return f"{taken}, and the rest is the limit: {error}. {_PLACED}" if taken else str(error)
     raise AssertionError(f"a plan within {request.mem_limit} bytes, which are too few")
 
 
@@ -124,7 +138,8 @@ def largest(
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
     ``rotoff.largest(lambda n: (model, torch.empty(n, 1024, device="meta")), device="RTX 4090")`` is the largest batch.
-    A larger size must need more.
+    A larger size must need more. Parameters, gradients and optimizer states stay on the device; `rotoff.plan` says what
+    a ``device_limit``, which moves them, makes possible.
 
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
@@ -213,6 +228,8 @@ def cheapest(
 ) -> PlannedModes:
     """The first device of a list on which the model trains, with its plan; list the cheapest first.
 
+    As for `largest`, parameters, gradients and optimizer states stay on the device.
+
     Args:
         model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`.
         devices: names or `Device`, in the order of your preference.
@@ -246,7 +263,8 @@ def cheapest(
             )
         else:
             return found
-    raise InfeasibleError(f"none of {len(targets)} devices works. " + ". ".join(reasons), min(least, default=0))
+    said = f"none of {len(targets)} devices works with a mem_limit. {'. '.join(reasons)}"
+    raise InfeasibleError(said, min(least, default=0))
 
 
 def read_built(made: Any, n: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

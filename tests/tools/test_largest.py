@@ -39,7 +39,7 @@ def deep(n: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -> None:
     found = rotoff.largest(build, device=SMALL, step=step)
     assert found.size > 0 and found.size % step == 0 and found.refused == found.size + step
-    assert found.proven and found.planned is not None and found.planned.fits and found.planned.keeps_limit
+    assert found.proven and found.planned is not None and found.planned.fits
     assert f"{found.size} works; {found.refused} cannot work: " in str(found)
     assert len(found.tried) <= 8  # halving what is open asks twice as often
     model, sample = build(found.refused)
@@ -48,11 +48,35 @@ def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -
         refused = rotoff.plan(model, *sample, device=SMALL, modes="joint")
     except rotoff.LimitError:
         return  # what is resident fills it
-    assert not refused.keeps_limit
+    assert not refused.fits
     if not refused.mem_limit:  # what is resident fills it, unless it is placed
         assert found.binds.startswith("resident bytes take")
         return
     assert "alone needs" in found.binds or "needs at least" in found.binds
+
+
+def test_what_is_resident_is_named_where_it_leaves_too_little_and_moves_for_rotoff_plan_alone() -> None:
+    tiny = rotoff.Device("tiny", 2**22, 1e10, {"float32": 1e10}, 1e9, 1e9)
+    found = rotoff.largest(deep, device=tiny, most=12)
+    assert found.binds.startswith("resident bytes take ") and "(parameters " in found.binds
+    assert found.binds.endswith(". With a device_limit a part may lie on the host (rotoff.plan)")
+    model, (x,) = deep(12)
+    with pytest.raises(
+        InfeasibleError, match="none of 1 devices works with a mem_limit. tiny: fits only with a device"
+    ):
+        rotoff.cheapest(model, x, devices=[tiny])
+    given = rotoff.largest(deep, device=tiny, mem_limit="100 KiB")
+    assert (given.size, given.refused) == (0, 1) and given.binds.startswith("the training step needs at least")
+
+
+def test_a_limit_above_the_device_is_the_device() -> None:
+    model, x = rows(4096)
+    large = rotoff.Device("large", 2**30, 1e9, {"float32": 1e9}, 1e9, 1e9)
+    found = rotoff.cheapest(model, x, devices=[large], mem_limit="1 TiB")
+    assert found.fits and found.mem_limit < 2**30
+    most = rotoff.largest(rows, device=SMALL, mem_limit="1 TiB", step=1000)
+    assert most.planned is not None and most.planned.fits
+    assert most.size == rotoff.largest(rows, device=SMALL, step=1000).size
 
 
 def test_a_time_bounds_it_as_well() -> None:
@@ -123,7 +147,8 @@ def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
     seconds = rotoff.plan(model, x, device=fast, modes="joint")["joint"].step_time
     assert rotoff.cheapest(model, x, devices=devices, step_time=seconds).device == "fast"
     with pytest.raises(
-        InfeasibleError, match=r"none of 3 devices works\. .*small.*slow: a step takes.*fast: a step takes"
+        InfeasibleError,
+        match=r"none of 3 devices works with a mem_limit\. .*small.*slow: a step takes.*fast: a step takes",
     ):
         rotoff.cheapest(model, x, devices=devices, step_time=seconds / 2)
 
