@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..core.sizes import format_bytes, parse_bytes
-from ..errors import InfeasibleError, LimitError, OptionError
+from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..planning.planner import least_limit, least_time, make_plan
 from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
@@ -87,7 +88,11 @@ class _Question:
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), n)
-        profile = estimated(model, args, kwargs, self.device)
+        try:
+            profile = estimated(model, args, kwargs, self.device)
+        except MeasureError as error:
+            cure = "if the model takes no such size, give the largest that it takes as most="
+            raise MeasureError(f"size {n}: {error}; {cure}") from error
         resident = resident_bytes(profile, self.optimizer)
         usable, used = usable_bytes(self.device.memory_bytes), sum(resident.values())
         room = usable - used
@@ -143,10 +148,13 @@ def largest(
 
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
-            the sample (batch, context) or of the model (depth). Make both on the device "meta".
+            the sample (batch, context) or of the model (depth). Make both on the device "meta". The model may be a
+            `Checkpointable` with ``stages=`` or ``backward_from=``.
         device, mem_limit, optimizer, mem_slots: as for `rotoff.plan`; resident bytes count.
         step_time: most estimated seconds of a step.
-        step: sizes are multiples of it. most: the largest size to try.
+        step: sizes are multiples of it.
+        most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
+            long enough is not checked, since indices on "meta" have no values.
 
     Raises:
         OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
@@ -157,6 +165,7 @@ def largest(
             raise OptionError(f"{name} is {value!r}; give a whole number from 1")
     if not callable(build) or isinstance(build, nn.Module):
         raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+    check_sized(build, "build")
     check_optimizer(optimizer)
     _check_step_time(step_time)
     parse_slots(mem_slots)
@@ -175,6 +184,17 @@ def largest(
         planned=tried[low].planned() if low else None,
         tried={n * step: answer.works for n, answer in sorted(tried.items())},
     )
+
+
+def check_sized(build: Callable[..., Any], name: str) -> None:
+    """Raise OptionError if `build`, called `name` in the error, cannot be called with a size."""
+    try:
+        inspect.signature(build).bind(1)
+    except TypeError as error:
+        raise OptionError(
+            f"{name} cannot be called with a size ({error}); give a function such as build(n) that returns"
+            " (model, sample)"
+        ) from None
 
 
 def _check_step_time(step_time: float | None) -> None:
@@ -231,7 +251,7 @@ def cheapest(
     As for `largest`, parameters, gradients and optimizer states stay on the device.
 
     Args:
-        model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`.
+        model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`; the mode is "joint".
         devices: names or `Device`, in the order of your preference.
         step_time: most estimated seconds of a step.
 
@@ -240,7 +260,12 @@ def cheapest(
             device.
     """
     _check_step_time(step_time)
-    targets = [find(device) for device in ((devices,) if isinstance(devices, (str, Device)) else devices)]
+    if refused := sorted({"modes", "pipeline"} & {*kwargs}):
+        raise OptionError(f"{refused[0]} is no argument of cheapest, which plans in mode joint; use rotoff.plan")
+    devices = (devices,) if isinstance(devices, (str, Device)) else devices
+    if not isinstance(devices, Iterable):
+        raise OptionError(f"devices is {devices!r}; give names or Devices, such as rotoff.devices()")
+    targets = [find(device) for device in devices]
     if not targets:
         raise OptionError("devices is empty; give at least one, such as rotoff.devices()")
     reasons, least = [], []

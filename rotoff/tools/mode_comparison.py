@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpointable import Checkpointable
 from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
-from ..errors import InfeasibleError, LimitError, OptionError
+from ..errors import InfeasibleError, LimitError, OptionError, nearest
 from ..io.cache import Cache
 from ..io.json_file import save_json
 from ..planning.memory_account import reported_bytes
@@ -238,6 +240,7 @@ def plan(
     """
     target = find(device)
     _check(model, optimizer, host_bandwidth, mem_slots)
+    _check_names(model, kwargs)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     usable = usable_bytes(target.memory_bytes)
@@ -351,6 +354,22 @@ def _check(model: nn.Module, optimizer: str, host_bandwidth: float, mem_slots: i
     parse_slots(mem_slots)
     if isinstance(host_bandwidth, bool) or not isinstance(host_bandwidth, (int, float)) or not host_bandwidth > 0:
         raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
+
+
+def _check_names(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise OptionError for a name that neither `plan` nor the model's forward takes."""
+    inner = model._model if isinstance(model, Checkpointable) else model
+    if not kwargs or isinstance(inner, torch.jit.ScriptModule):
+        return
+    takes = inspect.signature(inner.forward).parameters.values()
+    unknown = sorted({*kwargs} - {one.name for one in takes})
+    if not unknown or any(one.kind is one.VAR_KEYWORD for one in takes):
+        return
+    name = unknown[0]
+    if name in inspect.signature(Checkpointable).parameters:
+        raise OptionError(f"{name} is an option of Checkpointable; give Checkpointable(model, {name}=...) as the model")
+    said = f"{name} is no argument of rotoff.plan, nor of the forward of {type(inner).__name__}"
+    raise OptionError(said + nearest(name, inspect.signature(plan).parameters))
 
 
 def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedStep, ...]) -> LimitError:

@@ -120,7 +120,8 @@ def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
         ("conv_algorithms: fast", "conv_algorithms is 'fast'"),
         ("updates: never", "updates is 'never'; give 'during' or 'after'"),
         ("interpolate: 1", "interpolate is 1; give true or false"),
-        ("options: {refin: 2}", "refin"),
+        ("options: {refin: 2}", "refin is not an option; .*; did you mean refine"),
+        ("options: {modee: remat}", "modee is not an option; .*; did you mean mode"),
     ],
 )
 def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,45 @@ def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
         rotoff.cheapest(model, x, devices=devices, step_time=seconds / 2)
 
 
+class Sliced(nn.Module):
+    """Takes contexts of up to 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(1, 128, 16))
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.positions[:, : x.shape[1]])
+
+
+def test_a_size_that_the_model_does_not_take_is_named_and_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        sliced, linear = Sliced(), nn.Linear(256, 16)
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
+    with pytest.raises(rotoff.MeasureError, match=r"^size \d+: .* give the largest that it takes as most=$"):
+        rotoff.largest(lambda n: (sliced, torch.empty(1, n, 16, device="meta")), device="T4")
+    with pytest.raises(rotoff.MeasureError, match="^size 1: .*reduction dim"):
+        rotoff.largest(lambda n: (linear, torch.empty(n, 255, device="meta")), device="T4")
+    assert not logged
+
+
+def test_arguments_that_are_none_are_named_with_a_cure() -> None:
+    model, x = rows(8)
+    for name, sentence in (
+        ("stages", r"stages is an option of Checkpointable; give Checkpointable\(model, stages=...\) as the model"),
+        ("modes", "modes is no argument of cheapest, which plans in mode joint"),
+        ("limit", "limit is no argument of rotoff.plan, nor of the forward of Sequential; did you mean mem_limit?"),
+    ):
+        with pytest.raises(OptionError, match=sentence):
+            rotoff.cheapest(model, x, devices=[SMALL], **{name: 3})
+    with pytest.raises(OptionError, match="devices is 3; give names or Devices"):
+        rotoff.cheapest(model, x, devices=3)
+    with pytest.raises(OptionError, match="build cannot be called with a size .*; give a function such as build"):
+        rotoff.largest(lambda: (model, x))
+
+
 def test_no_device_at_all_is_refused() -> None:
     with pytest.raises(rotoff.OptionError, match="devices is empty; give at least one"):
         rotoff.cheapest(torch.nn.Linear(4, 4), torch.randn(2, 4), devices=[])
@@ -198,3 +238,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(command) == 0
     assert f"{found['size']} works; {found['refused']} cannot work" in capsys.readouterr().out
     assert main([*command, "--step-time", "1e-12"]) == 1
+    (tmp_path / "unsized.py").write_text("def build():\n    pass\n")
+    assert main(["largest", "unsized.py:build"]) == 2
+    assert "unsized.py:build cannot be called with a size" in capsys.readouterr().err
