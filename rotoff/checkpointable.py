@@ -546,7 +546,7 @@ def _own(optimizer: Any) -> Any:
     if not isinstance(optimizer, Optimizer):
         shown = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
         raise OptionError(
-            f"optimizer is {shown}; give one made for the model's parameters, such as"
+            f"optimizer is {shown}; give a torch.optim.Optimizer of the model's parameters, such as"
             " torch.optim.Adam(model.parameters()), or a list of them"
         )
     return optimizer

@@ -99,7 +99,7 @@ def test_settings_in_place_of_a_limit_are_sent_to_attach(settings: object) -> No
 
 @pytest.mark.parametrize("optimizer", ["adam", torch.optim.Adam, {}, [None]])
 def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
-    with pytest.raises(OptionError, match=r"optimizer is .*; give one made for the model's parameters"):
+    with pytest.raises(OptionError, match=r"optimizer is .*; give a torch.optim.Optimizer of the model's parameters"):
         rotoff.Checkpointable(net()).compute_sequence(device_limit="2 MiB", optimizer=optimizer)
 
 
