@@ -540,9 +540,15 @@ class Checkpointable(RotorNames, ModuleProxy):
 
 
 def _own(optimizer: Any) -> Any:
-    """The optimizer inside a trainer's wrappers."""
+    """The optimizer inside a trainer's wrappers; raises OptionError for anything else."""
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
+    if not isinstance(optimizer, Optimizer):
+        shown = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+        raise OptionError(
+            f"optimizer is {shown}; give a torch.optim.Optimizer of the model's parameters, such as"
+            " torch.optim.Adam(model.parameters()), or a list of them"
+        )
     return optimizer
 
 

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The end of a sentence that asks whether a name in `known` was meant; empty if none is like `name`."""
+    import difflib
+
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 class RotoffError(Exception):

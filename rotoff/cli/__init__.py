@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
 from ..version import __version__
-from . import doctor, models, pictures, plans
 from .command import Stop, add_command
 
 EXIT_CODES = (
@@ -27,7 +26,14 @@ EXIT_CODES = (
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """The parser of all commands.
+
+    Raises:
+        ModuleNotFoundError: if rotoff is not compiled; the message says so.
+    """
+    from .. import solver as solver  # first, since the package explains its absence
+    from . import doctor, models, pictures, plans
+
     top = argparse.ArgumentParser(
         prog="rotoff",
         description="Plan training steps inside a memory limit: recompute and offload, planned together.",
@@ -46,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = parser().parse_args(arguments)
     except SystemExit as stop:  # --help, --version, or wrong usage, which argparse has explained
         return stop.code if isinstance(stop.code, int) else 2
+    except ModuleNotFoundError as error:
+        print(f"rotoff: {error}", file=sys.stderr)
+        return 2
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="replace")  # for terminals whose encoding lacks some characters
     try:

@@ -190,10 +190,11 @@ def _largest_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _largest(options: argparse.Namespace) -> int:
     from ..checkpointable import Checkpointable
-    from ..tools.largest import largest, read_built
+    from ..tools.largest import check_sized, largest, read_built
 
     find(options.device)  # an unknown device is refused before the model is made
     function = _load_function(options.target)
+    check_sized(function, options.target)
 
     def build(n: int) -> tuple[Any, Any]:
         model, args, kwargs = read_built(function(n), n)
@@ -309,7 +310,8 @@ COMMANDS = (
         'rotoff largest my_models:build_for --device "RTX 4090" --step 16',
         _largest_arguments,
         _largest,
-        'The function takes a size and returns (model, sample), on the device "meta". Exit code 1: none works.',
+        'The function takes a size and returns (model, sample), on the device "meta". Exit code 1: none works.\n'
+        "Whether an embedding's table is long enough is not checked: give the longest context as --most.",
     ),
     Command(
         "stages",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import LimitError
@@ -16,6 +17,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 MOST = 10**308  # larger sizes are cut to this, since reports need a float
 _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
+_SETTINGS = "; settings as a whole go to rotoff.attach(model, config), with config = rotoff.RotoffConfig.load(path)"
 
 
 def parse_bytes(value: Any, what: str = "mem_limit") -> int:
@@ -30,6 +32,8 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
     if isinstance(value, str):
         return _parse_text(value, what)
     if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+        if isinstance(value, Mapping) or hasattr(value, "mem_limit"):
+            raise LimitError(f"{what} is a {type(value).__name__}: {_HOW}{_SETTINGS}")
         raise LimitError(f"{what} is {value!r} ({type(value).__name__}): {_HOW}")
     number = _whole(value)
     if number is None:
@@ -61,7 +65,8 @@ def _parse_text(text: str, what: str) -> int:
             " what keeping everything takes"
         )
     if match is None:
-        raise LimitError(f"{what} is {text!r}: {_HOW}")
+        settings = _SETTINGS if text.endswith((".yaml", ".yml", ".json")) else ""
+        raise LimitError(f"{what} is {text!r}: {_HOW}{settings}")
     digits, unit = match.groups()
     if not unit and not digits.isdigit() and not (float(digits).is_integer() and float(digits) > 1):
         raise LimitError(f"{what} is {text!r}, a number without a unit: {_HOW}")

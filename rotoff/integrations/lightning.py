@@ -17,7 +17,7 @@ except ModuleNotFoundError:  # the older name of the package
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
 from ..tools.attach import attach, attach_unplanned, attached, detach
-from ..tools.config import RotoffConfig, read_limits
+from ..tools.config import RotoffConfig, read_settings
 
 
 class RotoffCallback(Callback):  # type: ignore[misc]
@@ -36,17 +36,17 @@ class RotoffCallback(Callback):  # type: ignore[misc]
 
     def __init__(
         self,
-        mem_limit: int | str | RotoffConfig = "auto",
+        mem_limit: int | str | RotoffConfig | None = None,
+        /,
         module: str | None = None,
         *,
         device_limit: int | str | None = None,
         **options: Any,
     ) -> None:
-        mem_limit, device_limit, options = read_limits(mem_limit, device_limit, options)
-        self._mem_limit = mem_limit
-        self._device_limit = device_limit
+        given = options if device_limit is None else {**options, "device_limit": device_limit}
+        self._options = read_settings(mem_limit, given)
+        self._device_limit = self._options.pop("device_limit", None)
         self._module = module
-        self._options = options
         self.planned: Checkpointable | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -56,7 +56,7 @@ class RotoffCallback(Callback):  # type: ignore[misc]
             self.planned, self._asked = attach_unplanned(target, self._options)
             return
         several = {"process_group": True} if trainer.world_size > 1 else {}
-        self.planned = attached(target) or attach(target, self._mem_limit, **{**several, **self._options})
+        self.planned = attached(target) or attach(target, **{**several, **self._options})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._device_limit is not None and self.planned is not None:

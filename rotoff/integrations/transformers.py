@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
 from ..tools.attach import attach, attach_unplanned, attached
-from ..tools.config import RotoffConfig, read_limits
+from ..tools.config import RotoffConfig, read_settings
 
 
 class RotoffCallback(TrainerCallback):  # type: ignore[misc]
@@ -32,12 +32,16 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, mem_limit: int | str | RotoffConfig = "auto", *, device_limit: int | str | None = None, **options: Any
+        self,
+        mem_limit: int | str | RotoffConfig | None = None,
+        /,
+        *,
+        device_limit: int | str | None = None,
+        **options: Any,
     ) -> None:
-        mem_limit, device_limit, options = read_limits(mem_limit, device_limit, options)
-        self._mem_limit = mem_limit
-        self._device_limit = device_limit
-        self._options = options
+        given = options if device_limit is None else {**options, "device_limit": device_limit}
+        self._options = read_settings(mem_limit, given)
+        self._device_limit = self._options.pop("device_limit", None)
         self.planned: Checkpointable | None = None
 
     def on_init_end(
@@ -51,7 +55,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
             self.planned, self._asked = attach_unplanned(model, self._options)
             return
         several = {"process_group": True} if args.world_size > 1 else {}
-        self.planned = attached(model) or attach(model, self._mem_limit, **{**several, **self._options})
+        self.planned = attached(model) or attach(model, **{**several, **self._options})
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any

@@ -50,8 +50,17 @@ def read_device(device: Any) -> torch.device | None:
     """
     if device is None:
         return None
+    found = named_device(device)
+    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+
+
+def named_device(device: Any) -> torch.device:
+    """The device that the option `device` names, which this machine need not have.
+
+    Raises:
+        OptionError: if it names none.
+    """
     try:
-        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise OptionError(f'device is {device!r}; give one such as "cuda" ({str(error).splitlines()[0]})') from error
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found

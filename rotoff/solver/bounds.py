@@ -49,8 +49,8 @@ def parse_modes(modes: Any) -> tuple[str, ...]:
 
 
 def several(given: Any) -> tuple[Any, ...]:
-    """The values of an option; a text or number alone is one value."""
-    lone = isinstance(given, str) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
+    """The values of an option; a text, number or dict alone is one value."""
+    lone = isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
     return (given,) if lone else tuple(given)
 
 

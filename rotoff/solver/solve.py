@@ -10,7 +10,7 @@ from ..core.chain import Chain, check_chain
 from ..core.sequence import Sequence
 from ..core.sizes import parse_bytes
 from ..core.steady_step import check_when
-from ..errors import OptionError
+from ..errors import OptionError, nearest
 from .anneal import Budget
 from .bounds import check_mode
 from .policies import check_policy, run
@@ -107,7 +107,8 @@ def check_mode_options(options: Mapping[str, Any]) -> None:
     """Raise OptionError or LimitError for `options` that `solve` does not accept with a mode."""
     for name in options:
         if name not in _OF_MODES:
-            raise OptionError(f"{name} is not an option; a mode has {', '.join(_OF_MODES)}, and others need policy=")
+            said = f"{name} is not an option; a mode has {', '.join(_OF_MODES)}, and others need policy="
+            raise OptionError(said + nearest(name, inspect.signature(solve).parameters))
     if (host_limit := options.get("host_limit")) is not None:
         parse_host_limit(host_limit)
     Budget.of(options.get("refine", True))

@@ -19,13 +19,13 @@ from torch import nn
 from ..checkpointable import ATTACHED, Checkpointable
 from ..errors import MeasureError, OptionError
 from ..report.rotor_names import NO_LIMIT
-from .config import RotoffConfig
+from .config import RotoffConfig, read_settings
 
 _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
 
 
 def attach(
-    model: nn.Module, mem_limit: int | str | RotoffConfig | None = "auto", mode: str = "joint", **options: Any
+    model: nn.Module, mem_limit: int | str | RotoffConfig | None = None, /, mode: str | None = None, **options: Any
 ) -> Checkpointable:
     """Run training forwards of `model` itself inside `mem_limit`; returns the `Checkpointable` that plans them.
 
@@ -35,24 +35,23 @@ def attach(
     the model without a plan; attach it again after loading.
 
     Args:
-        mem_limit, mode: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, whose fields `options` override.
+        mem_limit: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, whose fields `mode` and `options`
+            override. None: "auto", unless there is a ``device_limit``.
+        mode: as for `Checkpointable.compute_sequence`. None: the configuration's, or "joint".
         options: as for `Checkpointable.compute_sequence`, such as ``device_limit`` and ``optimizer``, and for
             `Checkpointable` itself, such as ``stages`` or ``forms``.
 
     Raises:
-        OptionError: if the model is attached already. LimitError, MeasureError: as for `Checkpointable`.
+        OptionError: if the model is attached already. LimitError: also for two limits. MeasureError: as for
+            `Checkpointable`.
     """
     if not isinstance(model, nn.Module):
         raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
     if model.__dict__.get(ATTACHED) is not None:
         raise OptionError("the model is attached already; call rotoff.detach(model) first")
-    if isinstance(mem_limit, RotoffConfig):
-        given = {**mem_limit.arguments(), **options}
-        said = given.pop("mode", "joint")
-        return attach(model, given.pop("mem_limit"), said if mode == "joint" else mode, **given)
-    wrapper = {name: options.pop(name) for name in _OF_THE_WRAPPER if name in options}
-    mem_limit = None if "device_limit" in options else mem_limit
-    planned = Checkpointable(model, **wrapper).compute_sequence(mem_limit, mode=mode, **options)
+    given = read_settings(mem_limit, options if mode is None else {**options, "mode": mode})
+    wrapper = {name: given.pop(name) for name in _OF_THE_WRAPPER if name in given}
+    planned = Checkpointable(model, **wrapper).compute_sequence(**given)
     attachment = _Attachment(model, planned, wrapper)
     model.__dict__[ATTACHED] = attachment
     model.forward = MethodType(_forward_like(attachment.original), model)

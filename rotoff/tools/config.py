@@ -15,8 +15,9 @@ from torch import nn
 from ..capture.backward_roots import read_backward_from
 from ..capture.strategy import named
 from ..core.sizes import parse_bytes
-from ..core.steady_step import check_when
-from ..errors import OptionError
+from ..errors import LimitError, OptionError
+from ..io.cache import Cache
+from ..planning.options import named_device
 from ..planning.request import check_limits, check_options
 from ..profile.selective.variants import read_forms
 from ..solver.in_flight import parse_in_flight
@@ -78,15 +79,23 @@ class RotoffConfig:
         for name in ("interpolate", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; give true or false")
-        check_options(self.mode, self.mem_slots, self.policy, self.options)
+        if self.process_group is not None and not isinstance(self.process_group, bool):
+            raise OptionError(f"process_group is {self.process_group!r}; give true or false")
+        if not isinstance(self.options, Mapping):
+            raise OptionError(f"options is {self.options!r}; give names and values, such as refine: 2")
+        asked = {name: getattr(self, name) for name in ("host_limit", "updates") if getattr(self, name) is not None}
+        check_options(self.mode, self.mem_slots, self.policy, {**self.options, **asked})
+        if self.device is not None:
+            named_device(self.device)
+        Cache.of(self.cache_directory)
         parse_in_flight(self.in_flight)
         read_backward_from(self.backward_from)
         read_forms(self.forms)
         read_conv_algorithms(self.conv_algorithms)
-        if self.updates is not None:
-            check_when(self.updates)
         if not isinstance(self.stages, (list, tuple)):  # names are compared with the model's
             named(nn.Module(), self.stages)
+        elif not all(isinstance(name, str) for name in self.stages):
+            raise OptionError(f"stages is {self.stages!r}; give a number of stages, or names of modules")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RotoffConfig:
@@ -136,18 +145,35 @@ def _yaml(text: str) -> Any:
         import yaml
     except ModuleNotFoundError:
         raise OptionError("reading YAML needs PyYAML: pip install pyyaml, or write JSON") from None
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """Refuses a name that is given twice, of which YAML takes the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [self.construct_object(key, deep=True) for key, _ in node.value]
+            if twice := [name for n, name in enumerate(names) if name in names[:n]]:
+                raise OptionError(f"{twice[0]} is given twice; give it once")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise OptionError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
-def read_limits(
-    mem_limit: int | str | RotoffConfig, device_limit: int | str | None, options: dict[str, Any]
-) -> tuple[int | str | RotoffConfig, int | str | None, dict[str, Any]]:
-    """The same arguments; a configuration with a device_limit is split into that limit and its options."""
-    if not isinstance(mem_limit, RotoffConfig) or mem_limit.device_limit is None:
-        return mem_limit, device_limit, options
-    given = {**mem_limit.arguments(), **options}
-    del given["mem_limit"]
-    return "auto", given.pop("device_limit"), given
+def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str, Any]) -> dict[str, Any]:
+    """`options` with `mem_limit`, or over the fields of a configuration; exactly one limit is in them.
+
+    Raises:
+        LimitError: if two limits are given.
+    """
+    if isinstance(mem_limit, RotoffConfig):
+        options = {**mem_limit.arguments(), "mem_limit": mem_limit.mem_limit, **options}
+    elif mem_limit is not None:
+        if "mem_limit" in options:
+            raise LimitError(f"mem_limit is given twice, as {mem_limit!r} and {options['mem_limit']!r}; give one")
+        options = {**options, "mem_limit": mem_limit}
+    limit, device_limit = options.get("mem_limit"), options.get("device_limit")
+    if limit is not None and device_limit is not None:
+        check_limits(limit, device_limit, None, None, None, 1, False)  # refuses both
+    return {**options, "mem_limit": "auto" if limit is None and device_limit is None else limit}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from ..capture.strategy import read_sample
 from ..checkpointable import Checkpointable, refuse_planned
 from ..core.chain import Chain
 from ..errors import MeasureError
+from ..planning.options import Options
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import estimate_profile
 from ..profile.profile import Profile
@@ -43,10 +45,16 @@ def check_module(model: Any) -> None:
 def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
     """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`."""
     check_module(model)
-    args, kwargs = read_sample(model._model if isinstance(model, Checkpointable) else model, args, kwargs)
-    if not isinstance(model, Checkpointable):
-        refuse_planned(model)
-        return estimate_profile(model, args, kwargs, device)
-    refuse_planned(model._model)  # rotoff.attach replaces the model's own forward
-    options = model._options
-    return estimate_profile(model._model, args, kwargs, device, options.stages, options.forms, options.backward_from)
+    inner, options = (model._model, model._options) if isinstance(model, Checkpointable) else (model, Options())
+    args, kwargs = read_sample(inner, args, kwargs)
+    refuse_planned(inner)  # rotoff.attach replaces the model's own forward
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(_nothing)  # on an error it writes the whole traceback, before rotoff says what is wrong
+    try:
+        return estimate_profile(inner, args, kwargs, device, options.stages, options.forms, options.backward_from)
+    finally:
+        log.removeFilter(_nothing)
+
+
+def _nothing(_record: logging.LogRecord) -> bool:
+    return False

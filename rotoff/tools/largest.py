@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,17 +12,26 @@ from typing import Any
 from torch import nn
 
 from ..core.sizes import format_bytes, parse_bytes
-from ..errors import InfeasibleError, LimitError, OptionError
+from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..planning.planner import least_limit, least_time, make_plan
 from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.slots import parse_slots
 from .estimate import estimated
-from .mode_comparison import PlannedModes, check_optimizer, plan, planned_modes, resident_bytes, usable_bytes
+from .mode_comparison import (
+    PlannedModes,
+    check_optimizer,
+    plan,
+    planned_modes,
+    resident_bytes,
+    resident_parts,
+    usable_bytes,
+)
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused
+_PLACED = "With a device_limit a part may lie on the host (rotoff.plan)"
 PATIENCE = 2  # answers in a row that do not halve the open interval, before the middle is tried
 
 
@@ -78,19 +88,27 @@ class _Question:
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), n)
-        profile = estimated(model, args, kwargs, self.device)
+        try:
+            profile = estimated(model, args, kwargs, self.device)
+        except MeasureError as error:
+            cure = "if the model takes no such size, give the largest that it takes as most="
+            raise MeasureError(f"size {n}: {error}; {cure}") from error
         resident = resident_bytes(profile, self.optimizer)
-        room = usable_bytes(self.device.memory_bytes) - sum(resident.values())
+        usable, used = usable_bytes(self.device.memory_bytes), sum(resident.values())
+        room = usable - used
         limit = room if self.mem_limit is None else min(room, self.mem_limit)
         asked = self.mem_limit, resident, (), ("joint",), self.mem_slots, True
         planned = partial(planned_modes, profile, self.device, *asked)
+        taken = (
+            f"resident bytes take {format_bytes(used)} ({resident_parts(resident)}) of the {format_bytes(usable)} that"
+            f" {self.device.name} has for training"
+        )
         if limit <= 0:
-            why = f"resident bytes take {format_bytes(sum(resident.values()))} of {self.device.name}'s memory"
-            return _Answer({"bytes": limit - 1}, planned, lambda: why)
+            return _Answer({"bytes": limit - 1}, planned, lambda: f"{taken}. {_PLACED}")
         request = Request(limit, "joint", self.mem_slots, {})
         margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
         if margins["bytes"] < 0:
-            return _Answer(margins, planned, partial(_refusal, profile, request))
+            return _Answer(margins, planned, partial(_refusal, profile, request, taken if limit == room else ""))
         if self.step_time is None:
             return _Answer(margins, planned)
         bound = least_time(profile, request)
@@ -102,11 +120,12 @@ class _Question:
         return _Answer({**margins, "seconds": self.step_time - found}, planned, lambda: why, proven=False)
 
 
-def _refusal(profile: Profile, request: Request) -> str:
+def _refusal(profile: Profile, request: Request, taken: str) -> str:
+    """Why no plan keeps the request's limit. taken: by resident bytes, if these leave no more than the limit."""
     try:
         make_plan(profile, request)
     except InfeasibleError as error:
-        return str(error)
+        return f"{taken}, and the rest is the limit: {error}. {_PLACED}" if taken else str(error)
     raise AssertionError(f"a plan within {request.mem_limit} bytes, which are too few")
 
 
@@ -124,14 +143,18 @@ def largest(
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
     ``rotoff.largest(lambda n: (model, torch.empty(n, 1024, device="meta")), device="RTX 4090")`` is the largest batch.
-    A larger size must need more.
+    A larger size must need more. Parameters, gradients and optimizer states stay on the device; `rotoff.plan` says what
+    a ``device_limit``, which moves them, makes possible.
 
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
-            the sample (batch, context) or of the model (depth). Make both on the device "meta".
+            the sample (batch, context) or of the model (depth). Make both on the device "meta". The model may be a
+            `Checkpointable` with ``stages=`` or ``backward_from=``.
         device, mem_limit, optimizer, mem_slots: as for `rotoff.plan`; resident bytes count.
         step_time: most estimated seconds of a step.
-        step: sizes are multiples of it. most: the largest size to try.
+        step: sizes are multiples of it.
+        most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
+            long enough is not checked, since indices on "meta" have no values.
 
     Raises:
         OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
@@ -142,6 +165,7 @@ def largest(
             raise OptionError(f"{name} is {value!r}; give a whole number from 1")
     if not callable(build) or isinstance(build, nn.Module):
         raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+    check_sized(build, "build")
     check_optimizer(optimizer)
     _check_step_time(step_time)
     parse_slots(mem_slots)
@@ -160,6 +184,17 @@ def largest(
         planned=tried[low].planned() if low else None,
         tried={n * step: answer.works for n, answer in sorted(tried.items())},
     )
+
+
+def check_sized(build: Callable[..., Any], name: str) -> None:
+    """Raise OptionError if `build`, called `name` in the error, cannot be called with a size."""
+    try:
+        inspect.signature(build).bind(1)
+    except TypeError as error:
+        raise OptionError(
+            f"{name} cannot be called with a size ({error}); give a function such as build(n) that returns"
+            " (model, sample)"
+        ) from None
 
 
 def _check_step_time(step_time: float | None) -> None:
@@ -213,8 +248,10 @@ def cheapest(
 ) -> PlannedModes:
     """The first device of a list on which the model trains, with its plan; list the cheapest first.
 
+    As for `largest`, parameters, gradients and optimizer states stay on the device.
+
     Args:
-        model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`.
+        model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`; the mode is "joint".
         devices: names or `Device`, in the order of your preference.
         step_time: most estimated seconds of a step.
 
@@ -223,7 +260,12 @@ def cheapest(
             device.
     """
     _check_step_time(step_time)
-    targets = [find(device) for device in ((devices,) if isinstance(devices, (str, Device)) else devices)]
+    if refused := sorted({"modes", "pipeline"} & {*kwargs}):
+        raise OptionError(f"{refused[0]} is no argument of cheapest, which plans in mode joint; use rotoff.plan")
+    devices = (devices,) if isinstance(devices, (str, Device)) else devices
+    if not isinstance(devices, Iterable):
+        raise OptionError(f"devices is {devices!r}; give names or Devices, such as rotoff.devices()")
+    targets = [find(device) for device in devices]
     if not targets:
         raise OptionError("devices is empty; give at least one, such as rotoff.devices()")
     reasons, least = [], []
@@ -246,7 +288,8 @@ def cheapest(
             )
         else:
             return found
-    raise InfeasibleError(f"none of {len(targets)} devices works. " + ". ".join(reasons), min(least, default=0))
+    said = f"none of {len(targets)} devices works with a mem_limit. {'. '.join(reasons)}"
+    raise InfeasibleError(said, min(least, default=0))
 
 
 def read_built(made: Any, n: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

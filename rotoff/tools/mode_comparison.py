@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpointable import Checkpointable
 from ..core.chain import Chain
 from ..core.sizes import format_bytes, parse_bytes
-from ..errors import InfeasibleError, LimitError, OptionError
+from ..errors import InfeasibleError, LimitError, OptionError, nearest
 from ..io.cache import Cache
 from ..io.json_file import save_json
 from ..planning.memory_account import reported_bytes
@@ -65,7 +67,7 @@ class PlannedModes:
     """Rows of `PlannedMode`; prints as a table.
 
     chain: the estimated chain.
-    mem_limit: bytes that a step may allocate; 0 if resident bytes fill the device.
+    mem_limit: bytes that a step may allocate, at most those that resident bytes leave; 0 if these fill the device.
     keep_all_bytes: the peak of keeping everything.
     resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
         them.
@@ -98,50 +100,48 @@ class PlannedModes:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes that a device must have for training inside the limit: the resident bytes and the limit."""
-        return sum(self.resident_bytes.values()) + self.mem_limit
+        """Bytes that a device must have: the resident ones, and the peak of the fastest mode, or the smallest limit if
+        no mode fits."""
+        return sum(self.resident_bytes.values()) + self._step_bytes
+
+    @property
+    def _step_bytes(self) -> int:
+        found = [(row.step_time, row.peak_bytes or 0) for row in self.rows if row.step_time is not None]
+        return min(found)[1] if found else min(row.min_mem_limit for row in self.rows)
 
     @property
     def fits(self) -> bool:
-        """Whether the device has `needed_bytes`, after a margin for its context and libraries."""
-        return self.needed_bytes <= usable_bytes(self.device_bytes)
+        """Whether any of the modes has a plan within `mem_limit`, with the resident bytes on the device."""
+        return any(row.step_time is not None for row in self.rows)
 
     @property
     def verdict(self) -> str:
         """Whether the training fits, of which bytes it consists, and what to change if it does not fit."""
-        least = min(self.rows, key=lambda row: row.min_mem_limit)
-        usable, limit = usable_bytes(self.device_bytes), format_bytes(self.mem_limit)
-        left = usable - sum(self.resident_bytes.values())
-        if left >= least.min_mem_limit:
-            cure = f"mem_limit may be from {least.min_mem_limit} to {left} bytes, {format_bytes(left)}"
-        else:
-            cure = f"even the smallest limit, {format_bytes(least.min_mem_limit)}, does not; {_WAYS_ON}"
-        has = f"{_parts(self.resident_bytes)} and {limit} for the step take {format_bytes(self.needed_bytes)}"
+        least, usable = self._step_bytes, usable_bytes(self.device_bytes)
+        has = f"{resident_parts(self.resident_bytes)} and {format_bytes(least)} for the step take"
+        has = f"{has} {format_bytes(self.needed_bytes)}"
         of = (
             f"the {format_bytes(usable)} that {self.device} has for training ({format_bytes(self.device_bytes)}, less"
             f" {MARGIN:.0%} for context and libraries)"
         )
+        if self.fits:
+            return f"fits: {has} of {of}"
         times = [row.step_time for row in self.placed if row.step_time is not None]
-        if times and not (self.fits and self.mem_limit and self.keeps_limit):
+        if times:
             return (
-                f"fits with a device_limit, at {min(times):.4g} s a step: {_parts(self.resident_bytes)} are more than"
-                f" {of}, and partly lie on the host"
+                f"fits only with a device_limit, at {min(times):.4g} s a step: {has}, more than {of}, and partly lie on"
+                " the host"
             )
-        if not self.fits:
-            return f"DOES NOT FIT: {has}, more than {of}; {cure}"
-        if not self.keeps_limit:
-            return f"DOES NOT FIT in {limit}; {cure}"
-        return f"fits: {has} of {of}"
+        if self.needed_bytes > usable:
+            return f"DOES NOT FIT: {has} with even the smallest limit, more than {of}; {_WAYS_ON}"
+        left = least + usable - self.needed_bytes
+        cure = f"mem_limit may be from {least} to {left} bytes, {format_bytes(left)}"
+        return f"DOES NOT FIT in {format_bytes(self.mem_limit)}; {cure}"
 
     @property
     def works(self) -> bool:
-        """Whether there is a plan that fits the device's memory."""
-        return (self.fits and self.keeps_limit) or any(row.step_time is not None for row in self.placed)
-
-    @property
-    def keeps_limit(self) -> bool:
-        """Whether any of the modes has a plan within `mem_limit`."""
-        return any(row.step_time is not None for row in self.rows)
+        """Whether there is a plan that fits the device's memory, be it with parameters on the host."""
+        return self.fits or any(row.step_time is not None for row in self.placed)
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON, without the chain."""
@@ -219,7 +219,7 @@ def plan(
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
         mem_limit: bytes that one step may allocate beyond parameters, their gradients, optimizer states and the batch,
-            as for `Checkpointable`. None: the device's memory less those and a margin.
+            as for `Checkpointable`. None, and at most: the device's memory less those and a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them.
         mem_slots: as for `rotoff.solve`.
@@ -240,6 +240,7 @@ def plan(
     """
     target = find(device)
     _check(model, optimizer, host_bandwidth, mem_slots)
+    _check_names(model, kwargs)
     wanted = parse_modes(modes)
     asked = None if mem_limit is None else parse_bytes(mem_limit)
     usable = usable_bytes(target.memory_bytes)
@@ -313,10 +314,12 @@ def planned_modes(
     mem_slots: int,
     refine: bool | float = EFFORT,
 ) -> PlannedModes:
-    """One row for each of `modes`, within `asked` bytes, or within the usable memory less `resident` bytes. refine: as
+    """One row for each of `modes`, within the usable memory less `resident` bytes, and within `asked` bytes. refine: as
     for `rotoff.solve`."""
-    limit = asked if asked is not None else usable_bytes(target.memory_bytes) - sum(resident.values())
-    if limit <= 0 and all(row.step_time is None for row in placed):
+    limit = usable_bytes(target.memory_bytes) - sum(resident.values())
+    if asked is not None:
+        limit = min(asked, limit)
+    elif limit <= 0 and all(row.step_time is None for row in placed):
         raise _too_small(target, resident, placed)
     limit = max(0, limit)
     everything = plan_everything(profile)
@@ -353,10 +356,26 @@ def _check(model: nn.Module, optimizer: str, host_bandwidth: float, mem_slots: i
         raise OptionError(f"host_bandwidth is {host_bandwidth!r}; give bytes per second above 0")
 
 
+def _check_names(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise OptionError for a name that neither `plan` nor the model's forward takes."""
+    inner = model._model if isinstance(model, Checkpointable) else model
+    if not kwargs or isinstance(inner, torch.jit.ScriptModule):
+        return
+    takes = inspect.signature(inner.forward).parameters.values()
+    unknown = sorted({*kwargs} - {one.name for one in takes})
+    if not unknown or any(one.kind is one.VAR_KEYWORD for one in takes):
+        return
+    name = unknown[0]
+    if name in inspect.signature(Checkpointable).parameters:
+        raise OptionError(f"{name} is an option of Checkpointable; give Checkpointable(model, {name}=...) as the model")
+    said = f"{name} is no argument of rotoff.plan, nor of the forward of {type(inner).__name__}"
+    raise OptionError(said + nearest(name, inspect.signature(plan).parameters))
+
+
 def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedStep, ...]) -> LimitError:
     least = min((row.min_device_bytes for row in placed), default=sum(resident.values()))
     return LimitError(
-        f"{device.name} has {format_bytes(device.memory_bytes)}, and {_parts(resident)} take"
+        f"{device.name} has {format_bytes(device.memory_bytes)}, and {resident_parts(resident)} take"
         f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
         f" device needs at least {format_bytes(least)}: {_WAYS_ON}"
     )
@@ -373,7 +392,8 @@ def usable_bytes(device_bytes: int) -> int:
     return int(device_bytes * (1 - MARGIN))
 
 
-def _parts(resident: dict[str, int]) -> str:
+def resident_parts(resident: dict[str, int]) -> str:
+    """`resident` as text."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)
 
 

@@ -132,7 +132,7 @@ def planned_pipeline(
     pieces = cut(chain, asked.ranks * asked.chunks)
     pipeline = Pipeline(pieces, order, asked.ranks_per_link, beside=beside)
     resident = _resident(whole, pipeline)
-    limits = [usable - nbytes if mem_limit is None else mem_limit for nbytes in resident]
+    limits = [usable - nbytes if mem_limit is None else min(mem_limit, usable - nbytes) for nbytes in resident]
     _refuse_full(resident, limits, device, usable)
     found = plan_pipeline(pipeline, limits)
     everything = pipeline.keep_everything()

@@ -24,6 +24,7 @@ from ..planning.planner import make_plan
 from ..planning.request import Request
 from ..runtime.execution_plan import ExecutionPlan
 from .attach import attach, attached, detach
+from .config import RotoffConfig
 
 WHOLE = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleLoopedBFS"
 _TRIES = 8  # attempts to make stages fit their common limit; each lowers every stage's limit by the excess
@@ -31,7 +32,7 @@ _KINDS = {"FORWARD": False, "FULL_BACKWARD": True}
 
 
 def attach_schedule(
-    schedule: Any, mem_limit: int | str = "auto", mode: str = "joint", **options: Any
+    schedule: Any, mem_limit: int | str | RotoffConfig | None = None, /, mode: str | None = None, **options: Any
 ) -> list[Checkpointable]:
     """Run this process's stages of a pipeline inside `mem_limit`; returns the `Checkpointable` of each stage.
 

@@ -69,6 +69,40 @@ def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> No
     assert placed.mem_limit == 2**30
 
 
+def test_of_two_limits_none_is_dropped() -> None:
+    model, config = net(), RotoffConfig(mem_limit="500 KiB", mode="remat")
+    optimizer = torch.optim.SGD(model.parameters())
+    for given, more in (
+        ("1 MiB", {"device_limit": "2 MiB"}),
+        (config, {"device_limit": "2 MiB"}),
+        (RotoffConfig(device_limit="2 MiB"), {"mem_limit": "1 MiB"}),
+    ):
+        with pytest.raises(LimitError, match="device_limit is '2 MiB'; give one of them"):
+            rotoff.attach(model, given, optimizer=optimizer, **more)
+    with pytest.raises(LimitError, match="mem_limit is given twice, as '1 MiB' and '2 MiB'; give one"):
+        rotoff.attach(model, "1 MiB", mem_limit="2 MiB")
+    assert rotoff.attach(model, mem_limit="2 MiB").mem_limit == 2**21
+
+
+def test_what_is_said_beside_a_configuration_counts_even_if_it_is_the_default() -> None:
+    config = RotoffConfig(mem_limit="500 KiB", mode="remat")
+    assert rotoff.attach(net(), config, mode="joint")._courses.request.mode == "joint"
+    assert rotoff.attach(net(), config, mem_limit="1 MiB").mem_limit == 2**20
+
+
+@pytest.mark.parametrize("settings", [RotoffConfig(mem_limit="1 MiB"), {"mem_limit": "1 MiB"}, "train.yaml"])
+def test_settings_in_place_of_a_limit_are_sent_to_attach(settings: object) -> None:
+    with pytest.raises(LimitError, match=r"go to rotoff\.attach\(model, config\)") as caught:
+        rotoff.Checkpointable(net()).compute_sequence(settings)
+    assert "mem_slots" not in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.Adam, {}, [None]])
+def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
+    with pytest.raises(OptionError, match=r"optimizer is .*; give a torch.optim.Optimizer of the model's parameters"):
+        rotoff.Checkpointable(net()).compute_sequence(device_limit="2 MiB", optimizer=optimizer)
+
+
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
@@ -85,8 +119,17 @@ def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> No
         ("backward_from: 3.5", "backward_from is 3.5; give the key"),
         ("conv_algorithms: fast", "conv_algorithms is 'fast'"),
         ("updates: never", "updates is 'never'; give 'during' or 'after'"),
+        ("host_limit: -3", "host_limit is -3, but must be above 0"),
+        ("device: tpu", "device is 'tpu'; give one such as"),
+        ("process_group: maybe", "process_group is 'maybe'; give true or false"),
+        ("cache_directory: 5", "cache_directory is 5; give a directory"),
+        ("backward_from: {a: 1}", "backward_from is .*; give the key"),
+        ("stages: [1, 2]", r"stages is \[1, 2\]; give a number of stages, or names of modules"),
+        ("options: fast", "options is 'fast'; give names and values"),
+        ("{mode: joint, mode: remat}", "mode is given twice"),
         ("interpolate: 1", "interpolate is 1; give true or false"),
-        ("options: {refin: 2}", "refin"),
+        ("options: {refin: 2}", "refin is not an option; .*; did you mean refine"),
+        ("options: {modee: remat}", "modee is not an option; .*; did you mean mode"),
     ],
 )
 def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.errors import OptionError
+from rotoff.errors import LimitError, OptionError
 from rotoff.tools.attach import attached
 
 WIDTH, ROWS = 32, 24
@@ -244,6 +244,8 @@ def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path)
     from rotoff.integrations.transformers import RotoffCallback
 
+    with pytest.raises(LimitError, match="device_limit is '2 GiB'; give one of them"):
+        RotoffCallback(rotoff.RotoffConfig(mem_limit="1 GiB"), device_limit="2 GiB")
     trainer.add_callback(RotoffCallback("1 GiB"))
     with pytest.raises(OptionError, match="give it to the constructor"):
         trainer.train()

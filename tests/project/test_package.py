@@ -78,10 +78,12 @@ def test_folders_of_the_package_are_attributes(tmp_path: Path) -> None:
 def test_a_source_tree_that_is_not_compiled_says_what_to_do(tmp_path: Path) -> None:
     shutil.copytree(SOURCE, tmp_path / "rotoff", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__"))
     ran = python("import rotoff; rotoff.solve", tmp_path, tmp_path)
-    assert ran.returncode == 1
+    command = python("import sys; from rotoff.cli import main; sys.exit(main(['--help']))", tmp_path, tmp_path)
+    assert (ran.returncode, command.returncode) == (1, 2)
     said = ran.stderr.splitlines()[-1]
     assert f"is not compiled in {tmp_path / 'rotoff'}" in said
     assert "build_ext --inplace" in said
+    assert command.stderr == f"rotoff: {said.partition(': ')[2]}\n"
 
 
 @pytest.mark.parametrize("command", ["profile", "estimate", "plan", "stages"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,7 @@ def deep(n: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -> None:
     found = rotoff.largest(build, device=SMALL, step=step)
     assert found.size > 0 and found.size % step == 0 and found.refused == found.size + step
-    assert found.proven and found.planned is not None and found.planned.fits and found.planned.keeps_limit
+    assert found.proven and found.planned is not None and found.planned.fits
     assert f"{found.size} works; {found.refused} cannot work: " in str(found)
     assert len(found.tried) <= 8  # halving what is open asks twice as often
     model, sample = build(found.refused)
@@ -48,11 +49,35 @@ def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -
         refused = rotoff.plan(model, *sample, device=SMALL, modes="joint")
     except rotoff.LimitError:
         return  # what is resident fills it
-    assert not refused.keeps_limit
+    assert not refused.fits
     if not refused.mem_limit:  # what is resident fills it, unless it is placed
         assert found.binds.startswith("resident bytes take")
         return
     assert "alone needs" in found.binds or "needs at least" in found.binds
+
+
+def test_what_is_resident_is_named_where_it_leaves_too_little_and_moves_for_rotoff_plan_alone() -> None:
+    tiny = rotoff.Device("tiny", 2**22, 1e10, {"float32": 1e10}, 1e9, 1e9)
+    found = rotoff.largest(deep, device=tiny, most=12)
+    assert found.binds.startswith("resident bytes take ") and "(parameters " in found.binds
+    assert found.binds.endswith(". With a device_limit a part may lie on the host (rotoff.plan)")
+    model, (x,) = deep(12)
+    with pytest.raises(
+        InfeasibleError, match="none of 1 devices works with a mem_limit. tiny: fits only with a device"
+    ):
+        rotoff.cheapest(model, x, devices=[tiny])
+    given = rotoff.largest(deep, device=tiny, mem_limit="100 KiB")
+    assert (given.size, given.refused) == (0, 1) and given.binds.startswith("the training step needs at least")
+
+
+def test_a_limit_above_the_device_is_the_device() -> None:
+    model, x = rows(4096)
+    large = rotoff.Device("large", 2**30, 1e9, {"float32": 1e9}, 1e9, 1e9)
+    found = rotoff.cheapest(model, x, devices=[large], mem_limit="1 TiB")
+    assert found.fits and found.mem_limit < 2**30
+    most = rotoff.largest(rows, device=SMALL, mem_limit="1 TiB", step=1000)
+    assert most.planned is not None and most.planned.fits
+    assert most.size == rotoff.largest(rows, device=SMALL, step=1000).size
 
 
 def test_a_time_bounds_it_as_well() -> None:
@@ -123,9 +148,49 @@ def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
     seconds = rotoff.plan(model, x, device=fast, modes="joint")["joint"].step_time
     assert rotoff.cheapest(model, x, devices=devices, step_time=seconds).device == "fast"
     with pytest.raises(
-        InfeasibleError, match=r"none of 3 devices works\. .*small.*slow: a step takes.*fast: a step takes"
+        InfeasibleError,
+        match=r"none of 3 devices works with a mem_limit\. .*small.*slow: a step takes.*fast: a step takes",
     ):
         rotoff.cheapest(model, x, devices=devices, step_time=seconds / 2)
+
+
+class Sliced(nn.Module):
+    """Takes contexts of up to 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.empty(1, 128, 16))
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x + self.positions[:, : x.shape[1]])
+
+
+def test_a_size_that_the_model_does_not_take_is_named_and_not_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        sliced, linear = Sliced(), nn.Linear(256, 16)
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
+    with pytest.raises(rotoff.MeasureError, match=r"^size \d+: .* give the largest that it takes as most=$"):
+        rotoff.largest(lambda n: (sliced, torch.empty(1, n, 16, device="meta")), device="T4")
+    with pytest.raises(rotoff.MeasureError, match="^size 1: .*reduction dim"):
+        rotoff.largest(lambda n: (linear, torch.empty(n, 255, device="meta")), device="T4")
+    assert not logged
+
+
+def test_arguments_that_are_none_are_named_with_a_cure() -> None:
+    model, x = rows(8)
+    for name, sentence in (
+        ("stages", r"stages is an option of Checkpointable; give Checkpointable\(model, stages=...\) as the model"),
+        ("modes", "modes is no argument of cheapest, which plans in mode joint"),
+        ("limit", "limit is no argument of rotoff.plan, nor of the forward of Sequential; did you mean mem_limit?"),
+    ):
+        with pytest.raises(OptionError, match=sentence):
+            rotoff.cheapest(model, x, devices=[SMALL], **{name: 3})
+    with pytest.raises(OptionError, match="devices is 3; give names or Devices"):
+        rotoff.cheapest(model, x, devices=3)
+    with pytest.raises(OptionError, match="build cannot be called with a size .*; give a function such as build"):
+        rotoff.largest(lambda: (model, x))
 
 
 def test_no_device_at_all_is_refused() -> None:
@@ -173,3 +238,6 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(command) == 0
     assert f"{found['size']} works; {found['refused']} cannot work" in capsys.readouterr().out
     assert main([*command, "--step-time", "1e-12"]) == 1
+    (tmp_path / "unsized.py").write_text("def build():\n    pass\n")
+    assert main(["largest", "unsized.py:build"]) == 2
+    assert "unsized.py:build cannot be called with a size" in capsys.readouterr().err

@@ -215,6 +215,8 @@ def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPa
     plain = rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit="1 GiB")
     limit = int(0.6 * plain.rows[0].keep_all_bytes)
     found = rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit=limit)
+    beyond = rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit="1 TiB")
+    assert all(row.mem_limit < 80 * 2**30 for row in beyond)
     assert [row.in_flight for row in found] == [2, 1]
     assert all(row.min_mem_limit <= row.peak_bytes <= limit for row in found)
     assert found.keep_all_time == plain.step_time <= found.step_time

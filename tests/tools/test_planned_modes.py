@@ -114,7 +114,12 @@ def test_what_is_resident_is_said(blocks: nn.Sequential, batch: torch.Tensor) ->
     }
     assert found.mem_limit == usable_bytes(24 * 2**30) - 4 * parameters - batch.nbytes  # all that is left
     assert found.fits and found["remat"].overhead == 0
-    assert not rotoff.plan(blocks, batch, mem_limit="24 GiB", device="RTX 4090", modes=["remat"]).fits
+    beyond = rotoff.plan(blocks, batch, mem_limit="24 GiB", device="RTX 4090", modes=["remat"])
+    assert (beyond.mem_limit, beyond.rows) == (
+        found.mem_limit,
+        found.rows,
+    )  # a limit above what is left asks for no more
+    assert found.needed_bytes == 4 * parameters + batch.nbytes + found.keep_all_bytes
     plain = rotoff.plan(blocks, batch, device="RTX 4090", modes=["remat"], optimizer="sgd")
     assert plain.mem_limit == found.mem_limit + 2 * parameters
 
@@ -134,13 +139,15 @@ def test_json_and_text(blocks: nn.Sequential, batch: torch.Tensor, tmp_path: Pat
 def test_the_verdict_comes_first_with_the_parts_and_a_way_on(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     fits = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", modes="remat")
     assert fits.verdict.startswith("fits: parameters 12.")
-    assert "gradients 12." in fits.verdict and "adam states 24." in fits.verdict and "240.00 MiB" in fits.verdict
+    assert "gradients 12." in fits.verdict and "adam states 24." in fits.verdict
+    assert f"and {rotoff.format_bytes(fits['remat'].peak_bytes)} for the step" in fits.verdict
     tight = rotoff.plan(blocks, batch, mem_limit="1 MiB", device="V100", modes="remat")
     assert tight.verdict.startswith("DOES NOT FIT in 1.00 MiB; mem_limit may be from ")
     least, most = (int(word) for word in tight.verdict.split() if word.isdigit() and int(word) > 2**20)
     assert rotoff.plan(blocks, batch, mem_limit=least, device="V100", modes="remat").verdict.startswith("fits")
     assert rotoff.plan(blocks, batch, mem_limit=most, device="V100", modes="remat").verdict.startswith("fits")
-    assert rotoff.plan(blocks, batch, mem_limit=most + 1, device="V100", modes="remat").verdict.startswith("DOES NOT")
+    assert rotoff.plan(blocks, batch, mem_limit=most + 1, device="V100", modes="remat").mem_limit == most
+    assert not tight.fits and not tight.to_dict()["fits"]
     small = rotoff.Device("small", 2**26, 1e9, {"float32": 1e9}, 1e9, 1e9)
     alone = rotoff.plan(blocks, batch, mem_limit="240 MiB", device=small, modes="remat")
     assert "even the smallest limit" in alone.verdict and "smaller batch" in alone.verdict
