@@ -25,6 +25,7 @@ from .sizes import Sizes, split
 
 _OTHERS = 64  # other courses whose occurrences are counted
 _SEEN = 8  # steps whose calls are recorded, if the forward is random
+LOOKS = 8  # steps of a course that are recorded in vain to find larger ones
 _TWICE = 2  # occurrences of the same other course before it is measured, too
 
 
@@ -42,10 +43,12 @@ class Specialization:
         missed: how many steps were expected to take this course and took another.
         patience: how many misses, over all courses of a signature, until they are measured as one course.
         loose: estimated ratio of the bytes charged to the bytes needed, if the profile is interpolated.
-        proven: whether a step has shown its bytes; those of an interpolated profile may be other than charged.
-        stray: bytes that the first step of the plain model allocated and kept beyond those charged.
-        grown: the input of a step that held more bytes than the limit allows, to be measured before the next one.
-        growths: how often it was measured again for that reason.
+        interpolated: whether the profile is; otherwise it was measured.
+        stray: what a forward of the plain model allocates beyond the bytes charged, as the first one showed; later ones
+            are compared with it.
+        grown: the `constants` of a step that took more bytes than the limit allows; others with the same are recorded
+            until a larger one is found and measured.
+        looks: how many steps may still be recorded in vain.
         borrowed: whether its plan is that of another size, and a search may find a faster one.
         lost: seconds that steps by a borrowed plan took beyond computing everything once.
         seen: recorded forwards of steps that took random branches, to be covered by the next plan as well.
@@ -63,10 +66,10 @@ class Specialization:
     missed: int = 0
     patience: int = 4
     loose: float = 1.0
-    proven: bool = True
+    interpolated: bool = False
     stray: int | None = None
-    grown: Any = None
-    growths: int = 0
+    grown: str | None = None
+    looks: int = LOOKS
     borrowed: bool = False
     lost: float = 0.0
     seen: list[Tape] = field(default_factory=list)

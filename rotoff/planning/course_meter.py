@@ -204,10 +204,10 @@ class CourseMeter:
         lender = Lender(self.model.parameters(), self.device, 0)
         return lender if lender else nullcontext()
 
-    def record(self, value: Any, taped: TapedForward) -> Tape:
-        """Record the forward of a step on `value` without measuring it."""
+    def record(self, value: Any, taped: TapedForward, also: Sequence[Tape] = ()) -> strategy.Captured:
+        """Record the forward of a step on `value` without measuring it. also: as for `Wanted`."""
         with _MEASURING, casts_dropped(), without_checkpoints(), self._lender():
-            return self.captured(Wanted(value, taped=taped)).tape
+            return self.captured(Wanted(value, taped=taped, also=also))
 
     def captured(self, wanted: Wanted) -> strategy.Captured:
         """Record the model's forward and cut it into stages."""

@@ -46,7 +46,7 @@ class KnownSizes:
             return
         several = self._measured.setdefault(family, MeasuredSizes())
         times_too = course.profile.timed and not self.are_timed(family)  # the next sizes only need bytes
-        several.add(sizes, course, course.captured.tape.tensor_bytes)
+        several.add(sizes, course, course.captured.tape.tensor_bytes, course.captured.tape.picks)
         several.owed = 0.0
         if not (times_too and several.price):
             several.price = seconds / volume(sizes)
@@ -56,7 +56,8 @@ class KnownSizes:
 
     def doubt(self, family: Any) -> None:
         """A step at an interpolated size held more bytes than charged: interpolate more carefully from now on."""
-        self._measured[family].doubt()
+        if family in self._measured:
+            self._measured[family].doubt()
         self._rounded = {of: one for of, one in self._rounded.items() if of[0] != family}
 
     def forget(self, courses: Collection[Specialization]) -> None:
@@ -105,7 +106,7 @@ class KnownSizes:
         if vague and not fits(near.profile, request):
             return None  # a second measured size makes the interpolation much tighter
         like = near.like
-        course = Specialization(near.profile, like.captured, hint=like.hint, loose=near.loose, proven=False)
+        course = Specialization(near.profile, like.captured, hint=like.hint, loose=near.loose, interpolated=True)
         try:
             self._plan(course, request, self._plans(measured, course.profile), thorough=False)
         except InfeasibleError:

@@ -107,11 +107,14 @@ class MeasuredSizes(Generic[Of]):
     def last(self) -> Of:
         return next(reversed(self._rows.values()))
 
-    def add(self, sizes: Sizes, measured: Of, tensors: Sequence[int] = ()) -> None:
-        """Add a measurement; forget the oldest beyond `MEASURED`. tensors: bytes of each tensor of the step."""
-        told = None if sizes in self._rows else self.near(rounded(sizes))
-        if told is not None and saved_bytes(told.profile) < saved_bytes(measured.profile):
-            self.doubt()
+    def add(self, sizes: Sizes, measured: Of, tensors: Sequence[int] = (), picks: bool = False) -> None:
+        """Add a measurement; forget the oldest beyond `MEASURED`.
+
+        Args:
+            tensors: bytes of each tensor of the step.
+            picks: whether they also depend on data.
+        """
+        known = sizes in self._rows
         own = np.array(tensors, dtype=float), _peaks(measured.profile)
         for at, others in self._tensors.items():
             linear, seen = powers_seen(at, sizes, others, own)
@@ -122,6 +125,9 @@ class MeasuredSizes(Generic[Of]):
         self._rows[sizes], self._untimed[sizes] = measured, without_times(measured.profile)
         for rows in filter(None, self._alike):
             if _alike(measured.profile, next(iter(rows.values())).profile):
+                told = None if known or picks else self._near(rows, rounded(sizes))
+                if told is not None and saved_bytes(told.profile) < saved_bytes(measured.profile):
+                    self.doubt()
                 rows[sizes] = measured
                 break
         else:

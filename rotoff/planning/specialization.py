@@ -7,7 +7,6 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,11 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..capture.recording import same_calls
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
 from ..profile.measure import Progress
 from ..profile.optimizer_probe import UpdateCosts
+from ..profile.profile import Profile
 from ..runtime.links.pool import LinkPool
 from ..runtime.replay import ReplayState
 from ..runtime.step import Step
@@ -27,7 +28,7 @@ from ..runtime.taped_forward import TapedForward
 from ..tensors.autocast import Autocast, autocast_as, autocast_now, in_region
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
-from .course import Specialization, constants, family_of, signature
+from .course import LOOKS, Specialization, constants, family_of, signature
 from .course_meter import CourseMeter, FormUse, Wanted
 from .known_sizes import SEVERAL, KnownSizes, fits, lacks_times
 from .options import Options
@@ -39,8 +40,8 @@ logger = logging.getLogger("rotoff")
 _OF_ONE_SIGNATURE = 8  # courses kept for each signature
 SOON = 3  # limit / bytes that keeping everything takes, up to which a second size is timed
 _STAGES = 20_000  # most stages of all kept courses, a few kilobytes each
-_GROWTHS = 8  # how often a course is measured again, since its steps took more bytes
-STRAY, STRAY_BYTES = 16, 1 << 20  # bytes held / bytes, and bytes, by which steps of the plain model differ anyway
+STRAY_BYTES = 1 << 20  # by which forwards of the plain model may allocate more or less than the first
+STRAY_SHARE = 16  # bytes held / such bytes, if these are more
 
 
 class Sample(NamedTuple):
@@ -153,12 +154,9 @@ class Specializations:
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
         like = None if timed or also else self._sizes.told(*family_of(signature(value, self._model)))
         wanted = Wanted(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
-        enough = None
-        if request is not None and request.policy is None and request.planner is None:
-            room = room or request
-            exceeds = self._sizes.exceeds(*family_of(signature(value, self._model)), room)
-            enough = None if exceeds else partial(fits, request=room)
-        captured, profile = self.meter.measure(wanted, enough)
+        room = room or request
+        surely = room is not None and self._sizes.exceeds(*family_of(signature(value, self._model)), room)
+        captured, profile = self.meter.measure(wanted, None if surely else _untimed_if(room))
         course = Specialization(profile, captured, hint=constants(value))
         key = signature(value, self._model)
         known = self._known.setdefault(key, deque(maxlen=_OF_ONE_SIGNATURE))
@@ -207,16 +205,10 @@ class Specializations:
 
     def _time_again(self, course: Specialization, sample: Sample, request: Request | None = None) -> Specialization:
         """`time` outside of a step, with the sample's autocast state, and generators restored."""
-        with self._as_in(sample, course):
-            return self.time(course, sample.value, sample.key, request)
-
-    @contextmanager
-    def _as_in(self, sample: Sample, course: Specialization) -> Iterator[None]:
-        """A context with the autocast state of the sample's step, after which generators and modes are restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
         with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), (), modes).again():
-            yield
+            return self.time(course, sample.value, sample.key, request)
 
     def time(self, course: Specialization, value: Any, key: Any, request: Request | None = None) -> Specialization:
         """Measure the times and the smaller forms of `course`; in a group, all processes together.
@@ -320,6 +312,7 @@ class Specializations:
             course.plan = make_plan(course.profile, request, self._group)
         self.request = request
         for course in self:
+            course.stray, course.grown, course.looks = None, None, LOOKS
             if course is not self.latest:
                 course.plan = None
 
@@ -335,11 +328,16 @@ class Specializations:
                 return self._made_one(value, also, taped)
             return self.measure(value, timed=False, taped=taped, request=self.request, room=self._enough(value))
 
+        def looked_at(course: Specialization, key: Any) -> Specialization:
+            nonlocal taped
+            taped = TapedForward(self._model, value, self.meter.device_for(value))
+            return self._larger(course, value, key, taped)
+
         try:
-            course = self._taken(value, measured_here)
+            course = self._taken(value, measured_here, looked_at)
             if taped is None and course is not None and self._group is None and course.wants_more:
                 taped = TapedForward(self._model, value, self.meter.device_for(value))
-                course.seen.append(self.meter.record(value, taped))  # for the next plan
+                course.seen.append(self.meter.record(value, taped).tape)  # for the next plan
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
@@ -356,25 +354,47 @@ class Specializations:
             return self.request
         return replace(self.request, mem_limit=self.request.mem_limit // SOON)
 
-    def _taken(self, value: Any, measured_here: Callable[..., Specialization]) -> Specialization | None:
-        assert self.request is not None
-        key, hint = signature(value, self._model), constants(value)
-        known = self._known.get(key, deque[Specialization]())
+    def _known_course(
+        self,
+        key: Any,
+        hint: str,
+        measured_here: Callable[..., Specialization],
+        looked_at: Callable[[Specialization, Any], Specialization],
+        can_measure: bool,
+    ) -> Specialization | None:
+        """The course expected for an input of the signature `key`, measured again if steps have left it; None if there
+        is none yet."""
+        known = self._known.get(key)
+        if not known:
+            return None
+        self._known.move_to_end(key)
         if len(known) > 1 and known[0].left:  # try another course than the one that the last step left
             known[0].left = False
             known.rotate(-1)
-        course = next((one for one in known if one.hint == hint), known[0] if known else None)
+        course = next((one for one in known if one.hint == hint), known[0])
+        if self._group is not None or not can_measure:
+            return course
+        if sum(one.missed for one in known) >= course.patience:
+            return measured_here(known)
+        if course.measure_again and len(known) < _OF_ONE_SIGNATURE:
+            logger.info("rotoff: measuring again, since the model's forward makes other calls than before")
+            course.measure_again = False
+            return measured_here()
+        if course.grown == hint and course.looks:
+            return looked_at(course, key)
+        return course
+
+    def _taken(
+        self,
+        value: Any,
+        measured_here: Callable[..., Specialization],
+        looked_at: Callable[[Specialization, Any], Specialization],
+    ) -> Specialization | None:
+        assert self.request is not None
+        key = signature(value, self._model)
         # measuring needs the profiler, of which there is one; a group's processes must all measure or none
         can_measure = self._group is not None or not torch.autograd._profiler_enabled()
-        if course is not None and self._group is None and can_measure:
-            if course.grown is not None:
-                course = self._grown(course)
-            if sum(one.missed for one in known) >= course.patience:
-                course = measured_here(known)
-            elif course.measure_again and len(known) < _OF_ONE_SIGNATURE:
-                logger.info("rotoff: measuring again, since the model's forward makes other calls than before")
-                course.measure_again = False
-                course = measured_here()
+        course = self._known_course(key, constants(value), measured_here, looked_at, can_measure)
         if (
             course is not None
             and lacks_times(course, self.request)
@@ -481,95 +501,96 @@ class Specializations:
         return found
 
     def ran_plain(self, course: Specialization, value: Any, grown: int) -> None:
-        """Record that the forward for `value` ran as the plain model, whose allocated bytes have `grown`. What kernels
-        keep for themselves grows by as much in every step."""
+        """Record that the forward for `value` ran as the plain model, whose allocated bytes have `grown`."""
         assert course.plan is not None
-        more = grown - course.plan.held_bytes
+        more, allowed = grown - course.plan.held_bytes, max(STRAY_BYTES, course.plan.held_bytes // STRAY_SHARE)
         if course.stray is None:
-            course.stray = more
-        elif (more := more - course.stray) > max(STRAY_BYTES, course.plan.held_bytes // STRAY):
-            self._took_more(course, value, more)
+            course.stray = min(max(0, more), allowed)
+        if more - course.stray > allowed:
+            self._took_more(course, value, more - course.stray)
 
-    def _took_more(self, course: Specialization, value: Any, more: int) -> None:
-        """A step on `value` made the calls of `course` and held `more` bytes than it is charged."""
+    def _told(self, course: Specialization, more: int) -> tuple[bool, str]:
+        """Return whether a step that holds `more` bytes than `course` is charged exceeds the limit, and the figures."""
         assert self.request is not None
         assert course.plan is not None
         limit = self.request.mem_limit
         nbytes = min(course.plan.trace.peak_bytes, limit) + more
-        key = signature(value, self._model)
-        measured = self._sizes.is_measured(course)
-        if not measured:
-            self._doubt(family_of(key)[0])
-        elif nbytes > limit and self._group is None and course.growths < _GROWTHS:
-            course.grown = Sample.of(value, key)
-        if nbytes > limit and not self._warned_of_sizes:
-            self._warned_of_sizes = True
-            logger.warning(
-                "rotoff: a step made tensors larger than %s: it takes about %s, and the limit is %s; %s",
-                "in the batch that was measured (by its data, a number among the arguments, or the model's state)"
-                if measured
-                else "those at other sizes of the input had shown",
-                format_bytes(nbytes),
-                format_bytes(limit),
-                "measure with a batch that needs the most, or plan with a lower limit"
-                if self._group is not None
-                else "the next such steps are measured and planned",
-            )
+        return nbytes > limit, f"it takes about {format_bytes(nbytes)}, and the limit is {format_bytes(limit)}"
+
+    def _took_more(self, course: Specialization, value: Any, more: int) -> None:
+        """A step on `value` made the calls of `course` and held `more` bytes than it is charged. If that exceeds the
+        limit, look at the next steps; warn once."""
+        exceeds, told = self._told(course, more)
+        if not exceeds:
+            return
+        if course.interpolated:
+            self._doubt(family_of(signature(value, self._model))[0])
+        course.grown = constants(value) if self._group is None else None
+        if self._warned_of_sizes:
+            return
+        self._warned_of_sizes = True
+        logger.warning(
+            "rotoff: a step made tensors larger than %s: %s; %s",
+            "those at other sizes of the input had shown"
+            if course.interpolated
+            else "in the batch that was measured (by its data, a number among the arguments, or the model's state)",
+            told,
+            "measure with a batch that needs the most, or plan with a lower limit"
+            if self._group is not None
+            else "when such a step comes again, it is measured and planned",
+        )
 
     def _doubt(self, family: Any) -> None:
         """Drop what was interpolated for inputs of the family: a size took more bytes than charged."""
         self._sizes.doubt(family)
         for key in [key for key in self._known if family_of(key)[0] == family]:
-            if not all(map(self._sizes.is_measured, self._known[key])):
+            if any(one.interpolated for one in self._known[key]):
                 del self._known[key]
 
-    def _grown(self, course: Specialization) -> Specialization:
-        """The course measured again on the input of a step that took more bytes; `course` itself if that fails or does
-        not fit the limit."""
+    def _larger(self, course: Specialization, value: Any, key: Any, taped: TapedForward) -> Specialization:
+        """The course for this step, which is recorded, and is measured and planned if its tensors are larger than those
+        of `course`; otherwise `course`."""
         assert self.request is not None
-        sample, course.grown = course.grown, None
-        course.growths += 1
-        known, began = self._known[sample.key], time.perf_counter()
-        try:
-            with self._as_in(sample, course):
-                found = self.measure(sample.value, timed=False, request=self.request)
-        except MeasureError as error:
-            logger.info("rotoff: the step that took more bytes cannot be measured, since %s", error)
+        began, tape = time.perf_counter(), course.captured.tape
+        captured = self.meter.record(value, taped, (tape, *course.seen) if tape.random else ())
+        larger = sum(captured.tape.tensor_bytes) > sum(tape.tensor_bytes)
+        if not larger or not (tape.random or same_calls(captured.tape, tape)):
+            course.looks -= 1
             return course
-        seconds = time.perf_counter() - began
-        found.growths = course.growths
+        logger.info("rotoff: measuring again, since the tensors of this step are larger than before")
+        like = self._sizes.told(*family_of(key))
+        wanted = Wanted(value, known=like, taped=taped, captured=captured, use=self._form_use(self.request))
+        _, profile = self.meter.measure(wanted, _untimed_if(self.request))
+        found = Specialization(profile, captured, hint=constants(value), patience=course.patience, looks=course.looks)
         try:
-            self._sizes.plan(found, family_of(sample.key)[0], self.request, self._group)
+            self._sizes.plan(found, family_of(key)[0], self.request, None)
         except InfeasibleError as error:
-            logger.info("rotoff: steps that take more bytes are not planned, since %s", error)
-            known.remove(found)
-            self._learn(course, sample.key, seconds)
+            logger.info("rotoff: steps with larger tensors are not planned, since %s", error)
+            course.looks = 0  # nor are others looked for
             return course
-        if found.hint == course.hint:
+        known = self._known[key]
+        if course.hint == found.hint:
             known.remove(course)
+        known.appendleft(found)
+        self._learn(found, key, time.perf_counter() - began)
         return found
 
     def followed(self, course: Specialization, value: Any, step: Step) -> None:
         """Record whether `step`, which has run its forward on `value`, took `course`. Warn once if it took another, and
         once if its tensors were larger than the limit allows."""
-        assert self.request is not None
-        assert course.plan is not None
-        limit = self.request.mem_limit
-        course.proven = True
         if step.more_bytes > 0 and step.astray is None:
             self._took_more(course, value, step.more_bytes)
         if step.astray is None or (course.captured.tape.random and not step.unknown):
             return  # a random forward that only left out calls has kept the plan
-        nbytes = min(course.plan.trace.peak_bytes, limit) + step.more_bytes
-        told = f"it takes about {format_bytes(nbytes)}, and the limit is {format_bytes(limit)}"
         course.miss(step.astray)
         if not step.unknown or self._warned:
             return
         self._warned = True
+        exceeds, told = self._told(course, step.more_bytes)
         logger.warning(
             "rotoff: the model's forward took another course than the planned one. Its result is that of the plain"
             " model; its bytes may exceed the limit%s until that course is planned, which happens when it recurs",
-            f" ({told})" if nbytes > limit else "",
+            f" ({told})" if exceeds else "",
         )
 
     def _made_one(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:
@@ -589,3 +610,11 @@ class Specializations:
                 one.missed, one.patience = 0, course.patience
             return before[0]
         return course
+
+
+def _untimed_if(request: Request | None) -> Callable[[Profile], bool] | None:
+    """Return what says of a profile that it needs no times, since keeping everything fits `request`; None if times are
+    needed in any case."""
+    if request is None or request.policy is not None or request.planner is not None:
+        return None
+    return partial(fits, request=request)

@@ -89,7 +89,7 @@ class StepRunner:
         """Run a step by the plan of `specialization`; `own` runs the model's own forward."""
         assert specialization.plan is not None
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if specialization.plan.keeps_all and specialization.proven and not self._check and recording is None:
+        if specialization.plan.keeps_all and not self._check and recording is None:
             before = allocated_bytes(specialization.profile.device)
             with without_checkpoints():  # with room for everything they would only cost
                 result = specialization.captured.started(own())

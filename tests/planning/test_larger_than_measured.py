@@ -129,6 +129,51 @@ def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
     assert trained.peak(x, *small) <= limit
 
 
+def test_the_first_step_after_measuring_may_be_the_larger_one(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(4, 512, WIDTH)
+    trained = Trained(Blocks(by_data), KEPT, cache_directory=None)
+    trained.planned.measure(x, torch.tensor([64]), repeats=1).compute_sequence(KEPT, refine=False)
+    for _ in range(2):
+        trained.step(x, torch.tensor([512]))
+    assert "made tensors larger" in caplog.text
+    assert trained.peak(x, torch.tensor([512])) <= KEPT
+
+
+def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The first one is smaller, so that the second one takes more; nothing is measured again."""
+    x = torch.randn(4, 512, WIDTH)
+    trained = Trained(Blocks(by_data), 14_000_000)
+    trained.planned.measure(x, torch.tensor([512]), repeats=1).compute_sequence(14_000_000, refine=False)
+    with caplog.at_level(logging.INFO, "rotoff"):
+        for length in (64, 512, 64, 512):
+            trained.step(x, torch.tensor([length]))
+        assert not any("measur" in one for one in caplog.messages)
+
+
+def test_sizes_that_share_a_plan_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    trained = Trained(Blocks(padded), 1 << 30)
+    trained.step(torch.randn(16, 160, WIDTH))
+    with caplog.at_level(logging.INFO, "rotoff"):
+        for length in (33, 48, 40, 65, 80, 129, 144, 33, 48):
+            trained.step(torch.randn(16, length, WIDTH))
+        assert not any("measur" in one for one in caplog.messages)
+
+
+def test_the_models_own_code_runs_once_in_every_step() -> None:
+    """Also in one that is recorded or measured since the one before took more."""
+    found = {True: iter(range(100)), False: iter(range(100))}
+
+    def counted(model: Blocks, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return x[:, : int(lengths.max())] * (1 + next(found[model.length > 64]))
+
+    x = torch.randn(4, 512, WIDTH)
+    trained = Trained(Blocks(counted), KEPT)
+    trained.model.length = 65
+    for length in (64, 64, 512, 64, 512, 512, 64):
+        trained.step(x, torch.tensor([length]))
+    assert next(found[True]) == next(found[False])
+
+
 def test_larger_tensors_that_cannot_be_planned_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 512, WIDTH)
     trained = Trained(Blocks(by_number), 2_000_000)
