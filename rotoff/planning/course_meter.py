@@ -66,6 +66,7 @@ _MEASURING = threading.RLock()
 # Devices for which a cached profile replaces all measuring. On others the stages run anyway, so that the libraries have
 # allocated their workspaces before the first planned step.
 KNOWN_WHOLE = frozenset({"cpu"})
+BETWEEN = "interpolated between those measured at other sizes"  # where a chain's times come from
 
 
 class Known(NamedTuple):
@@ -352,10 +353,13 @@ class _Measurement:
         except TimesChanged as changed:
             logger.info("rotoff: times from the cache are not used, since %s", changed)
             kept, profile = None, self._measured(None)
-        if kept is None and between is None:
-            key = self._key_for_limit if profile.formed_for else self._key
+        if between is not None:
+            profile = replace(profile, chain=replace(profile.chain, meta={"times": BETWEEN}))
+        if kept is None:
+            # with times of other sizes, it has those forms alone that plans for this limit use
+            key = self._key_for_limit if profile.formed_for or between is not None else self._key
             keep_profile(self._of.cache, key, self.captured.stages, profile)
-        return self._described(profile, interpolated=between is not None)
+        return self._described(profile)
 
     def _measured(self, times: KnownTimes | None) -> Profile:
         """Measure now; `times`, if given, are not measured again."""
@@ -408,11 +412,11 @@ class _Measurement:
         directory = self._of.cache.directory
         logger.info("rotoff: %s of %d stages from the cache in %s", what, len(kept.chain), directory)
 
-    def _described(self, profile: Profile, interpolated: bool = False) -> Profile:
+    def _described(self, profile: Profile) -> Profile:
         """Add to `profile` the bytes that a step holds outside of its stages, and the provenance."""
         meta = provenance(self._of.model, self._wanted.value, self._device)
-        if interpolated:
-            meta["times"] = "interpolated between those measured at other sizes"
+        if (times := profile.chain.meta.get("times")) is not None:
+            meta["times"] = times
         tape = self.captured.tape
         course = expected(tape, profile.stages, profile.prefix)
         profile = replace(

@@ -426,19 +426,24 @@ def test_up_to_a_size_modules_whose_bytes_depend_on_data_are_named(caplog: pytes
     assert "bytes of 0..1 depend on the data; plans for smaller inputs do not include them" in caplog.text
 
 
-def test_a_new_process_measures_no_size_that_the_cache_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "sizes"), [("recorded", (192, 64, 160, 96)), ("attention", (192, 128, 160, 96))])
+def test_a_new_process_measures_no_size_that_the_cache_knows(
+    kind: str, sizes: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither one whose times are those of another size."""
     monkeypatch.setattr(timing_cache, "TOLERANCE", math.inf)  # times hold, however busy the machine is
     torch.manual_seed(0)
-    model = KINDS["recorded"][0]()
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(*rows(192), repeats=1)
-    limit = int(0.7 * probe.keep_all_memory)
+    make, batch = KINDS[kind]
+    model = make()
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(*batch(sizes[0]), repeats=1)
+    limit = int(0.6 * probe.keep_all_memory)
 
     def train_all() -> list[int]:
         wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path)
         wrapped.compute_sequence(limit, refine=False)
         told = []
-        for size in (192, 64, 160, 96):
-            step(wrapped, rows(size))
+        for size in sizes:
+            step(wrapped, batch(size))
             told.append(wrapped.get_expected_memory())
         wrapped.close()
         return told
