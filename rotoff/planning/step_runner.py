@@ -93,8 +93,9 @@ class StepRunner:
             before = allocated_bytes(specialization.profile.device)
             with without_checkpoints():  # with room for everything they would only cost
                 result = specialization.captured.started(own())
-            grown = allocated_bytes(specialization.profile.device) - before
-            self._specializations.ran_plain(specialization, value, grown)
+            after = allocated_bytes(specialization.profile.device)
+            if before is not None and after is not None:
+                self._specializations.ran_plain(specialization, value, after - before)
             return self._watched(result)
         if recording is not None:  # the recorded times are compared with predicted ones
             specialization = self._specializations.timed(specialization)

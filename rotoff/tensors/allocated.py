@@ -21,20 +21,23 @@ class _MallInfo(ctypes.Structure):
 
 
 _SLOW = 1e-3  # seconds; glibc visits every free chunk, and a process may have a million of them
+_took = 0.0  # seconds of the last call, less for each time that none was made since it took too long
 _mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc 2.33 and later
 if _mallinfo is not None:
     _mallinfo.restype = _MallInfo
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that are allocated now; always 0 where nobody counts them, or counting them takes long."""
-    global _mallinfo
+def allocated_bytes(device: torch.device) -> int | None:
+    """Return the bytes that are allocated now; None where nobody counts them, or counting them takes too long."""
+    global _took
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if _mallinfo is None:
-        return 0
-    began = time.perf_counter()
+        return None
+    if _took > _SLOW:
+        _took *= 0.99
+        return None
+    began = time.thread_time()
     now = _mallinfo()
-    if time.perf_counter() - began > _SLOW:
-        _mallinfo = None
+    _took = time.thread_time() - began
     return now.uordblks + now.hblkhd
