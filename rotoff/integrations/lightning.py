@@ -37,7 +37,6 @@ class RotoffCallback(Callback):  # type: ignore[misc]
     def __init__(
         self,
         mem_limit: int | str | RotoffConfig | None = None,
-        /,
         module: str | None = None,
         *,
         device_limit: int | str | None = None,

@@ -34,7 +34,6 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(
         self,
         mem_limit: int | str | RotoffConfig | None = None,
-        /,
         *,
         device_limit: int | str | None = None,
         **options: Any,

@@ -25,7 +25,7 @@ _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"mo
 
 
 def attach(
-    model: nn.Module, mem_limit: int | str | RotoffConfig | None = None, /, mode: str | None = None, **options: Any
+    model: nn.Module, mem_limit: int | str | RotoffConfig | None = None, mode: str | None = None, **options: Any
 ) -> Checkpointable:
     """Run training forwards of `model` itself inside `mem_limit`; returns the `Checkpointable` that plans them.
 

@@ -15,7 +15,7 @@ from torch import nn
 from ..capture.backward_roots import read_backward_from
 from ..capture.strategy import named
 from ..core.sizes import parse_bytes
-from ..errors import LimitError, OptionError
+from ..errors import OptionError
 from ..io.cache import Cache
 from ..planning.options import named_device
 from ..planning.request import check_limits, check_options
@@ -170,8 +170,6 @@ def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str,
     if isinstance(mem_limit, RotoffConfig):
         options = {**mem_limit.arguments(), "mem_limit": mem_limit.mem_limit, **options}
     elif mem_limit is not None:
-        if "mem_limit" in options:
-            raise LimitError(f"mem_limit is given twice, as {mem_limit!r} and {options['mem_limit']!r}; give one")
         options = {**options, "mem_limit": mem_limit}
     limit, device_limit = options.get("mem_limit"), options.get("device_limit")
     if limit is not None and device_limit is not None:

@@ -32,7 +32,7 @@ _KINDS = {"FORWARD": False, "FULL_BACKWARD": True}
 
 
 def attach_schedule(
-    schedule: Any, mem_limit: int | str | RotoffConfig | None = None, /, mode: str | None = None, **options: Any
+    schedule: Any, mem_limit: int | str | RotoffConfig | None = None, mode: str | None = None, **options: Any
 ) -> list[Checkpointable]:
     """Run this process's stages of a pipeline inside `mem_limit`; returns the `Checkpointable` of each stage.
 
