@@ -241,10 +241,15 @@ class HeldValues(dict[Value, Held]):
 
     def device_bytes(self, others: Iterable[torch.Tensor]) -> int:
         """Return the bytes that the values take on the device, without those of `others`."""
-        storages = {s._cdata: s.nbytes() for held in self.values() if held.on_device for s in held.storages()}
+        storages: dict[int, torch.UntypedStorage] = {}
+        for held in self.values():
+            for slot in held.slots() if held.on_device else ():
+                if (tensor := slot.tensor) is not None:
+                    storage = tensor.untyped_storage()
+                    storages[storage._cdata] = storage
         for tensor in others:
             storages.pop(storage_key(tensor), None)
-        return sum(storages.values())
+        return sum(storage.nbytes() for storage in storages.values())
 
     def consume(self, v: Value) -> None:
         """Note that a backward begins, which reads v and releases it tensor by tensor."""
