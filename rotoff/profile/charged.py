@@ -42,7 +42,7 @@ class ChargedStage:
     def _charged(self, one: Any, beside: int = 0, **more: int) -> Any:
         """Return a stage or form with the bytes and seconds of its ``B`` in this chain. beside: further bytes that it
         holds."""
-        sums = max(0, self._peak()) - max(0, *(levels.peak() for levels in self.measured.levels))
+        sums = max(0, self._peak()) - max(0, self.measured.backward_peak)
         peak = self._while_copying(one.backward_transient_bytes + sums)
         transient = peak + self._beside + beside - self.made.nbytes
         time = one.backward_time + self.copying

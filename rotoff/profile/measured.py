@@ -14,6 +14,7 @@ from .memory.allocator import AllocationLog
 from .memory.backward_memory import Levels
 from .memory.gradients import GradientPlace
 from .memory.skips import StorageAliasing
+from .timing.harness import MakeGradients
 from .timing.stage_timing import Timings
 
 
@@ -22,7 +23,7 @@ class Forward:
     """The result of a forward that keeps everything.
 
     Attributes:
-        outputs: detached; empty tensors for the last stage.
+        layouts: make gradients of the outputs in layouts other than theirs.
         output_bytes, saved_bytes: of a_i and ā_i.
         carried_bytes: the part of both that lies in the input's storages.
         own_gradient_bytes, aliasing: as in `Measured`.
@@ -31,7 +32,7 @@ class Forward:
         log: the allocator's events.
     """
 
-    outputs: list[torch.Tensor]
+    layouts: tuple[MakeGradients, ...]
     output_bytes: int
     saved_bytes: int
     carried_bytes: int
@@ -88,6 +89,11 @@ class Measured:
     carried_bytes: int = 0
     kind: Any = None
     collective: bool = False
+
+    @property
+    def backward_peak(self) -> int:
+        """The most bytes of the backward above ā and δ_i once the outputs are freed; may be negative."""
+        return max(one.peak() for one in self.levels)
 
     @property
     def holds_for_its_kind(self) -> bool:

@@ -22,7 +22,7 @@ from .memory.dropped import Dropped, dropped
 from .memory.forward_memory import Kept, keep_everything
 from .memory.skips import storage_aliasing
 from .timing.context import MeasurementContext
-from .timing.harness import Run, contiguous, expanded, permuted
+from .timing.harness import MakeGradients, Run, contiguous, expanded, permuted
 
 # The thread of a collective may be the last to release a buffer, and the log of this thread misses that. Stages that
 # communicate are run a few more times, equally often in all processes, and the run that leaves the fewest bytes counts.
@@ -53,7 +53,7 @@ class ByteMeter:
         generators.put(drawn)
         forward = self._forward(run, changes, generators)
         unmanaged = forward.behaviour.unmanaged_bytes
-        back, other_layout_bytes = self._backward(run, forward.outputs, forward.own_gradient_bytes, alike)
+        back, other_layout_bytes = self._backward(run, forward, alike)
         generators.put(drawn)  # if the next run saves other tensors, that is not because of random numbers
         dropping = self._dropping(run, forward.shapes)
         kept_above = forward.log.peak() - forward.saved_bytes - unmanaged
@@ -76,16 +76,16 @@ class ByteMeter:
             levels=back.levels,
             output_retention=back.staying,
             other_layout_bytes=other_layout_bytes,
-            held_bytes=self._held_bytes(run, dropping, unmanaged, forward.outputs),
-            holds_others=bool(dropping.inputs or dropping.outputs),
+            held_bytes=self._held_bytes(run, dropping, unmanaged),
+            holds_others=bool(dropping.held_inputs or dropping.held_outputs),
             casts=casts,
             carried_bytes=forward.carried_bytes,
             collective=run.collective,
         )
-        return measured, forward.outputs
+        return measured, dropping.outputs
 
     def _forward(self, run: Run, changes: ChangedBuffers, generators: Generators) -> Forward:
-        """Run the forward with everything kept. Of the tensors that it makes, only the outputs outlive this call."""
+        """Run the forward with everything kept. None of the tensors that it makes outlives this call."""
         drawn = generators.states()
         changes.look()
         attributes = ChangedAttributes(run.stage)
@@ -117,8 +117,7 @@ class ByteMeter:
             for_nothing=frozenset(n for n, one in enumerate(kept.saved) if not one.alive),
         )
         return Forward(
-            # no stage needs the last one's output
-            outputs=[t.new_empty(0) if run.last else t.detach() for t in outputs],
+            layouts=_other_layouts(outputs),
             output_bytes=sum(size for ptr, size in live.items() if ptr in made) + carried_bytes,
             saved_bytes=saved_bytes + carried_bytes,
             carried_bytes=carried_bytes,
@@ -141,28 +140,20 @@ class ByteMeter:
             del again
         return kept
 
-    def _backward(
-        self, run: Run, outputs: Sequence[torch.Tensor], gradient_bytes: Sequence[int], alike: bool
-    ) -> tuple[BackwardBytes, int]:
+    def _backward(self, run: Run, forward: Forward, alike: bool) -> tuple[BackwardBytes, int]:
         """Return the bytes of the backward, and how many more it holds if gradients have another layout than their
-        tensors.
-
-        Args:
-            gradient_bytes: of the gradient of each output.
-            alike: as in `_costs`.
-        """
+        tensors. alike: as in `_costs`."""
         back = backward_bytes(self.allocator, run)
         if run.last:  # a loss may give expanded gradients, which take no bytes until a kernel copies them
             alone = backward_bytes(self.allocator, run, expanded)
-            expected = sum(gradient_bytes)
+            expected = sum(forward.own_gradient_bytes)
             levels = *back.levels, *(one.shifted(-expected) for one in alone.levels)
             pairs = zip(back.places, alone.places, strict=True)
             places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
             return BackwardBytes(levels, max(back.staying, alone.staying - expected), places), 0
-        if alike or all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension has one layout
+        if alike or not forward.layouts:
             return back, 0
-        layouts = [permuted] if all(t.is_contiguous() for t in outputs) else [permuted, contiguous]
-        noncontiguous = [backward_bytes(self.allocator, run, layout) for layout in layouts]
+        noncontiguous = [backward_bytes(self.allocator, run, layout) for layout in forward.layouts]
         rows = zip(back.places, *(one.places for one in noncontiguous), strict=True)
         places = tuple(
             a and a._replace(from_permuted=max(b.layout if b else a.layout for b in row)) for a, *row in rows
@@ -181,15 +172,15 @@ class ByteMeter:
             )
         return found
 
-    def _held_bytes(self, run: Run, found: Dropped, unmanaged: int, outputs: Sequence[torch.Tensor]) -> int:
-        """Return the bytes that stay whatever is dropped; a tensor that several stages hold counts once. outputs: those
-        passed to the next stage."""
+    def _held_bytes(self, run: Run, found: Dropped, unmanaged: int) -> int:
+        """Return the bytes that stay whatever is dropped; a tensor that several stages hold counts once."""
         if run.collective:
             return unmanaged  # see `COLLECTIVE_TRIES`
-        inputs = [t for n, t in enumerate(run.tensors) if n in found.inputs and storage_key(t) not in self._lasting]
+        inputs = [run.tensors[n] for n in found.held_inputs if storage_key(run.tensors[n]) not in self._lasting]
         nbytes = found.staying + self.storage_bytes([t for t in inputs if storage_key(t) not in self._counted])
-        counted = self._counted | {storage_key(t) for t in inputs} | {storage_key(outputs[n]) for n in found.outputs}
-        self._counted = counted & {storage_key(t) for t in outputs}
+        keys = [storage_key(t) for t in found.outputs]
+        counted = self._counted | {storage_key(t) for t in inputs} | {keys[n] for n in found.held_outputs}
+        self._counted = counted & {*keys}
         return nbytes
 
     def gradient_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
@@ -213,3 +204,10 @@ class ByteMeter:
                     f"stage {stage.name!r} makes or saves a {type(tensor).__name__}, whose bytes rotoff cannot move;"
                     " use plain tensors for what it returns and saves"
                 )
+
+
+def _other_layouts(outputs: Sequence[torch.Tensor]) -> tuple[MakeGradients, ...]:
+    """Return what makes gradients of `outputs` in the other layouts in which they may arrive."""
+    if all(sum(size > 1 for size in t.shape) < 2 for t in outputs):  # one dimension has one layout
+        return ()
+    return (permuted,) if all(t.is_contiguous() for t in outputs) else (permuted, contiguous)

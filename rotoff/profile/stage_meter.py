@@ -134,6 +134,7 @@ class Meter(ByteMeter):
             if self.context.device.type == "cuda" and not run.collective:
                 self._replay(run)
             measured, outputs = self._costs(run, changes, alike)
+            run = replace(run, outputs=outputs)
             if timed and (kind, not alike) in self._measured and not checks:  # times and forms are the same
                 measured = measured.with_times_of(self._measured[kind, not alike][0])
             elif timed:
@@ -176,7 +177,7 @@ class Meter(ByteMeter):
             return bare, output
         like = self._by_kind.get(measured.kind)
         if like is None:
-            whole = WholeStage(run, bare.costs, bare.behaviour, bare.carried_bytes)
+            whole = WholeStage(run, bare.costs, bare.behaviour, bare.backward_peak, bare.carried_bytes)
             assert self._forms is not None
             found = self._forms.find(whole, tuple(KnownForm(one, None) for one in wanted))
             costs, behaviour = replace(bare.costs, forms=found.forms), replace(bare.behaviour, forms=found.recipes)
@@ -216,7 +217,7 @@ class Meter(ByteMeter):
         timings, (forward, backward, tail) = self._timed_or_known(run, end, known)
         costs = replace(measured.costs, forward_time=forward, backward_time=backward, tail_time=tail)
         behaviour = replace(measured.behaviour, early_stop=end.early_stop)
-        whole = WholeStage(run, costs, behaviour, measured.carried_bytes)
+        whole = WholeStage(run, costs, behaviour, measured.backward_peak, measured.carried_bytes)
         costs, behaviour, no_forms = self._with_forms(whole, known, operations)
         if self.samples_overhead and forward + backward < LONG:
             self.sample_overhead(run, behaviour)
@@ -310,4 +311,6 @@ def _passed(stage: StageModule, value: Any, last: bool, measured: Measured | Non
     run = Run(stage, tensors, rebuild, last, measured is not None and measured.collective)
     leaves = run.leaves()
     outputs, rebuild_output = flatten(run.forward(leaves))
-    return run.noted(leaves, outputs), rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])
+    detached = [t.detach() for t in outputs]
+    result = rebuild_output([t.detach().requires_grad_(t.requires_grad) for t in outputs])
+    return replace(run.noted(leaves, outputs), outputs=detached), result

@@ -245,6 +245,44 @@ def test_forms_that_a_short_search_uses_are_measured_for_the_stages_of_its_kind(
     assert profile.formed_for.startswith(f"{wrapped.mem_limit} bytes")
 
 
+class Fan(nn.Module):
+    """Its output takes more than what it saves; a form need not make the output again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.lin(x)
+        for _ in range(6):
+            x = x.exp().sin()
+        return torch.cat([x] * 8, dim=1)
+
+
+class Sum(nn.Module):
+    """Saves nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(len(x), 8, 64).sum(dim=1)
+
+
+def test_estimated_forms_need_no_larger_limit_than_measured_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrapped() -> rotoff.Checkpointable:
+        blocks = nn.Sequential(Fan(), Sum(), Fan(), Sum(), nn.Linear(64, 8))
+        return rotoff.Checkpointable(blocks, stages=list(blocks), cache_directory=None)
+
+    x = torch.randn(256, 64)
+    probe = wrapped().measure(x, repeats=1)
+    assert any(probe.profile.forms)
+    least: list[int] = []
+    monkeypatch.setattr(
+        "rotoff.planning.specialization.useful_forms",
+        lambda profile, request: least.append(planner.least_limit(profile, request)),
+    )
+    wrapped().compute_sequence(probe.min_mem_limit(), refine=False)(x).sum().backward()
+    assert 0 < least[0] <= 1.01 * probe.min_mem_limit()
+
+
 def test_another_limit_gets_the_forms_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = residual()
     wrapped, least = first_use(model, batch, 0.5, refine=False)

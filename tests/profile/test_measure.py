@@ -279,6 +279,64 @@ def test_measuring_recorded_models_and_forms_holds_one_stage(kind: type[nn.Modul
     assert sum(s.saved_bytes for s in stages) > 4 * many[0]
 
 
+class Broad(nn.Module):
+    """Its output takes 16 times the bytes of its input, and it saves nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x * self.scale] * 16, dim=1)
+
+
+def test_measuring_holds_an_output_once_beside_its_gradient() -> None:
+    x = torch.randn(256, 64)
+    blocks = nn.Sequential(nn.Linear(64, 64), Broad(), nn.Linear(1024, 64))
+    wrapped = rotoff.Checkpointable(blocks, stages=list(blocks), cache_directory=None)
+    output = 16 * x.nbytes
+    assert most_held(lambda: wrapped.measure(x)) <= 2.75 * output
+    assert wrapped.chain.stages[1].output_bytes == output
+    wrapped.close()
+
+
+class PassesOn(nn.Module):
+    """Hands its input on beside what it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.lin(x)
+
+
+class HoldsFirst(torch.autograd.Function):
+    """Keeps its first input out of reach of autograd's hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return gradient, gradient * ctx.x
+
+
+class Holds(nn.Module):
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return HoldsFirst.apply(*pair)
+
+
+def test_a_value_that_was_passed_on_before_it_is_held_is_charged() -> None:
+    x = torch.randn(256, 64)
+    blocks = nn.Sequential(nn.Linear(64, 64), PassesOn(), Holds(), nn.Linear(64, 64))
+    wrapped = rotoff.Checkpointable(blocks, stages=list(blocks), cache_directory=None).measure(x)
+    assert wrapped.profile.unmanaged_bytes == x.nbytes
+    wrapped.close()
+
+
 def test_allocation_log_contains_temporaries_and_marks() -> None:
     def run() -> torch.Tensor:
         x = torch.empty(1000)

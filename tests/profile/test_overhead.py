@@ -61,7 +61,8 @@ def sampled(meter: OverheadMeter, module: type[Slow] = Slow, last: bool = False)
     x = torch.ones(256, 256, requires_grad=True)
     with torch.enable_grad():
         behaviour = Behaviour((SavedKind.OWN,) * 4, (True,))
-        meter.sample(Run(StageModule("slow", (module(),)), [x], lambda tensors: tensors[0], last), behaviour)
+        run = Run(StageModule("slow", (module(),)), [x], lambda tensors: tensors[0], last, outputs=[x.detach()])
+        meter.sample(run, behaviour)
     assert x.grad is None
     return meter.times()
 
@@ -108,7 +109,7 @@ def test_overhead_ignores_inputs_without_gradients() -> None:
     pair = [torch.ones(256, requires_grad=True), torch.ones(256, dtype=torch.long)]
     meter, behaviour = OverheadMeter(), Behaviour((SavedKind.OWN,), (True, False))
     with torch.enable_grad():
-        meter.sample(Run(StageModule("pair", (Pair(),)), pair, tuple, False), behaviour)
+        meter.sample(Run(StageModule("pair", (Pair(),)), pair, tuple, False, outputs=pair), behaviour)
     assert all(seconds > 0 for seconds in meter.times())
     other = OverheadMeter()
     other.sample(Run(StageModule("pair", (Pair(),)), [t.detach() for t in pair], tuple, False), behaviour)
@@ -160,7 +161,7 @@ def test_stages_slower_to_launch_than_run_are_host_bound(
 ) -> None:
     monkeypatch.setattr(stage_timing, "Clock", lambda _: Ahead(launch, kernel))
     x = torch.ones(4, requires_grad=True)
-    run = Run(StageModule("slow", (Slow(),)), [x], lambda tensors: tensors[0], False)
+    run = Run(StageModule("slow", (Slow(),)), [x], lambda tensors: tensors[0], False, outputs=[torch.ones(4)])
     timings = stage_timing.Timings()
     with torch.enable_grad():
         stage_timing.time_stage(run, stage_timing.EarlyStop(), Repeats(3, 3), torch.device("cuda"), timings)

@@ -106,7 +106,9 @@ class _Made(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.alive()
         for t in tree_leaves(result):
-            if isinstance(t, torch.Tensor) and (storage := t.untyped_storage())._cdata not in given:
+            if not isinstance(t, torch.Tensor) or t.is_meta:
+                continue
+            if (storage := t.untyped_storage())._cdata not in given:
                 self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
         return result

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...tensors.storage import pieces, storage_key
 from ...tensors.tree import flatten
-from ..timing.harness import Run, backward, handed_over, ones
+from ..timing.harness import MakeGradients, Run, backward, handed_over, ones
 from .allocator import AllocationLog, Allocator
 from .gradients import GradientPlace, Layout
 
@@ -113,9 +113,7 @@ class BackwardBytes(NamedTuple):
         return max(0, *(one.peak() for one in self.levels))
 
 
-def backward_bytes(
-    allocator: Allocator, run: Run, given: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] = ones
-) -> BackwardBytes:
+def backward_bytes(allocator: Allocator, run: Run, given: MakeGradients = ones) -> BackwardBytes:
     """Run the backward of `run`'s stage. given: makes the gradients of its outputs."""
     leaves = run.leaves()
     held: list[torch.Tensor] = []

@@ -14,26 +14,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...capture.partition.segment import results_noted
 from ...tensors.saved_tensors import watch_saved
-from ...tensors.storage import local, uses_of
+from ...tensors.storage import local, storage_key, uses_of
 from ...tensors.tree import flatten
 from ..timing.harness import Run, get_edges
 from .allocator import AllocationLog, Allocator
 
 
 class Dropped(NamedTuple):
-    """A forward whose outputs were freed.
+    """A forward that keeps its outputs alone.
 
     Attributes:
-        log: of a forward that keeps its outputs alone.
+        outputs: detached.
         staying: bytes made in it that stay when the outputs are freed, too.
-        outputs, inputs: the positions of those that stay. Results of operations in a recorded stage are left out:
-            capture saw what holds them when the model's own code ran (`capture.partition.eager_lifetimes`).
+        held_outputs, held_inputs: the positions of those that stay. Results of operations in a recorded stage are left
+            out: capture saw what holds them when the model's own code ran (`capture.partition.eager_lifetimes`).
     """
 
+    outputs: list[torch.Tensor]
     log: AllocationLog
     staying: int
-    outputs: frozenset[int]
-    inputs: frozenset[int]
+    held_outputs: frozenset[int]
+    held_inputs: frozenset[int]
 
 
 def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]) -> Dropped:
@@ -53,14 +54,22 @@ def dropped(run: Run, allocator: Allocator, look: Callable[[torch.Tensor], None]
     with watch_saved(look), results_noted(lambda t: results.append(_place(allocator, t))):
         outputs, log = allocator.log(forward)
     log = allocator.as_requested(log.by_itself(), outputs)
-    places = [_place(allocator, t) for t in outputs]
-    del outputs
-    there = frozenset(n for n, (_, storage) in enumerate(places) if not (run.last or results or storage.expired()))
-    freed = {address for n, (address, _) in enumerate(places) if n not in there}
+    keys = [storage_key(t) for t in outputs]
+    passed = {storage_key(t) for t in leaves}.intersection(keys)
+    there = frozenset(
+        n
+        for n, (t, key) in enumerate(zip(outputs, keys, strict=True))
+        if not (run.last or results or key in passed) and uses_of(t) > keys.count(key)
+    )
+    freed = {allocator.address(t) for n, t in enumerate(outputs) if n not in there}
     freed |= {address for address, storage in results if not storage.expired()}
     staying = sum(size for address, size in log.live().items() if address not in freed)
-    inputs = frozenset(n for n, t in enumerate(leaves) if not results and uses_of(t) > uses[n])
-    return Dropped(log, staying, there, inputs)
+    inputs = frozenset(
+        n
+        for n, (t, before) in enumerate(zip(leaves, uses, strict=True))
+        if not results and uses_of(t) > before + keys.count(storage_key(t))
+    )
+    return Dropped(outputs, log, staying, there, inputs)
 
 
 def _place(allocator: Allocator, tensor: torch.Tensor) -> tuple[int, StorageWeakRef]:

@@ -147,11 +147,11 @@ class FormMeter:
     ) -> tuple[list[tuple[Form, Recipe]], str]:
         """Estimate the forms of `choices`: the forward keeps what they store, and the redo makes all else."""
         costs, pairs = stage.costs, []
-        assert costs.checkpoint_transient_bytes is not None and costs.backward_transient_bytes is not None
+        assert costs.checkpoint_transient_bytes is not None
         for choice in choices:
             saved = costs.output_bytes + choice.nbytes
-            made = max(0, costs.saved_bytes - saved) + costs.backward_transient_bytes
-            form = Form(saved, costs.backward_time + choice.seconds, costs.checkpoint_transient_bytes, made)
+            peak = max(0, max(0, costs.saved_bytes - saved) + stage.backward_peak)
+            form = Form(saved, costs.backward_time + choice.seconds, costs.checkpoint_transient_bytes, peak)
             pairs.append((form, choice.recipe))
         return pairs, ""
 

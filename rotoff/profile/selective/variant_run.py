@@ -29,11 +29,17 @@ WORTH = 0.05  # share of a stage's saved bytes that a form must free to be worth
 
 @dataclass(frozen=True)
 class WholeStage:
-    """A stage as measured with everything kept. carried_bytes: of its input, which its output passes on."""
+    """A stage as measured with everything kept.
+
+    Attributes:
+        backward_peak: the most bytes of its backward above ā and δ_i once the outputs are freed; may be negative.
+        carried_bytes: of its input, which its output passes on.
+    """
 
     run: Run
     costs: Stage
     behaviour: Behaviour
+    backward_peak: int
     carried_bytes: int
 
     @property

@@ -11,6 +11,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from ...tensors.stage import StageModule, stage_inputs
 
+MakeGradients = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]  # of those outputs that need one
+
 
 @dataclass(frozen=True)
 class Run:
@@ -19,6 +21,7 @@ class Run:
     Attributes:
         collective: whether other processes must run it equally often, since a run waits for them.
         makes_leaves: whether the forward makes tensors that get a gradient of their own (``x.requires_grad_()``).
+        outputs: of an earlier run, detached.
     """
 
     stage: StageModule
@@ -27,6 +30,7 @@ class Run:
     last: bool
     collective: bool = False
     makes_leaves: bool = False
+    outputs: Sequence[torch.Tensor] = ()
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -42,6 +46,11 @@ class Run:
         """Return the tensors whose gradients the backward from `edges` computes; parameters come last."""
         given = [t for t in leaves if t.requires_grad]
         return given + (_leaves_made(given, edges) if self.makes_leaves else []) + self.parameters
+
+    def gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return gradients of `outputs` for timing: an earlier run's outputs. Kernels are faster on constant numbers
+        than on those of training."""
+        return [t for t, output in zip(self.outputs, outputs, strict=True) if output.requires_grad]
 
     def noted(self, leaves: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Run:
         """Return this with `makes_leaves` as it was in a forward that made `outputs` of `leaves`."""
@@ -84,12 +93,6 @@ def get_edges(outputs: Sequence[torch.Tensor]) -> list[GradientEdge]:
 def ones(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return gradients of ones with the layouts of the outputs, as autograd most often gives them."""
     return [torch.ones_like(t) for t in outputs if t.requires_grad]
-
-
-def like_values(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of the outputs as their gradients: kernels are faster on constant numbers than on those of
-    training."""
-    return [t.detach().clone() for t in outputs if t.requires_grad]
 
 
 def contiguous(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ from ...runtime.overhead import OverheadTimes
 from ...runtime.step import Step
 from ...tensors.stage import Behaviour, StageModule
 from ...tensors.tree import flatten
-from .harness import Run, backward, get_edges, ones
+from .harness import Run, backward, get_edges
 
 logger = logging.getLogger("rotoff")
 MAX_SECONDS = 2e-3  # a longer time is not credible
@@ -168,6 +168,6 @@ def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
     step = _TimedStep(_PLAN, stages, behaviours, leaves[0].device, None, lambda _: None)
     step.spans = spans
     outputs = flatten(step.forward(run.rebuild(leaves)))[0]
-    edges, gradients = get_edges(outputs), ones(outputs)
+    edges, gradients = get_edges(outputs), run.gradients(outputs)
     del outputs, step
     backward(edges, gradients, run.targets(leaves, edges))

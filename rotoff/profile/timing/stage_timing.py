@@ -15,7 +15,7 @@ from ...tensors.clock import finish, mark, seconds_between
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.tree import flatten
 from .convergence import Repeats, Series
-from .harness import Run, backward, get_edges, like_values
+from .harness import Run, backward, get_edges
 
 LEAST_TAIL = 0.01  # share of a stage's forward; a shorter tail is not timed and counts as none
 HOST_BOUND = 0.9  # share of the device's time; a host that takes longer to launch does not run ahead
@@ -118,12 +118,13 @@ def time_stage(run: Run, end: EarlyStop, repeats: Repeats, device: torch.device,
         ticks.tick()
         outputs = flatten(run.forward(leaves))[0]
         ticks.tick()
-        edges, gradients = get_edges(outputs), like_values(outputs)
+        edges, gradients = get_edges(outputs), run.gradients(outputs)
         targets = run.targets(leaves, edges)
         del outputs
         ticks.tick()
         backward(edges, gradients, targets)
         ticks.tick()
+        del leaves, edges, targets
         if tailed:
             _run_with_tail(run, end.early_stop, ticks.tick)
     series()
