@@ -33,12 +33,13 @@ from .planning.course import Specialization
 from .planning.course_meter import device_of
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
+from .planning.measured_courses import PlannedSize
 from .planning.memory_account import expected_levels, reported_bytes
 from .planning.options import Options, read_device
 from .planning.placed import PlacedPlanner
 from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_limits, check_options
-from .planning.specialization import PlannedSize, Specializations
+from .planning.specialization import Specializations
 from .planning.step_runner import StepRunner
 from .profile.measure import Progress
 from .profile.profile import Profile

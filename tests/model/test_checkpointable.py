@@ -180,7 +180,7 @@ def test_plans_are_kept_for_the_signatures_seen_last(monkeypatch: pytest.MonkeyP
     model, _ = fresh("residual")
     wrapped = rotoff.Checkpointable(model, interpolate=False).compute_sequence(1 << 30)
     wrapped.measure(torch.randn(64, 16))
-    monkeypatch.setattr("rotoff.planning.specialization._STAGES", 8 * len(wrapped.chain))
+    monkeypatch.setattr("rotoff.planning.measured_courses._STAGES", 8 * len(wrapped.chain))
     for rows in range(1, 11):
         wrapped(torch.randn(rows, 16)).sum().backward()
     assert len(wrapped.plans()) == 8

@@ -212,7 +212,7 @@ def test_forms_that_a_short_search_does_not_use_are_not_measured(
     every = len(measured_forms)
     assert every
     measured_forms.clear()
-    monkeypatch.setattr("rotoff.planning.specialization.useful_forms", lambda profile, request: [])
+    monkeypatch.setattr("rotoff.planning.measured_courses.useful_forms", lambda profile, request: [])
     assert same(train(wrapped, batch), train(plain, batch))
     profile = latest(wrapped).profile
     assert not measured_forms and not any(stage.forms for stage in profile.chain.stages)
@@ -235,7 +235,7 @@ def test_forms_that_a_short_search_uses_are_measured_for_the_stages_of_its_kind(
         found.append(UsedForm(estimated[-1][0], estimated[-1][1].forms[-1].identity))
         return found
 
-    monkeypatch.setattr("rotoff.planning.specialization.useful_forms", used)
+    monkeypatch.setattr("rotoff.planning.measured_courses.useful_forms", used)
     assert same(train(wrapped, batch), train(plain, batch))
     profile = latest(wrapped).profile
     assert len(measured_forms) == 1
@@ -276,7 +276,7 @@ def test_estimated_forms_need_no_larger_limit_than_measured_ones(monkeypatch: py
     assert any(probe.profile.forms)
     least: list[int] = []
     monkeypatch.setattr(
-        "rotoff.planning.specialization.useful_forms",
+        "rotoff.planning.measured_courses.useful_forms",
         lambda profile, request: least.append(planner.least_limit(profile, request)),
     )
     wrapped().compute_sequence(probe.min_mem_limit(), refine=False)(x).sum().backward()
@@ -293,7 +293,7 @@ def test_another_limit_gets_the_forms_that_it_needs(monkeypatch: pytest.MonkeyPa
         asked.append(request.mem_limit)
         return own(profile, request)
 
-    monkeypatch.setattr("rotoff.planning.specialization.useful_forms", noted)
+    monkeypatch.setattr("rotoff.planning.measured_courses.useful_forms", noted)
     train(wrapped, batch, steps=2)
     limits = [wrapped.mem_limit, least + 4096]
     wrapped.compute_sequence(limits[1], refine=False)
