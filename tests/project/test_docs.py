@@ -11,10 +11,13 @@ import runpy
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+from shown_in_docs import PROGRAMS
 
 import rotoff
 from rotoff.cli import main
@@ -28,6 +31,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 BLOCK = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RUN = ("python", "sh")
 NAMED_FILE = re.compile(r"(?<![\w./~-])((?:[\w.-]+/)+[\w.-]+\.(?:py|pyx|sh|md|json|csv|png|svg|toml))\b")
 NAMED_FOLDER = re.compile(r"`((?:[\w.-]+/)+)`")
 NAMED_TEST = re.compile(r"`(test_\w+)(?:\[[^`\]]*\])?(?:::(test_\w+)(\*?))?")
@@ -38,10 +42,10 @@ def blocks(page: Path) -> list[tuple[str, str, str]]:
     return BLOCK.findall(page.read_text(encoding="utf-8"))
 
 
-def runnable(page: Path) -> list[tuple[str, str]]:
-    """Blocks that are run: ``python`` and ``sh``; one marked ``skip`` says by the next word what it would need."""
-    unmarked = [(language, code) for language, marks, code in blocks(page) if "skip" not in marks]
-    return [block for block in unmarked if block[0] in ("python", "sh")]
+def runnable(page: Path) -> list[tuple[str, str, str]]:
+    """Blocks that are run: ``python`` and ``sh``, the program that each is a part of, and its code."""
+    found = [(language, marks.strip(), code) for language, marks, code in blocks(page)]
+    return [(language, marks.removeprefix("in: "), code) for language, marks, code in found if language in RUN]
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if runnable(page)], ids=lambda page: page.name)
@@ -54,25 +58,17 @@ def test_what_a_page_shows_runs(page: Path, tmp_path: Path, monkeypatch: pytest.
     # The chain that pages speak of where none was measured: eight stages of a GiB each.
     stage = rotoff.Stage("block", 0.1, 0.2, 2**28, 3 * 2**30)
     rotoff.Chain((stage,) * 8, 12e9, 12e9, input_bytes=2**20, name="example").save("chain.json")
-    names: dict[str, object] = {"__name__": page.stem}
-    for language, code in runnable(page):
+    names: dict[str, Any] = {"__name__": page.stem, "rotoff": rotoff}
+    for language, program, code in runnable(page):
         if language == "python":
             torch.manual_seed(0)
-            exec(compile(code, f"{page.name}: {code.splitlines()[0]}", "exec"), names)
+            with PROGRAMS[program](tmp_path, names) if program else nullcontext():
+                exec(compile(code, f"{page.name}: {code.splitlines()[0]}", "exec"), names)
         else:
             for line in code.replace("\\\n", " ").splitlines():
                 if line.startswith("rotoff "):
                     assert main(shlex.split(line, comments=True)[1:]) == 0, line
     sys.modules.pop("my_models", None)
-
-
-def test_skipped_blocks_say_what_they_need() -> None:
-    for page in PAGES:
-        for language, marks, code in blocks(page):
-            if "skip" in marks:
-                assert re.search(r"skip: \w+", marks), (page.name, code)
-                if language == "python":
-                    compile(code, page.name, "exec")
 
 
 def test_links_lead_somewhere() -> None:
