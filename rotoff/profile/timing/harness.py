@@ -47,10 +47,10 @@ class Run:
         given = [t for t in leaves if t.requires_grad]
         return given + (_leaves_made(given, edges) if self.makes_leaves else []) + self.parameters
 
-    def gradients(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return gradients of `outputs` for timing: an earlier run's outputs. Kernels are faster on constant numbers
-        than on those of training."""
-        return [t for t, output in zip(self.outputs, outputs, strict=True) if output.requires_grad]
+    def gradients(self, needed: Sequence[bool]) -> list[torch.Tensor]:
+        """Return gradients for timing, of those outputs that need one: copies of an earlier run's outputs. Kernels are
+        faster on constant numbers than on those of training, and some write into the gradients that they are given."""
+        return [t.clone() for t, need in zip(self.outputs, needed, strict=True) if need]
 
     def noted(self, leaves: list[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Run:
         """Return this with `makes_leaves` as it was in a forward that made `outputs` of `leaves`."""

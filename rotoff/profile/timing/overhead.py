@@ -168,6 +168,7 @@ def _run_step(run: Run, behaviour: Behaviour, spans: _Spans) -> None:
     step = _TimedStep(_PLAN, stages, behaviours, leaves[0].device, None, lambda _: None)
     step.spans = spans
     outputs = flatten(step.forward(run.rebuild(leaves)))[0]
-    edges, gradients = get_edges(outputs), run.gradients(outputs)
+    edges, needed = get_edges(outputs), [t.requires_grad for t in outputs]
     del outputs, step
+    gradients = run.gradients(needed)
     backward(edges, gradients, run.targets(leaves, edges))

@@ -118,13 +118,14 @@ def time_stage(run: Run, end: EarlyStop, repeats: Repeats, device: torch.device,
         ticks.tick()
         outputs = flatten(run.forward(leaves))[0]
         ticks.tick()
-        edges, gradients = get_edges(outputs), run.gradients(outputs)
+        edges, needed = get_edges(outputs), [t.requires_grad for t in outputs]
         targets = run.targets(leaves, edges)
-        del outputs
+        del outputs  # before there are gradients
+        gradients = run.gradients(needed)
         ticks.tick()
         backward(edges, gradients, targets)
         ticks.tick()
-        del leaves, edges, targets
+        del leaves, edges, targets, gradients
         if tailed:
             _run_with_tail(run, end.early_stop, ticks.tick)
     series()
