@@ -55,14 +55,14 @@ if TYPE_CHECKING:
     from .tools.largest import Largest as Largest
     from .tools.largest import cheapest as cheapest
     from .tools.largest import largest as largest
-    from .tools.mode_comparison import PlannedMode as PlannedMode
-    from .tools.mode_comparison import PlannedModes as PlannedModes
-    from .tools.mode_comparison import plan as plan
     from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
     from .tools.pipeline_plan import PlannedRank as PlannedRank
+    from .tools.plan import plan as plan
+    from .tools.planned_modes import PlacedStep as PlacedStep
+    from .tools.planned_modes import PlannedMode as PlannedMode
+    from .tools.planned_modes import PlannedModes as PlannedModes
     from .tools.schedule import attach_schedule as attach_schedule
     from .tools.stage_report import stages as stages
-    from .tools.whole_device import PlacedStep as PlacedStep
 
 _WHERE = {
     name: module
@@ -84,11 +84,11 @@ _WHERE = {
         "tools.config": "RotoffConfig",
         "tools.estimate": "estimate",
         "tools.largest": "Largest cheapest largest",
-        "tools.mode_comparison": "PlannedMode PlannedModes plan",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
+        "tools.plan": "plan",
+        "tools.planned_modes": "PlacedStep PlannedMode PlannedModes",
         "tools.schedule": "attach_schedule",
         "tools.stage_report": "stages",
-        "tools.whole_device": "PlacedStep",
     }.items()
     for name in names.split()
 }

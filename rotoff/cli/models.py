@@ -159,7 +159,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     from ..checkpointable import Checkpointable
-    from ..tools.mode_comparison import plan
+    from ..tools.plan import plan
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)

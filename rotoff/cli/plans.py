@@ -7,6 +7,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..core.chain import Chain
+from ..core.sequence import MODES
 from ..core.simulator import Trace, simulate
 from ..core.sizes import format_bytes
 from ..core.steady_step import WHEN
@@ -15,7 +16,7 @@ from ..io.json_file import save_json
 from ..io.progress import Bar
 from ..report.terminal import render
 from ..solver import Sweep, keep_all, solve, sweep
-from ..solver.bounds import MODES, lower_bound, min_mem_limit
+from ..solver.bounds import lower_bound, min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
 from .command import (
     Command,

@@ -15,6 +15,7 @@ from .sizes import parse_bytes
 
 FORMAT = "rotoff.sequence"
 VERSION = 1
+MODES = ("joint", "remat", "offload")  # what a sequence may do: recompute and move, or only one
 MOST_DIGITS = 18  # of a stage's number; Python itself reads no more than 4300
 
 

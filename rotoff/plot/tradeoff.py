@@ -12,10 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
+from ..core.sequence import MODES
 from ..core.simulator import simulate
 from ..errors import OptionError
 from ..solver import Row, keep_all
-from ..solver.bounds import MODES, lower_bound, min_mem_limit
+from ..solver.bounds import lower_bound, min_mem_limit
 from . import style
 
 _BOUND_POINTS = 24

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..core.chain import Chain, check_chain
+from ..core.sequence import MODES
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
@@ -25,9 +26,6 @@ from .kernels.bound import ascend
 from .kernels.least_limit import remat_need
 from .steady_bounds import PATIENCE as STEADY_PATIENCE
 from .steady_bounds import own_needs, steady_time
-
-MODES = ("joint", "remat", "offload")
-
 
 # -- the smallest limits
 

@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
-from ..core.sequence import Sequence
+from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import check_when
 from ..errors import InfeasibleError
 from ..io.atomic_write import write_whole
 from .anneal import FLOAT_ERROR, Budget
-from .bounds import MODES, lower_bound, min_mem_limit, parse_modes, several
+from .bounds import lower_bound, min_mem_limit, parse_modes, several
 from .plan_codes import keep_all
 from .policies import check_policy, run
 from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit

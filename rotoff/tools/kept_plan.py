@@ -15,22 +15,23 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..capture.strategy import named
-from ..checkpointable import Checkpointable
+from ..core.chain import Chain
 from ..io.cache import Cache
+from ..module_proxy import ModuleProxy
 from ..profile.estimate.devices import Device
 from ..profile.selective.graph import described_whole
-from ..profile.timing.timing_cache import settings_of_torch
+from ..tensors.torch_settings import settings_of_torch
 from ..version import __version__
+from .planned_modes import PlacedStep, PlannedMode, PlannedModes
 
 logger = logging.getLogger("rotoff")
-T = TypeVar("T")
 KIND = "step"
 Files = dict[str, tuple[str, int, int]]  # by module: its file, when it was written, and its size
 
@@ -44,19 +45,20 @@ def plan_key(
         args, kwargs: of `rotoff.plan`.
         asked: the other arguments of `rotoff.plan`.
     """
-    options = []
-    if isinstance(model, Checkpointable):
-        chosen, model = model._options, model._model
-        options = [repr(named(model, chosen.stages) or chosen.stages), repr(chosen.forms), repr(chosen.backward_from)]
+    options: list[str] = []
+    if isinstance(model, ModuleProxy):  # a Checkpointable
+        chosen: Any = model._options
+        model, options = model._model, chosen.planned_by(model._model)
     text = described_whole(model, (args, kwargs))
     interactive = "__main__." in text and getattr(sys.modules["__main__"], "__file__", None) is None
-    if _of_this_process(text, *options) or interactive:
+    asked = [repr(value) for value in asked]
+    if _of_this_process(text, *options, *asked) or interactive:
         return None
     return {
         "model": hashlib.sha256(text.encode()).hexdigest(),
         "options": options,
         "device": [str(sorted(value.items()) if name == "flops" else value) for name, value in vars(device).items()],
-        "asked": [str(value) for value in asked],
+        "asked": asked,
         "torch": settings_of_torch(["cpu", "cuda"]),
         "versions": [__version__, torch.__version__, platform.python_version()],
     }
@@ -67,9 +69,8 @@ def _of_this_process(*texts: str) -> bool:
     return any("@" in text or " at 0x" in text for text in texts)
 
 
-def find_plan(cache: Cache, key: dict[str, Any] | None, read: Callable[[Any], T]) -> T | None:
-    """The result kept for `key`, unless a file that it depends on has changed or the entry is damaged. read: makes it
-    from JSON values."""
+def find_plan(cache: Cache, key: dict[str, Any] | None) -> PlannedModes | None:
+    """The result kept for `key`, unless a file that it depends on has changed or the entry is damaged."""
     kept = cache.find(KIND, key) if key is not None else None
     if kept is None:
         return None
@@ -78,7 +79,7 @@ def find_plan(cache: Cache, key: dict[str, Any] | None, read: Callable[[Any], T]
             raise ValueError("its digest is another one")
         if not all(_unchanged(name, *file) for name, file in kept["files"].items()):
             return None
-        found = read(kept["found"])
+        found = _read(kept["found"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         logger.warning("rotoff: a plan kept in %s is damaged and is ignored: %s", cache.directory, error)
         return None
@@ -86,10 +87,25 @@ def find_plan(cache: Cache, key: dict[str, Any] | None, read: Callable[[Any], T]
     return found
 
 
-def keep_plan(cache: Cache, key: dict[str, Any] | None, found: Any) -> None:
-    """Keep `found`, the result in JSON values, for `key`."""
+def keep_plan(cache: Cache, key: dict[str, Any] | None, found: PlannedModes) -> None:
+    """Keep `found` for `key`."""
     if key is not None:
-        cache.keep(KIND, key, {"found": found, "digest": _digest(found), "files": _files()})
+        written = _written(found)
+        cache.keep(KIND, key, {"found": written, "digest": _digest(written), "files": _files()})
+
+
+def _written(found: PlannedModes) -> dict[str, Any]:
+    """`found` in JSON values."""
+    rows = {"rows": [*map(asdict, found.rows)], "placed": [*map(asdict, found.placed)]}
+    return {**vars(found), **rows, "chain": found.chain.to_dict()}
+
+
+def _read(written: dict[str, Any]) -> PlannedModes:
+    """The reverse of `_written`."""
+    rows, placed = (PlannedMode(**row) for row in written["rows"]), (PlacedStep(**row) for row in written["placed"])
+    return PlannedModes(
+        **{**written, "chain": Chain.from_dict(written["chain"]), "rows": tuple(rows), "placed": tuple(placed)}
+    )
 
 
 def _digest(value: Any) -> str:
@@ -107,12 +123,12 @@ def _files() -> Files:
             continue
         if path.startswith(standard) and not path.startswith(packages):
             continue
-        if (file := _written(path)) is not None:
+        if (file := _file(path)) is not None:
             found[name] = file
     return found
 
 
-def _written(path: str) -> tuple[str, int, int] | None:
+def _file(path: str) -> tuple[str, int, int] | None:
     try:
         status = os.stat(path)
     except OSError:  # a module of an archive, or one whose file has gone
@@ -123,4 +139,4 @@ def _written(path: str) -> tuple[str, int, int] | None:
 def _unchanged(name: str, path: str, written: int, size: int) -> bool:
     """Whether the module still comes from that file, if it is loaded, and the file has not been written since."""
     now = getattr(sys.modules.get(name), "__file__", None)
-    return now in (None, path) and _written(path) == (path, written, size)
+    return now in (None, path) and _file(path) == (path, written, size)

@@ -19,15 +19,9 @@ from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
 from ..solver.slots import parse_slots
 from .estimate import estimated
-from .mode_comparison import (
-    PlannedModes,
-    check_optimizer,
-    plan,
-    planned_modes,
-    resident_bytes,
-    resident_parts,
-    usable_bytes,
-)
+from .mode_comparison import check_optimizer, planned_modes, resident_bytes
+from .plan import plan
+from .planned_modes import PlannedModes, resident_parts, usable_bytes
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused

@@ -7,7 +7,7 @@ the bytes that it reads and writes, divided by the bandwidth of the memory where
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
-from ..core.sizes import format_bytes
 from ..core.steady_step import WHEN
 from ..profile.estimate.devices import Device
 from ..profile.optimizer_probe import OptimizerProbe
@@ -29,6 +28,7 @@ from ..solver.bounds import host_plan, min_mem_limit, steady_bound
 from ..solver.plan_codes import keep_all
 from ..solver.search import Candidate, Problem, best_candidate
 from ..tensors.stage import StageModule
+from .planned_modes import PlacedStep
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
@@ -41,46 +41,6 @@ PATIENCE = 300  # of the bound's ascent: less than its default, which takes seco
 AGAIN = 0.4  # share of the effort for updates during the step, which starts from a plan for updates after it
 SLOTS = 50
 MOST_BATCHES = 1 << 20
-
-
-@dataclass(frozen=True)
-class PlacedStep:
-    """One training step whose plan places parameters, too; fields that depend on a plan are None if nothing fits.
-
-    updates: "after" the backward, as ``optimizer.step()`` does, or "during" it.
-    step_time: estimated seconds, updates included.
-    overhead: step_time over forward and backward alone, less 1.
-    peak_bytes, host_bytes: the most on the device and on the host.
-    bound_time: seconds that no sequence within the device's memory can beat.
-    min_device_bytes: the smallest device memory that works.
-    largest_batch: the largest batch that fits if all bytes of a step, including kernels' workspaces, grow with it; a
-        larger one may fit as well. None if the sample has no batch or nothing fits.
-    """
-
-    updates: str
-    step_time: float | None
-    overhead: float | None
-    peak_bytes: int | None
-    host_bytes: int | None
-    bound_time: float | None
-    min_device_bytes: int
-    largest_batch: int | None
-
-    def __str__(self) -> str:
-        end = f" {format_bytes(self.min_device_bytes):>15} {self.largest_batch or '-':>13}"
-        if self.step_time is None or self.overhead is None or self.bound_time is None:
-            return f"{self.updates:<8} {'does not fit':<54}{end}"
-        bound = self.bound_time / self.step_time * (1 + self.overhead) - 1
-        return (
-            f"{self.updates:<8} {self.step_time:>10.4g} {100 * self.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
-            f" {format_bytes(self.peak_bytes or 0):>11} {format_bytes(self.host_bytes or 0):>11}{end}"
-        )
-
-
-HEAD = (
-    f"{'updates':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest device':>15}"
-    f" {'largest batch':>13}"
-)
 
 
 class _OfStages(nn.Module):

@@ -21,9 +21,9 @@ from oracles.exhaustive import Search
 
 import rotoff
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
+from rotoff.core.sequence import MODES
 from rotoff.solver import joint, keep_all, search
 from rotoff.solver.anneal import Budget
-from rotoff.solver.bounds import MODES
 from rotoff.solver.host import all_moving
 from rotoff.solver.plan_codes import ALL, CK, DROP, MOVE, empty, evaluator, from_forwards, to_ops
 from rotoff.solver.search import judged

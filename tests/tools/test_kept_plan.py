@@ -40,16 +40,15 @@ class Net(nn.Module):
 
 with torch.device("meta"):
     model, batch = nn.Sequential(*(Net(Config(64)) for _ in range(4))), torch.empty(256, 64)
-plan = rotoff.plan
 begun = time.process_time()
-found = plan(model, batch, device="V100")
+found = rotoff.plan(model, batch, device="V100")
 print(time.process_time() - begun, file=sys.stderr)
 print(found)
 for body in sys.argv[1:]:
     Path(helper.__file__).write_text(f"import torch\\n\\ndef nonlinear(x):\\n    return {body}\\n")
     importlib.invalidate_caches()
     importlib.reload(helper)
-    print("edited", plan(model, batch, device="V100"))
+    print("edited", rotoff.plan(model, batch, device="V100"))
 """
 
 
@@ -63,8 +62,8 @@ def question() -> tuple[nn.Module, torch.Tensor]:
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each answer that was not in the cache."""
     seen: list[Any] = []
-    before = mode_comparison._planned
-    monkeypatch.setattr(mode_comparison, "_planned", lambda *args: seen.append(args) or before(*args))
+    before = mode_comparison.answer
+    monkeypatch.setattr(mode_comparison, "answer", lambda *args: seen.append(args) or before(*args))
     return seen
 
 
@@ -166,6 +165,6 @@ def test_another_process_answers_at_once_until_the_code_is_edited(tmp_path: Path
     said, seconds = ask("2", "torch.exp(torch.tanh(x))")
     again, edited = said.split("edited ")
     assert again == first
-    assert seconds < 0.2  # CPU seconds; measured: 0.02
+    assert seconds < 0.2  # CPU seconds with the import of what it needs; measured: 0.08
     assert edited != first
     assert len(list((tmp_path / "cache").iterdir())) == 1  # the question is the same

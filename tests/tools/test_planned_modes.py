@@ -13,10 +13,10 @@ from models import Residual
 from torch import nn
 
 import rotoff
+from rotoff.core.sequence import MODES
 from rotoff.profile.selective.variant_run import VariantRun
 from rotoff.solver import search
-from rotoff.solver.bounds import MODES
-from rotoff.tools.mode_comparison import usable_bytes
+from rotoff.tools.planned_modes import usable_bytes
 
 WIDTH = 256
 

@@ -11,9 +11,8 @@ import torch
 
 from ...core.chain import LinkRates
 from ...runtime.overhead import OverheadTimes
-from ...tensors.autocast import in_region
-from ...tensors.kernel_flags import kernel_flags
 from ...tensors.stage import StageModule
+from ...tensors.torch_settings import settings_of_torch
 from ...version import __version__
 from ..profile import Profile
 from ..provenance import device_name
@@ -142,18 +141,4 @@ def profile_key(stages: Sequence[StageModule], value: Any, device: torch.device,
         **settings_of_torch(sorted({"cpu", device.type})),
         "lives": [repr((stage.storages, stage.lives)) for stage in stages],
         "more": [str(one) for one in more],
-    }
-
-
-def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
-    """Return PyTorch's settings that bytes and times depend on. types: of devices, for autocast."""
-    return {
-        "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
-        "region": in_region(),
-        "precision": torch.get_float32_matmul_precision(),
-        "kernels": [
-            *kernel_flags(),
-            torch.is_autocast_cache_enabled(),
-            str(torch.get_default_dtype()),  # of tensors made from numbers
-        ],
     }
