@@ -407,7 +407,7 @@ def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any,
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("placed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lightning_twice_by_the_same_callback_and_attached_by_the_user(
     tmp_path: Path, lightning: Any, placed: bool
 ) -> None:

@@ -102,7 +102,7 @@ def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None
     assert rotoff.render(chain, plan, width=80, colour=False) in result.stdout
     pytest.importorskip("matplotlib")
     assert (tmp_path / "plans" / "plan.png").read_bytes().startswith(b"\x89PNG")
-    refused = run(EXAMPLES / "plan_without_device.py", "--limit", "100 MiB")
+    refused = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "100 MiB")
     assert refused.returncode == 1
     assert "needs at least" in refused.stderr
     assert "Traceback" not in refused.stderr

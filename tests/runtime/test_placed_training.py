@@ -992,7 +992,7 @@ def test_a_step_that_another_took_the_place_of_says_so() -> None:
     added_up(model, optimizers, x)
 
 
-@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("updates", ["during", pytest.param("after", marks=pytest.mark.slow)])
 def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(updates: str) -> None:
     behind = 0
     for when, share in itertools.product(("never", "before", "at each step"), (0.1, 0.3, 0.6)):
