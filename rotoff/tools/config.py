@@ -120,7 +120,7 @@ class RotoffConfig:
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
-            data = json.loads(text) if Path(path).suffix == ".json" else _yaml(text)
+            data = _json(text) if Path(path).suffix == ".json" else _yaml(text)
             return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
         except ValueError as error:  # OptionError and LimitError, too
             raise OptionError(f"{path}: {error}") from error
@@ -140,6 +140,20 @@ class RotoffConfig:
         return {**given.pop("options", {}), **given}
 
 
+def _check_once(names: list[Any]) -> None:
+    """Raise OptionError for a name that is given twice, of which JSON and YAML take the last."""
+    if twice := [name for n, name in enumerate(names) if name in names[:n]]:
+        raise OptionError(f"{twice[0]} is given twice; give it once")
+
+
+def _json(text: str) -> Any:
+    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _check_once([name for name, _ in pairs])
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=read)
+
+
 def _yaml(text: str) -> Any:
     try:
         import yaml
@@ -147,12 +161,8 @@ def _yaml(text: str) -> Any:
         raise OptionError("reading YAML needs PyYAML: pip install pyyaml, or write JSON") from None
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a name that is given twice, of which YAML takes the last."""
-
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            names = [self.construct_object(key, deep=True) for key, _ in node.value]
-            if twice := [name for n, name in enumerate(names) if name in names[:n]]:
-                raise OptionError(f"{twice[0]} is given twice; give it once")
+            _check_once([self.construct_object(key, deep=True) for key, _ in node.value])
             return super().construct_mapping(node, deep)
 
     try:

@@ -24,7 +24,7 @@ from ..planning.planner import make_plan
 from ..planning.request import Request
 from ..runtime.execution_plan import ExecutionPlan
 from .attach import attach, attached, detach
-from .config import RotoffConfig
+from .config import RotoffConfig, read_settings
 
 WHOLE = "ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B and ScheduleLoopedBFS"
 _TRIES = 8  # attempts to make stages fit their common limit; each lowers every stage's limit by the excess
@@ -59,9 +59,10 @@ def attach_schedule(
             process_group that has ranks of other stages.
     """
     stages, order = _read(schedule)
-    if "in_flight" in options:
-        raise OptionError(f"in_flight is {options['in_flight']!r}; the schedule determines it, so leave it out")
-    _check_group(options.get("process_group"), stages[0].group)
+    given = read_settings(mem_limit, options)
+    if "in_flight" in given:
+        raise OptionError(f"in_flight is {given['in_flight']!r}; the schedule determines it, so leave it out")
+    _check_group(given.get("process_group"), stages[0].group)
     many = most_in_flight(order)
     modules = [_module(stage) for stage in stages]
     planned: list[Checkpointable] = []

@@ -134,6 +134,13 @@ def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
+def test_a_name_that_a_json_file_gives_twice_is_refused(tmp_path: Path) -> None:
+    for text in ('{"mode": "joint", "mode": "remat"}', '{"rotoff": {"mode": "joint", "mode": "remat"}}'):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(OptionError, match="c.json: mode is given twice; give it once"):
+            RotoffConfig.load(tmp_path / "c.json")
+
+
 def test_a_bad_limit_is_refused_at_once() -> None:
     with pytest.raises(LimitError, match="device_limit is 0.5"):
         RotoffConfig(device_limit=0.5)

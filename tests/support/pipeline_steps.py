@@ -145,10 +145,18 @@ def refused() -> None:
             rotoff.attach_schedule(pipeline(Line(False), kind, 2, True)[0], "1 GiB")
         except rotoff.OptionError as error:
             say(f"OptionError: {error}")
+    configured = {"mem_limit": rotoff.RotoffConfig(mem_limit="1 GiB", process_group=True)}
+    for given in ({"mem_limit": "1 GiB", "process_group": True}, configured):
+        try:
+            rotoff.attach_schedule(pipeline(Line(False), *CASES["1f1b"])[0], **given)
+        except rotoff.OptionError as error:
+            say(f"all ranks: {error}")
     try:
-        rotoff.attach_schedule(pipeline(Line(False), *CASES["1f1b"])[0], "1 GiB", process_group=True)
+        rotoff.attach_schedule(
+            pipeline(Line(False), *CASES["1f1b"])[0], rotoff.RotoffConfig(mem_limit="1 GiB", in_flight=3)
+        )
     except rotoff.OptionError as error:
-        say(f"all ranks: {error}")
+        say(f"in flight: {error}")
     plain = module(1, Line(False))
     x = torch.ones(ROWS, WIDTH, requires_grad=True)
     wrapped = rotoff.Checkpointable(copy.deepcopy(plain)).measure(x)
