@@ -150,7 +150,7 @@ def step(model: nn.Module, batch: tuple[Any, ...]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("mode", ["joint", "remat"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.grid
+@pytest.mark.grid(every=8)
 def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
     kind: str, mode: str, measurings: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -288,7 +288,9 @@ def test_a_larger_size_that_may_not_fit_is_measured(measurings: list[int]) -> No
     assert wrapped.chain.meta["times"] == "interpolated between those measured at other sizes"
 
 
-@pytest.mark.parametrize(("kind", "share"), [("recorded", 0.05), ("convolutions", 0.2)])
+@pytest.mark.parametrize(
+    ("kind", "share"), [("recorded", 0.05), pytest.param("convolutions", 0.2, marks=pytest.mark.slow)]
+)
 def test_a_larger_size_is_not_measured_if_each_tensors_bytes_follow_it(
     kind: str, share: float, measurings: list[int]
 ) -> None:

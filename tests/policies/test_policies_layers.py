@@ -130,6 +130,7 @@ def test_table_1_counts_of_recomputations(network):
 
 
 @pytest.mark.parametrize("network", TABLE_1)
+@pytest.mark.grid
 def test_the_peak_is_that_of_one_layer(network):
     """peak_m = max(l_i), but for the loss's bytes, which the caller holds."""
     layers, batch, _ = TABLE_1[network]

@@ -28,6 +28,7 @@ def figures(name: str, out: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_prediction(tmp_path: Path) -> None:
     out = tmp_path / "prediction.json"
     options = ["--quick", "--device", "cpu", "--seconds", "0", "--pairs", "2", "--limits", "60,2", "--out", str(out)]
@@ -96,6 +97,7 @@ def test_backward_from(tmp_path: Path) -> None:
         assert row[name]["measured"] <= row[name]["expected"] <= row[name]["limit"]
 
 
+@pytest.mark.slow
 def test_placed_steps(tmp_path: Path) -> None:
     out = tmp_path / "placed.json"
     options = ["--width", "64", "--blocks", "3", "--rows", "256", "--rounds", "1", "--shares", "0.4", "--refine", "0.1"]

@@ -316,6 +316,7 @@ def report(found: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     assert max(found) <= 0.02
 
 
+@pytest.mark.slow
 def test_three_stages_reach_the_optimum(capsys: pytest.CaptureFixture[str]) -> None:
     report(gaps(seed=21, stages=3, count=80, seconds=20), capsys)
 
