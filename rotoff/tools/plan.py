@@ -71,7 +71,6 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target, cache = find(device), Cache.of(cache_directory)
-    modes = tuple(modes) if isinstance(modes, Iterable) and not isinstance(modes, str) else modes
     asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth
     if pipeline is None:
         return _known(model, sample, kwargs, target, cache, asked)
