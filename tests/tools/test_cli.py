@@ -237,7 +237,6 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
         (["solve", "chain.json"], 2, "required: --mem-limit"),
         (["compare", "chain.json", "--mem-limit", "1GiB", "--modes", "fast"], 2, "give some of joint, remat, offload"),
         (["plot", "chain.json", "-o", "picture.jpg"], 2, "end it in .png"),
-        (["plot", "chain.json", "-o", "nowhere/picture.svg"], 2, "nowhere/picture.svg: No such file or directory"),
         (["show", "chain.json", "--ops"], 2, "--ops needs a sequence"),
         (["simulate", "-", "-"], 2, "only one of the two"),
         ([], 2, "required: COMMAND"),
@@ -247,6 +246,12 @@ def test_wrong_input_is_a_sentence_and_an_exit_code(
     files: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
 ) -> None:
     assert sentence in error(capsys, *arguments, code=code)
+
+
+def test_a_picture_has_a_folder_to_go_to(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    sentence = "nowhere/picture.svg: No such file or directory"
+    assert sentence in error(capsys, "plot", "chain.json", "-o", "nowhere/picture.svg", code=2)
 
 
 def test_traceback_on_demand(files: Path) -> None:
