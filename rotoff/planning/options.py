@@ -41,7 +41,7 @@ class Options:
             strategy.modules(model)
         check_offload_dtype(self.offload_dtype)
 
-    def planned_by(self, model: nn.Module) -> list[str]:
+    def described(self, model: nn.Module) -> list[str]:
         """The options that an estimate of `model` depends on, as text."""
         stages = strategy.named(model, self.stages) or self.stages
         return [repr(stages), repr(self.forms), repr(self.backward_from)]

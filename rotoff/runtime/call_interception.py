@@ -46,7 +46,7 @@ def as_call_of(module: nn.Module, run: Callable[[], Any]) -> Any:
 
 
 def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    compiled = torch.compiler.is_dynamo_compiling()  # 2.11's compiler cannot read an attribute of a thread
+    compiled = torch.compiler.is_dynamo_compiling()  # 2.11's compiler cannot read thread-locals
     live = None if compiled else _rotoff_followed.live  # type: ignore[name-defined]  # noqa: F821
     if live is None or live.inside:
         return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)

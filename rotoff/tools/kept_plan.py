@@ -48,7 +48,7 @@ def plan_key(
     options: list[str] = []
     if isinstance(model, ModuleProxy):  # a Checkpointable
         chosen: Any = model._options
-        model, options = model._model, chosen.planned_by(model._model)
+        model, options = model._model, chosen.described(model._model)
     text = described_whole(model, (args, kwargs))
     interactive = "__main__." in text and getattr(sys.modules["__main__"], "__file__", None) is None
     asked = [repr(value) for value in asked]
