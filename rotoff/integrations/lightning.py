@@ -16,7 +16,7 @@ except ModuleNotFoundError:  # the older name of the package
 
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..tools.attach import attach, attach_unplanned, attached, detach
+from ..tools.attach import attach_for_trainer, detach, warn_if_unused
 from ..tools.config import RotoffConfig, read_settings
 
 
@@ -44,27 +44,22 @@ class RotoffCallback(Callback):  # type: ignore[misc]
     ) -> None:
         given = options if device_limit is None else {**options, "device_limit": device_limit}
         self._options = read_settings(mem_limit, given)
-        self._device_limit = self._options.pop("device_limit", None)
+        self._later: dict[str, Any] = {}
         self._module = module
         self.planned: Checkpointable | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        target = self._target(pl_module)
-        self._attached_before = attached(target) is not None
-        if self._device_limit is not None:
-            self.planned, self._asked = attach_unplanned(target, self._options)
-            return
-        several = {"process_group": True} if trainer.world_size > 1 else {}
-        self.planned = attached(target) or attach(target, **{**several, **self._options})
+        several = {"process_group": True} if trainer.world_size > 1 and "device_limit" not in self._options else {}
+        self.planned, self._later = attach_for_trainer(self._target(pl_module), {**several, **self._options})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._device_limit is not None and self.planned is not None:
-            limit, optimizers = self._device_limit, trainer.optimizers
-            self.planned.compute_sequence(device_limit=limit, optimizer=optimizers, **self._asked)
+        if self._later and self.planned is not None:
+            self.planned.compute_sequence(optimizer=trainer.optimizers, **self._later)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._attached_before:
-            detach(self._target(pl_module))
+        if trainer.global_step and self.planned is not None:
+            warn_if_unused(self.planned)
+        detach(self._target(pl_module))
 
     def _target(self, pl_module: LightningModule) -> Any:
         if self._module is not None:

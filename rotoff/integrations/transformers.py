@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..tools.attach import attach, attach_unplanned, attached
+from ..tools.attach import attach_for_trainer, warn_if_unused
 from ..tools.config import RotoffConfig, read_settings
 
 
@@ -40,7 +40,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     ) -> None:
         given = options if device_limit is None else {**options, "device_limit": device_limit}
         self._options = read_settings(mem_limit, given)
-        self._device_limit = self._options.pop("device_limit", None)
+        self._later: dict[str, Any] = {}
         self.planned: Checkpointable | None = None
 
     def on_init_end(
@@ -50,19 +50,33 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
             raise OptionError(
                 "gradient_checkpointing is on; turn it off, since rotoff itself plans which stages are recomputed"
             )
-        if self._device_limit is not None:
-            self.planned, self._asked = attach_unplanned(model, self._options)
-            return
-        several = {"process_group": True} if args.world_size > 1 else {}
-        self.planned = attached(model) or attach(model, **{**several, **self._options})
+        several = {"process_group": True} if args.world_size > 1 and "device_limit" not in self._options else {}
+        self.planned, self._later = attach_for_trainer(model, {**several, **self._options})
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        **_: Any,
     ) -> None:
+        # By now the trainer may have wrapped the model's forward in autocast, and a plan must be inside of it.
         if self.planned is None:
-            # By now the trainer may have wrapped the model's forward in autocast, and a plan must be inside of it.
             raise OptionError(
                 "RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]"
             )
-        if self._device_limit is not None:
-            self.planned.compute_sequence(device_limit=self._device_limit, optimizer=optimizer, **self._asked)
+        if all(module is not self.planned._model for module in model.modules()):  # by `model_init`
+            if "forward" in vars(model):
+                raise OptionError(
+                    "the trainer has made another model by model_init and wrapped its forward for mixed precision; call"
+                    " rotoff.attach(model, limit) in model_init, and leave the callback out"
+                )
+            self.on_init_end(args, state, control, model)
+        if self._later:
+            self.planned.compute_sequence(optimizer=optimizer, **self._later)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.global_step and self.planned is not None:
+            warn_if_unused(self.planned)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
@@ -21,6 +22,7 @@ from ..errors import MeasureError, OptionError
 from ..report.rotor_names import NO_LIMIT
 from .config import RotoffConfig, read_settings
 
+logger = logging.getLogger("rotoff")
 _OF_THE_WRAPPER = frozenset(inspect.signature(Checkpointable).parameters) - {"model"}
 
 
@@ -45,8 +47,7 @@ def attach(
         OptionError: if the model is attached already. LimitError: also for two limits. MeasureError: as for
             `Checkpointable`.
     """
-    if not isinstance(model, nn.Module):
-        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+    _check_module(model)
     if model.__dict__.get(ATTACHED) is not None:
         raise OptionError("the model is attached already; call rotoff.detach(model) first")
     given = read_settings(mem_limit, options if mode is None else {**options, "mode": mode})
@@ -58,16 +59,40 @@ def attach(
     return planned
 
 
-def attach_unplanned(model: nn.Module, options: dict[str, Any]) -> tuple[Checkpointable, dict[str, Any]]:
-    """`attach` without a limit, for callers that have no optimizer yet. Also returns the `options` to pass to
-    `Checkpointable.compute_sequence`, which must be called before the first forward. An attached model stays so."""
-    wrapper = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
-    rest = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
-    return attached(model) or attach(model, NO_LIMIT, **wrapper), rest
+def attach_for_trainer(model: nn.Module, options: dict[str, Any]) -> tuple[Checkpointable, dict[str, Any]]:
+    """`attach`, for a callback; what another callback has attached is replaced. A ``device_limit`` needs an optimizer,
+    which comes later: also returns the arguments for `Checkpointable.compute_sequence`, to be called before the first
+    forward."""
+    known = model.__dict__.get(ATTACHED)
+    if known is not None and known.by_callback:
+        detach(model)
+    later: dict[str, Any] = {}
+    if options.get("device_limit") is not None:
+        later = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
+        options = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
+        options["mem_limit"] = NO_LIMIT
+    planned = attach(model, **options)
+    model.__dict__[ATTACHED].by_callback = True
+    return planned, later
+
+
+def warn_if_unused(planned: Checkpointable) -> None:
+    """Log, after training by a callback, if training never called the model that it planned."""
+    if not planned.plans():
+        logger.warning(
+            "rotoff: training has ended, and no step was planned or limited: it never called the forward of %s in"
+            " training mode. Give the callback the module that is called",
+            type(planned._model).__name__,
+        )
 
 
 def detach(model: nn.Module) -> None:
-    """Restore the model's own forward; does nothing if the model is not attached."""
+    """Restore the model's own forward; does nothing if the model is not attached.
+
+    Raises:
+        MeasureError: for anything but a module.
+    """
+    _check_module(model)
     attachment = model.__dict__.pop(ATTACHED, None)
     if attachment is not None:
         attachment.restore()
@@ -79,10 +104,17 @@ def attached(model: nn.Module) -> Checkpointable | None:
     return None if attachment is None else attachment.planned
 
 
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+
+
 class _Attachment:
     """One model with a planned forward. original: the forward that it had. wrapper: the options of its
-    `Checkpointable`.
+    `Checkpointable`. by_callback: whether another callback may replace it.
     """
+
+    by_callback = False
 
     def __init__(self, model: nn.Module, planned: Checkpointable, wrapper: dict[str, Any]) -> None:
         self.model = model
@@ -150,6 +182,7 @@ class _Attachment:
         twin.model, twin._planned = model, None
         twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
+        twin.by_callback = self.by_callback
         twin.original = (
             MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
         )

@@ -3,6 +3,7 @@ model."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -105,7 +106,13 @@ def configured(folder: Path, **said: Any) -> rotoff.RotoffConfig:
 
 
 def hugging_face(
-    folder: Path, *callbacks: Any, model: Any = None, data: Any = None, evaluates: bool = False, **options: Any
+    folder: Path,
+    *callbacks: Any,
+    model: Any = None,
+    model_init: Any = None,
+    data: Any = None,
+    evaluates: bool = False,
+    **options: Any,
 ) -> Any:
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
@@ -115,7 +122,8 @@ def hugging_face(
     arguments = transformers.TrainingArguments(output_dir=str(folder), **steps, **quiet, **options)
     data = data or Rows()
     sets = {"train_dataset": data, "eval_dataset": data if evaluates else None}
-    return transformers.Trainer(model or build(), arguments, **sets, callbacks=list(callbacks))
+    model = model or (None if model_init else build())
+    return transformers.Trainer(model, arguments, **sets, model_init=model_init, callbacks=list(callbacks))
 
 
 @pytest.fixture(scope="module")
@@ -240,12 +248,52 @@ def test_trainers_checkpoints_interchange(tmp_path: Path, plainly: Callable[...,
     assert set(stored) == set(build().state_dict())
 
 
+@pytest.mark.parametrize("placed", [False, True])
+def test_trainer_that_makes_its_model(tmp_path: Path, placed: bool, plainly: Callable[..., Any]) -> None:
+    """``train`` makes another model than the constructor; its forward must not be wrapped before it is planned."""
+    plain = plainly(model_init=build)
+    from rotoff.integrations.transformers import RotoffCallback
+
+    limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
+    callback = RotoffCallback(**limit, refine=False)
+    trainer = hugging_face(tmp_path, callback, model_init=build)
+    trainer.train()
+    assert callback.planned is attached(trainer.model)
+    assert (moves_parameters if placed else works_hard)(callback.planned)
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    if not placed:
+        trainer = hugging_face(tmp_path, RotoffCallback(**limit), model_init=build, bf16=True)
+        with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) in model_init"):
+            trainer.train()
+
+
+def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: Callable[..., Any]) -> None:
+    from rotoff.integrations.transformers import RotoffCallback
+
+    first = hugging_face(tmp_path / "first", RotoffCallback("1 GiB"))
+    first.train()
+    callback = RotoffCallback(a_limit(), mode="remat", refine=False)
+    second = hugging_face(tmp_path / "second", callback, model=first.model)
+    second.train()
+    assert callback.planned.mem_limit == a_limit()
+    assert works_hard(callback.planned)
+    plain = hugging_face(tmp_path / "plain", model=copy.deepcopy(plainly(bf16=False).model))
+    plain.train()
+    assert losses(second) == losses(plain)
+    assert same(list(second.model.parameters()), list(plain.model.parameters()))
+
+
 def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path)
     from rotoff.integrations.transformers import RotoffCallback
 
     with pytest.raises(LimitError, match="device_limit is '2 GiB'; give one of them"):
         RotoffCallback(rotoff.RotoffConfig(mem_limit="1 GiB"), device_limit="2 GiB")
+    attached_by_hand = build()
+    rotoff.attach(attached_by_hand, "1 GiB")
+    with pytest.raises(OptionError, match="attached already"):
+        hugging_face(tmp_path, RotoffCallback("1 MiB"), model=attached_by_hand)
     trainer.add_callback(RotoffCallback("1 GiB"))
     with pytest.raises(OptionError, match="give it to the constructor"):
         trainer.train()
@@ -408,9 +456,7 @@ def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any,
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("placed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_lightning_twice_by_the_same_callback_and_attached_by_the_user(
-    tmp_path: Path, lightning: Any, placed: bool
-) -> None:
+def test_lightning_twice_by_the_same_callback(tmp_path: Path, lightning: Any, placed: bool) -> None:
     from rotoff.integrations.lightning import RotoffCallback
 
     limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
@@ -418,12 +464,20 @@ def test_lightning_twice_by_the_same_callback_and_attached_by_the_user(
     for _ in range(2):
         fit(lightning, lit(lightning), tmp_path, callback)
         assert not any(stage.forms for stage in callback.planned.chain.stages)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_says_if_nothing_was_planned(
+    tmp_path: Path, lightning: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from rotoff.integrations.lightning import RotoffCallback
+
+    fit(lightning, lit(lightning), tmp_path, RotoffCallback("1 KiB", module="net.blocks"))
+    assert "it never called the forward of ModuleList in training mode" in caplog.text
     module = lit(lightning)
-    planned = rotoff.attach(module.net, a_limit(), refine=False)
-    fit(lightning, module, tmp_path, callback)
-    assert callback.planned is planned
-    assert attached(module.net) is planned
-    rotoff.detach(module.net)
+    rotoff.attach(module.net, a_limit(), refine=False)
+    with pytest.raises(OptionError, match="attached already"):
+        fit(lightning, module, tmp_path, RotoffCallback(a_limit()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
