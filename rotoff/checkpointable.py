@@ -25,7 +25,7 @@ from .capture import strategy
 from .capture.backward_roots import BackwardFrom
 from .core.chain import Chain
 from .core.sequence import Sequence
-from .core.sizes import parse_bytes
+from .core.sizes import is_auto, parse_bytes
 from .errors import ExecutionError, MeasureError, OptionError
 from .io.cache import Cache
 from .module_proxy import ModuleProxy
@@ -36,7 +36,7 @@ from .planning.link_share import with_host_share
 from .planning.measured_courses import PlannedSize
 from .planning.memory_account import expected_levels, reported_bytes
 from .planning.options import Options, read_device
-from .planning.placed import PlacedPlanner
+from .planning.placed import PlacedPlanner, read_optimizers
 from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_limits, check_options
 from .planning.specialization import Specializations
@@ -246,7 +246,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
                 `up_to` and a `mem_limit`, the message names smaller inputs that fit.
         """
-        check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, self._group is not None)
+        grouped, updates = self._group is not None, options.get("updates")
+        check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
         if self._steps.placement is not None:
             self._steps.placement.refuse_before_step("compute_sequence")
         if device_limit is not None:
@@ -254,8 +255,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)
-            auto = isinstance(mem_limit, str) and mem_limit.strip().lower() == "auto"
-            return free_memory(device_of(self._model, None)) if auto else parse_bytes(mem_limit)
+            return free_memory(device_of(self._model, None)) if is_auto(mem_limit) else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         how = not self._check, self._courses.lets_go, True, in_flight
@@ -291,9 +291,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """`compute_sequence` for a `device_limit`."""
         check_options(mode, mem_slots, policy, options)
-        limit = parse_bytes(device_limit)
-        if policy is not None:
-            raise OptionError(f"policy is {policy!r}; with a device_limit give a mode alone")
+        limit = parse_bytes(device_limit, "device_limit")
         if optimizer is None:
             raise OptionError(
                 "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=...,"
@@ -308,7 +306,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             )
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype needs a mem_limit; with a device_limit nothing is converted")
-        optimizers = tuple(map(_own, optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)))
+        optimizers = read_optimizers(optimizer, self._model)
         # a new one, since the optimizers may have changed
         planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
         if self._courses.meter.device is None:
@@ -538,19 +536,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""
         self._links.close()
         self._steps.unplace(resident=False)
-
-
-def _own(optimizer: Any) -> Any:
-    """The optimizer inside a trainer's wrappers; raises OptionError for anything else."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    if not isinstance(optimizer, Optimizer):
-        shown = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
-        raise OptionError(
-            f"optimizer is {shown}; give a torch.optim.Optimizer of the model's parameters, such as"
-            " torch.optim.Adam(model.parameters()), or a list of them"
-        )
-    return optimizer
 
 
 # Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor

@@ -44,7 +44,7 @@ def tell(model: nn.Module) -> None:
         _told.add(model)
         logger.warning(
             "rotoff: training steps of %s run with use_cache=False, since no training step reads cached keys and"
-            " values; steps of plain PyTorch that keep them may round otherwise. Pass use_cache=True to keep them, or"
-            " set it to False in the model's configuration",
+            " values; steps of plain PyTorch that keep them may round otherwise. For equal bits set use_cache to False"
+            " in the model's configuration, in plain runs, too",
             type(model).__name__,
         )

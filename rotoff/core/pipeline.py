@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import OptionError
 from .chain import Chain
@@ -52,8 +52,7 @@ def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tu
     if kind not in SCHEDULES:
         raise OptionError(f"schedule is {schedule!r}; it is one of {', '.join(SCHEDULES.values())}")
     for name, number in (("pipeline", ranks), ("microbatches", micro_batches), ("chunks", chunks)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise OptionError(f"{name} is {number!r}; give a whole number of at least 1")
+        check_count(name, number)
     if chunks > 1 and kind != "interleaved1f1b":
         raise OptionError(f"chunks is {chunks}; {SCHEDULES[kind]} has one stage on each rank")
     if kind == "gpipe":
@@ -67,6 +66,12 @@ def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tu
     if kind != "1f1b" and micro_batches % rounds:
         raise OptionError(f"microbatches is {micro_batches}; with {ranks} ranks give a multiple of {rounds}")
     return tuple(_one_f_one_b(kind, rank, ranks, micro_batches, chunks) for rank in range(ranks))
+
+
+def check_count(name: str, number: Any) -> None:
+    """Raise OptionError unless `number` is a whole number of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise OptionError(f"{name} is {number!r}; give a whole number of at least 1")
 
 
 def _one_f_one_b(kind: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
@@ -203,8 +208,9 @@ def simulate_pipeline(
         send_bandwidth: B/s between ranks; sending delays the receiver, and the sender does not wait.
 
     Raises:
-        OptionError: for an order in which ranks wait for each other forever.
+        OptionError: for an order in which ranks wait for each other forever, and for `ranks_per_link` below 1.
     """
+    check_count("ranks_per_link", ranks_per_link)
     return _Run(stages, order, ranks_per_link, send_bandwidth).finish()
 
 

@@ -20,6 +20,11 @@ _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
 _SETTINGS = "; settings as a whole go to rotoff.attach(model, config), with config = rotoff.RotoffConfig.load(path)"
 
 
+def is_auto(value: Any) -> bool:
+    """Whether a limit is ``"auto"``: what the device has free."""
+    return isinstance(value, str) and value.strip().lower() == "auto"
+
+
 def parse_bytes(value: Any, what: str = "mem_limit") -> int:
     """The bytes that `value` means: an int, a float above 1 (rounded down), or text.
 

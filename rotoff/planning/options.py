@@ -56,6 +56,10 @@ def read_device(device: Any) -> torch.device | None:
     if device is None:
         return None
     found = named_device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise OptionError(f"device is {device!r}; rotoff runs steps on cpu and cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError(f"device is {device!r}, and this torch ({torch.__version__}) finds no CUDA device here")
     return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
 
 

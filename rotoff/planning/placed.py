@@ -45,6 +45,33 @@ _CASTS = (
 )
 
 
+def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers, or one, that `given` is or that trainers have wrapped.
+
+    Raises:
+        OptionError: for anything else, and if none of them updates a parameter of `model`.
+    """
+    found = []
+    for optimizer in given if isinstance(given, (list, tuple)) else (given,):
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, Optimizer):
+            shown = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+            raise OptionError(
+                f"optimizer is {shown}; give a torch.optim.Optimizer of the model's parameters, such as"
+                " torch.optim.Adam(model.parameters()), or a list of them"
+            )
+        found.append(optimizer)
+    updated = {id(parameter) for one in found for parameter in parameters_of(one)}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if trained and updated.isdisjoint(map(id, trained)):
+        names = ", ".join(type(one).__name__ for one in found) or "an empty list"
+        raise OptionError(
+            f"optimizer is {names}, which updates no parameter of the model; make it of model.parameters()"
+        )
+    return tuple(found)
+
+
 @dataclass(frozen=True)
 class PlacedPlanner:
     """Plans steps of `model` with `optimizers` if a request's limit is for all that the device holds.

@@ -42,7 +42,14 @@ def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[s
 
 
 def check_limits(
-    mem_limit: Any, device_limit: Any, optimizer: Any, policy: str | None, up_to: Any, in_flight: int, grouped: bool
+    mem_limit: Any,
+    device_limit: Any,
+    optimizer: Any = None,
+    policy: str | None = None,
+    up_to: Any = None,
+    in_flight: int = 1,
+    grouped: bool = False,
+    updates: str | None = None,
 ) -> None:
     """Raise LimitError or OptionError for arguments of `compute_sequence` that exclude each other; `grouped` says
     whether several processes plan together."""
@@ -56,6 +63,10 @@ def check_limits(
         raise OptionError(f"in_flight is {in_flight}; use it with a mem_limit and a mode alone")
     if device_limit is None and optimizer is not None:
         raise OptionError("optimizer needs a device_limit; a mem_limit is for a step, in which no optimizer runs")
+    if device_limit is None and updates is not None:
+        raise OptionError(f"updates is {updates!r} and needs a device_limit; a mem_limit is for a step without updates")
+    if device_limit is not None and policy is not None:
+        raise OptionError(f"policy is {policy!r}; with a device_limit give a mode alone")
     if up_to is not None and grouped:
         raise OptionError(
             "up_to is for one process; in a group measure the largest input in each, by model.measure(*largest)"

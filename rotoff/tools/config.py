@@ -14,13 +14,13 @@ from torch import nn
 
 from ..capture.backward_roots import read_backward_from
 from ..capture.strategy import named
-from ..core.sizes import parse_bytes
+from ..core.sizes import is_auto, parse_bytes
 from ..errors import OptionError
 from ..io.cache import Cache
 from ..planning.options import named_device
 from ..planning.request import check_limits, check_options
 from ..profile.selective.variants import read_forms
-from ..solver.in_flight import parse_in_flight
+from ..runtime.links.half import check_offload_dtype
 from ..tensors.convolutions import read_conv_algorithms
 
 
@@ -64,18 +64,14 @@ class RotoffConfig:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("mem_limit", "device_limit"):
-            limit = getattr(self, name)
-            if limit is not None and not (name == "mem_limit" and limit == "auto"):
-                parse_bytes(limit, name)
-        if self.mem_limit is not None and self.device_limit is not None:
-            check_limits(self.mem_limit, self.device_limit, None, None, None, 1, False)
-        if self.offload_dtype is not None and not isinstance(
-            getattr(torch, str(self.offload_dtype), None), torch.dtype
-        ):
-            raise OptionError(
-                f"offload_dtype is {self.offload_dtype!r}; give the name of a torch dtype, such as float16"
-            )
+        limit = "auto" if self.mem_limit is None and self.device_limit is None else self.mem_limit
+        updates = None if self.mem_limit is None else self.updates  # a device_limit may still come, from the caller
+        check_limits(limit, self.device_limit, policy=self.policy, in_flight=self.in_flight, updates=updates)
+        if limit is not None and not is_auto(limit):
+            parse_bytes(limit)
+        if self.device_limit is not None:
+            parse_bytes(self.device_limit, "device_limit")
+        check_offload_dtype(_dtype(self.offload_dtype))
         for name in ("interpolate", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; give true or false")
@@ -88,13 +84,12 @@ class RotoffConfig:
         if self.device is not None:
             named_device(self.device)
         Cache.of(self.cache_directory)
-        parse_in_flight(self.in_flight)
         read_backward_from(self.backward_from)
         read_forms(self.forms)
         read_conv_algorithms(self.conv_algorithms)
         if not isinstance(self.stages, (list, tuple)):  # names are compared with the model's
             named(nn.Module(), self.stages)
-        elif not all(isinstance(name, str) for name in self.stages):
+        elif not self.stages or not all(isinstance(name, str) for name in self.stages):
             raise OptionError(f"stages is {self.stages!r}; give a number of stages, or names of modules")
 
     @classmethod
@@ -118,8 +113,8 @@ class RotoffConfig:
         Raises:
             OptionError: if the file is neither, or has unknown fields. OSError: if it cannot be read.
         """
-        text = Path(path).read_text(encoding="utf-8")
         try:
+            text = Path(path).read_text(encoding="utf-8")
             data = _json(text) if Path(path).suffix == ".json" else _yaml(text)
             return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
         except ValueError as error:  # OptionError and LimitError, too
@@ -136,8 +131,13 @@ class RotoffConfig:
         given = self.to_dict()
         given.setdefault("mem_limit", None if self.device_limit is not None else "auto")
         if self.offload_dtype is not None:
-            given["offload_dtype"] = getattr(torch, self.offload_dtype)
+            given["offload_dtype"] = _dtype(self.offload_dtype)
         return {**given.pop("options", {}), **given}
+
+
+def _dtype(name: Any) -> Any:
+    """The torch dtype of that name; `name` itself if there is none."""
+    return getattr(torch, name, name) if isinstance(name, str) else name
 
 
 def _check_once(names: list[Any]) -> None:
@@ -162,7 +162,7 @@ def _yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _check_once([self.construct_object(key, deep=True) for key, _ in node.value])
+            _check_once([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
             return super().construct_mapping(node, deep)
 
     try:
@@ -183,5 +183,5 @@ def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str,
         options = {**options, "mem_limit": mem_limit}
     limit, device_limit = options.get("mem_limit"), options.get("device_limit")
     if limit is not None and device_limit is not None:
-        check_limits(limit, device_limit, None, None, None, 1, False)  # refuses both
+        check_limits(limit, device_limit)  # refuses both
     return {**options, "mem_limit": "auto" if limit is None and device_limit is None else limit}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..core.chain import Chain
-from ..core.pipeline import most_in_flight, orders
+from ..core.pipeline import check_count, most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..profile.estimate.devices import Device
@@ -124,6 +124,7 @@ def planned_pipeline(
             step of a rank does not fit; the message names the rank.
     """
     order = orders(asked.schedule, asked.ranks, asked.micro_batches, asked.chunks)
+    check_count("ranks_per_link", asked.ranks_per_link)
     args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
     profile = estimated(model, args, named, device)
     chain = profile.chain

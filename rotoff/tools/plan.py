@@ -73,6 +73,9 @@ def plan(
     target, cache = find(device), Cache.of(cache_directory)
     asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth
     if pipeline is None:
+        of_pipelines = {"microbatches": microbatches, "chunks": chunks, "ranks_per_link": ranks_per_link}
+        if given := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
+            raise OptionError(f"{given[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
         return _known(model, sample, kwargs, target, cache, asked)
     from .mode_comparison import Question
     from .pipeline_plan import Asked, planned_pipeline

@@ -601,8 +601,8 @@ def test_use_cache_in_configuration_is_off_in_training_steps(caplog: pytest.LogC
     assert model.config.use_cache is True
     assert [record.message for record in caplog.records if "use_cache" in record.message] == [
         "rotoff: training steps of Remembers run with use_cache=False, since no training step reads cached keys and"
-        " values; steps of plain PyTorch that keep them may round otherwise. Pass use_cache=True to keep them, or set"
-        " it to False in the model's configuration"
+        " values; steps of plain PyTorch that keep them may round otherwise. For equal bits set use_cache to False in"
+        " the model's configuration, in plain runs, too"
     ]
     assert torch.equal(wrapped(torch.ones(2, 3))[0], model(torch.ones(2, 3))[0])
     wrapped.close()

@@ -14,7 +14,16 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from rotoff import Checkpointable, InfeasibleError, LimitError, MeasureError, OptionError, RotoffError, estimate  # noqa: E402
+from rotoff import (  # noqa: E402
+    Checkpointable,
+    InfeasibleError,
+    LimitError,
+    MeasureError,
+    OptionError,
+    RotoffError,
+    estimate,
+    plan,
+)
 
 MODES = ("joint", "remat", "offload")
 
@@ -150,6 +159,20 @@ def test_a_sequential_is_called_with_one_argument(arguments: tuple[Any, ...]) ->
         Checkpointable(small_model()).measure(*arguments)
 
 
+@pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(nn.Identity(), nn.Identity())], ids=["one", "two"])
+def test_a_model_that_computes_nothing(model: nn.Module) -> None:
+    for ask in (lambda x: Checkpointable(model).measure(x), lambda x: plan(model, x, cache_directory=False)):
+        with pytest.raises(MeasureError, match="the forward computes nothing"):
+            ask(torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_device_that_is_not_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match=f"device is '{device}'"):
+        Checkpointable(small_model(), device=device)
+
+
 def test_a_frozen_model_says_what_to_thaw() -> None:
     with pytest.raises(MeasureError, match=r"nothing in the model needs a gradient.*requires_grad_\(\)"):
         Checkpointable(small_model().requires_grad_(False)).measure(torch.randn(64, 32))
@@ -246,6 +269,7 @@ def test_an_empty_batch() -> None:
         ({"memslots": 5}, "memslots is not an option; a mode has refine, host_limit, progress"),
         ({"refine": "yes"}, "refine is 'yes'"),
         ({"host_limit": -5}, "host_limit is -5"),
+        ({"updates": "after"}, "updates is 'after' and needs a device_limit"),
     ],
 )
 def test_options_are_checked_even_where_everything_fits(option: dict[str, Any], sentence: str) -> None:

@@ -122,6 +122,10 @@ def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
         ("{mode: joint, mode: remat}", "mode is given twice"),
         ("interpolate: 1", "interpolate is 1; give true or false"),
         ("options: {refin: 2}", "refin is not an option; .*; did you mean refine"),
+        ("stages: []", r"stages is \[\]; give a number of stages, or names of modules"),
+        ("offload_dtype: int8", r"offload_dtype is torch\.int8; give torch\.float16"),
+        ("{device_limit: 1 GiB, policy: vdnn}", "policy is 'vdnn'; with a device_limit give a mode alone"),
+        ("{mem_limit: 1 GiB, updates: during}", "updates is 'during' and needs a device_limit"),
         ("options: {modee: remat}", "modee is not an option; .*; did you mean mode"),
     ],
 )
@@ -139,6 +143,24 @@ def test_a_name_that_a_json_file_gives_twice_is_refused(tmp_path: Path) -> None:
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(OptionError, match="c.json: mode is given twice; give it once"):
             RotoffConfig.load(tmp_path / "c.json")
+
+
+def test_a_file_of_a_trainer_with_merged_settings(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    text = "base: &base {lr: 1, seed: 2}\ntrain: {<<: *base, lr: 3}\nrotoff: {mem_limit: AUTO, mode: remat}\n"
+    (tmp_path / "c.yaml").write_text(text)
+    assert RotoffConfig.load(tmp_path / "c.yaml").mode == "remat"
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(OptionError, match=r"c\.yaml: .* can't decode"):
+        RotoffConfig.load(tmp_path / "c.yaml")
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = net(), torch.optim.AdamW(net().parameters())
+    with pytest.raises(OptionError, match=r"optimizer is AdamW, which updates no parameter of the model"):
+        rotoff.Checkpointable(model).compute_sequence(device_limit="2 MiB", optimizer=other)
+    with pytest.raises(LimitError, match="device_limit is '2 MiBi'"):
+        rotoff.Checkpointable(model).compute_sequence(device_limit="2 MiBi", optimizer=other)
 
 
 def test_a_bad_limit_is_refused_at_once() -> None:

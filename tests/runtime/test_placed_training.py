@@ -1030,6 +1030,17 @@ def test_copies_are_plain_models_of_their_own() -> None:
     assert saved.tell() < 2 * sum(p.nbytes for p in model.parameters())
 
 
+def test_each_parameter_fills_its_storage() -> None:
+    """Safetensors takes a tensor in a larger storage for a part of another one."""
+    net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))  # biases of 160 bytes, which are no multiple of 64
+    model = rotoff.Checkpointable(net).measure(x := torch.randn(8, 40), repeats=1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.compute_sequence(device_limit="80 KiB", optimizer=optimizer, refine=False)
+    added_up(model, [optimizer], x)
+    assert any(op.of for op in model.sequence)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
 def test_placed_parameters_outlive_the_module_that_placed_them() -> None:
     model, optimizers, x = small()
     place(model, optimizers, 0.1)

@@ -24,6 +24,7 @@ from torch import nn
 from ...tensors.lifetimes import Lifetimes
 from ...tensors.stage import StageModule
 from ..tape import NOTHING, Operation, Owned, Tape
+from ..unrepeatable import UncuttableError
 from .eager_lifetimes import lifetimes
 from .segment import Segment
 
@@ -39,8 +40,16 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = (), like: Tap
     Args:
         like: the same calls on inputs of other sizes. Where it was cut, this one is cut, too, if the stages are about
             as even as with cuts of its own: only profiles of the same stages can be interpolated.
+
+    Raises:
+        UncuttableError: if the forward makes none of its results.
     """
     operations = used(tape)
+    if not operations:
+        raise UncuttableError(
+            "the forward computes nothing: no call of torch makes what it returns, so there is nothing to recompute or"
+            " to move; train it without rotoff"
+        )
     early = _early(tape, operations)
     after = _cuts_at(operations, names) if names else None
     costs = _costs(tape, operations, early)

@@ -218,9 +218,8 @@ def prefetch(tensors: Iterable[PlacedTensor]) -> None:
     if not coming:
         return
     link, hosts = coming[0]._link, [one.host for one in coming if one.host is not None]
-    there = [link.allocate(room_of(host)) for host in hosts]
-    targets = [data[: host.nbytes] for data, host in zip(there, hosts, strict=True)]
-    ticket = link.copy_in(targets, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
+    there = [link.allocate(host.nbytes) for host in hosts]  # no more, since savers look for storages shared by tensors
+    ticket = link.copy_in(there, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
     for one, host, data in zip(coming, hosts, there, strict=True):
         one.device = View.of(host).on(data.untyped_storage())
         one._coming, one._valid, one._sum = ticket, True, None
