@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..tensors.buffers import BufferCopies, buffers_of
+from ..tensors.buffers import BufferCopies, as_large_as, buffers_of
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from .interception import other_generators, put_other_generators
@@ -128,7 +128,7 @@ def _put_back(held: Any, content: Any) -> None:
         version, numbers = content
         if version_of(held) != version:
             with torch.no_grad():
-                held.copy_(numbers)
+                as_large_as(held, numbers).copy_(numbers)
     elif _is_generator(held):
         held.set_state(content)
     elif isinstance(held, (dict, set)):

@@ -114,12 +114,14 @@ class PlacedPlanner:
         if near:  # training has begun, and waits
             effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
             request = replace(request, options=effort)
-        for asked, groups in itertools.product((request, _quick(request)), found):
-            plan = plan_groups(profile, asked, groups, request.mem_limit)
-            if plan is not None:
-                _report(request, plan, profile, time.perf_counter() - began)
-                return plan
-        least = min(whole, _least(profile, request, found, whole))
+        asked = itertools.product((request, _quick(request)), found)
+        plans = (plan_groups(profile, how, groups, request.mem_limit) for how, groups in asked)
+        plan, least = next(filter(None, plans), None), request.mem_limit
+        if plan is None:  # bytes that the machine does not charge may be fewer in the plan of a smaller limit
+            least, plan = _least(profile, request, found, whole)
+        if plan is not None and least <= request.mem_limit:
+            _report(request, plan, profile, time.perf_counter() - began)
+            return plan
         raise InfeasibleError(
             "the training step with its parameters, gradients and optimizer states needs at least"
             f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is {format_bytes(request.mem_limit)}"
@@ -315,22 +317,25 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
     )
 
 
-def _least(profile: Profile, request: Request, found: Several[FoundGroups], whole: int) -> int:
-    """The smallest limit for which a plan was found; `whole` if none was."""
-    limits: list[int] = []
+def _least(
+    profile: Profile, request: Request, found: Several[FoundGroups], whole: int
+) -> tuple[int, ExecutionPlan | None]:
+    """The smallest limit for which a plan was found, and the plan; `whole` and None if none was."""
+    least: tuple[int, ExecutionPlan | None] = whole, None
     quick = _quick(request)
     for groups in found:
         chain = profile.placing(groups.costs).chain
         constant = _constant(profile, request, groups)
         limit = min_mem_limit(chain, request.mode, when(request)) + constant
         more = max(1, limit // 50)
-        while limit < min([whole, *limits]):
-            peaks = [_peak(plan) for plan, _ in _plans(profile, quick, groups, limit)]
-            if any(peak <= limit for peak in peaks):
-                limits.append(limit)
+        while limit < least[0]:
+            plans = [plan for plan, _ in _plans(profile, quick, groups, limit)]
+            best = min(plans, key=_peak, default=None)
+            if best is not None and _peak(best) <= limit:
+                least = limit, best
                 break
-            limit, more = max(limit + more, min(peaks, default=0)), 2 * more
-    return min([whole, *limits])
+            limit, more = max(limit + more, 0 if best is None else _peak(best)), 2 * more
+    return least
 
 
 def _report(request: Request, plan: ExecutionPlan, profile: Profile, seconds: float) -> None:

@@ -236,6 +236,8 @@ class Interpreter:
                 continue
             if self._live is None or self._live.has_returned(copy):  # the model's own code may hold it
                 del self._copies[id(parameter)]
+                if self._live is not None:
+                    self._live.newest.pop(id(parameter), None)
             else:
                 empty(copy)
 

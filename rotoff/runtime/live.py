@@ -32,6 +32,7 @@ from ._follow import TAG, Var
 from .arguments import NESTED, replaced, tensors_in, tensors_of
 from .hollowing import Frames
 from .on_course import OnCourse
+from .placed.brought import bring
 from .placed.lending import Lender
 from .reads import Reads, is_among
 from .stage_tape import Around, Seeded, StageTape
@@ -89,6 +90,7 @@ class LiveForward(OnCourse):
         self.algorithms: Algorithms | None = None  # of convolutions
         self.instead: dict[Var, torch.Tensor] = {}  # the tensor that calls get in place of a stage's input
         self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
+        self.newest: dict[int, torch.Tensor] = {}  # the last of those of all stages so far
         self.lender: Lender | None = None  # lends other parameters from the host
         self._token = object()  # identifies this forward
         self._origin: tuple[object, int] = (self._token, OUTSIDE)  # of what the open stage makes
@@ -112,7 +114,7 @@ class LiveForward(OnCourse):
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases = {}
-        self._unusual = bool(self.instead or self.brought or self.lender or self.algorithms is not None)
+        self._unusual = bool(self.instead or self.newest or self.lender or self.algorithms is not None)
         for copy in self.brought.values():
             self.reads.note_resident(copy)  # so that its bytes stay when a view of it is let go
             if vars(copy).pop(TAG, None) is not None:  # another stage's
@@ -172,7 +174,7 @@ class LiveForward(OnCourse):
 
     def forget(self) -> None:
         """Remove this forward's marks from all tensors that are left."""
-        self.instead, self.brought = {}, {}
+        self.instead, self.brought, self.newest = {}, {}, {}
         self.reads.forget()
         self._aliases, self.reads = {}, Reads({})  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
@@ -217,7 +219,7 @@ class LiveForward(OnCourse):
         """Run a call that may change tensors, draw random numbers or get other tensors than the model's own. Returns
         its result, and whether it has changed anything."""
         given = tensors_in(args, kwargs)
-        if self.instead or self.brought or self.lender:
+        if self.instead or self.newest or self.lender:
             if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
                 self.lender.lend(function.parameters())
             args, kwargs = self._with_aliases(args, kwargs)
@@ -233,7 +235,7 @@ class LiveForward(OnCourse):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
             self._drawn = self._mark()
-        if (self.instead or self.brought) and not written:
+        if (self.instead or self.newest) and not written:
             result = self._unaliased(result, given)
         return result, bool(written)
 
@@ -362,6 +364,10 @@ class LiveForward(OnCourse):
                 return copy
             if self.lender and isinstance(leaf, nn.Parameter):  # the plan does not bring it to the device here
                 self.lender.lend([leaf])
+            elif isinstance(leaf, nn.Parameter) and (earlier := self.newest.get(id(leaf))) is not None:
+                # the plan does not bring it here, and an earlier stage has read it
+                self.newest[id(leaf)] = self.brought[id(leaf)] = copy = bring(leaf, leaf.detach(), earlier)
+                return copy
             var: Any = vars(leaf).get(TAG)
             return self.instead.get(var, leaf)
 

@@ -16,6 +16,7 @@ from ..capture.course import OUTSIDE, Course
 from ..core.sequence import FORWARDS, Op, OpKind, a, abar
 from ..errors import ExecutionError
 from ..tensors.eager_mode import without
+from ..tensors.grad_mode import recording
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten, look_into
 from ._follow import Var
@@ -117,7 +118,8 @@ class Step(BackwardPhase):
         self._refuse_given_up()
         before, live.inside = live.inside, True
         try:
-            with without(live):
+            # the first call may be made without gradients, and others of the stage with them
+            with without(live), recording():
                 arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
                 # also enter the stages that the forward leaves out
                 while self._open is None or self._open.stage < stage:
@@ -191,7 +193,8 @@ class Step(BackwardPhase):
             copy = self._copies.get(id(parameter))
             if copy is None or storage_key(copy) != storage_key(weight.device):
                 # derived from the earlier copy, so that gradients are added up in the order of the plain model
-                copy = bring(parameter, weight.device, copy, gradient)
+                copy = bring(parameter, weight.device, live.newest.get(id(parameter)), gradient)
+                live.newest[id(parameter)] = copy
             live.brought[id(parameter)] = self._copies[id(parameter)] = copy
         self._weights = weights
         if weights:

@@ -77,9 +77,14 @@ def contents_preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 def _put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
     if not same_content(tensor, content):
-        tensor.copy_(content)
+        as_large_as(tensor, content).copy_(content)
     if version_of(tensor) != version:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def as_large_as(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` with the shape of `content`, which it had before something resized it."""
+    return tensor if tensor.shape == content.shape else tensor.resize_(content.shape)
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:

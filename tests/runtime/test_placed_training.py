@@ -128,6 +128,40 @@ class Mapped(nn.Module):
         return self.last(self.layers(self.first(x)))
 
 
+class Paused(nn.Module):
+    """Its stages begin with a call without gradients, and go on with calls that need those of their parameters."""
+
+    def __init__(self, width: int = 16, blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks)
+        )
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
+            x = x + block(x)
+            with torch.inference_mode() if n == 1 else torch.no_grad():
+                mean = x.mean(0)
+            x = x + layer(x * mean.clone()).tanh()
+        return x
+
+
+class Repeated(nn.Module):
+    """Calls its blocks `times` times, one after the other."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.times = 2
+        self.blocks = nn.Sequential(*(Residual(width) for _ in range(2)))
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            x = self.blocks(x)
+        return self.head(x)
+
+
 def tied_language() -> tuple[nn.Module, Callable[[], Any]]:
     return Language(), lambda: torch.randint(0, 50, (4, 12))
 
@@ -159,12 +193,21 @@ def recurring_inside() -> tuple[nn.Module, Callable[[], Any]]:
     return Recurring(inside=True), lambda: torch.randn(6, 4, 32)
 
 
+def paused() -> tuple[nn.Module, Callable[[], Any]]:
+    return Paused(), lambda: torch.randn(24, 16)
+
+
+def repeated() -> tuple[nn.Module, Callable[[], Any]]:
+    return Repeated(), lambda: torch.randn(24, 16)
+
+
 def mapped() -> tuple[nn.Module, Callable[[], Any]]:
     return Mapped(), lambda: torch.randn(24, 32)
 
 
 RECORDED = {
-    f.__name__: f for f in (normalized, tied_language, untied, adapted, lends, recurring, recurring_inside, mapped)
+    f.__name__: f
+    for f in (normalized, tied_language, untied, adapted, lends, recurring, recurring_inside, mapped, paused, repeated)
 }
 
 
@@ -253,6 +296,20 @@ def test_bits_of_the_plain_model(name: str, share: float) -> None:
     plain = plainly(name, adamw, usual)
     placed, model = trained(name, adamw, usual, share)
     assert share or any(op.of for op in model.sequence)
+    assert same(placed, plain)
+
+
+@pytest.mark.parametrize("times", [(2, 3, 2, 3, 3), (3, 2, 3, 4, 4)], ids=str)
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_parameters_that_a_step_reads_more_often_than_planned(share: float, times: tuple[int, ...]) -> None:
+    """The gradients of all uses are added up in the plain model's order."""
+
+    def again(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        next(one for one in model.modules() if isinstance(one, Repeated)).times = times[n]
+        return usual(model, optimizers, n, batch)
+
+    plain = trained("repeated", adamw, again, None)[0]
+    placed, _ = trained("repeated", adamw, again, share)
     assert same(placed, plain)
 
 

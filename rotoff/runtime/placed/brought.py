@@ -7,6 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ...tensors.grad_mode import recording
+
 
 class Arrival(Protocol):
     """Receives the gradient of a parameter that lies on another device than compute."""
@@ -38,9 +40,10 @@ def bring(
         content: the parameter's numbers on the device. earlier: its stand-in from before, to which the gradient of
             this one flows. gradient: receives the gradient if the parameter lies on another device.
     """
-    if not parameter.requires_grad or not torch.is_grad_enabled():
+    if not parameter.requires_grad:
         return content.detach()
-    brought: torch.Tensor = (
-        _Brought.apply(parameter, content, gradient) if earlier is None else _Brought.apply(earlier, content, None)
-    )
-    return brought
+    with recording():  # later calls may need its gradient, whether or not this one does
+        if earlier is not None:
+            parameter, gradient = earlier, None  # type: ignore[assignment]
+        brought: torch.Tensor = _Brought.apply(parameter, content, gradient)
+        return brought

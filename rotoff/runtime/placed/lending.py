@@ -130,7 +130,9 @@ class Streamed(Lender):
         if not given:
             return function(*args, **kwargs)
         self.lend(given)
-        copies = {id(p): bring(p, self._lent[id(p)][1], None, _Home(p)) for p in given}
+        grad = torch.is_grad_enabled()
+        lent = [(p, self._lent[id(p)][1]) for p in given]
+        copies = {id(p): bring(p, data, None, _Home(p)) if grad else data.detach() for p, data in lent}
         args, kwargs = pytree.tree_map(lambda leaf: copies.get(id(leaf), leaf), (args, kwargs))
         return function(*args, **kwargs)
 
