@@ -4,6 +4,7 @@ states."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -104,6 +105,29 @@ def test_casts_of_shared_weights_are_charged_once() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
     assert not any(b.cast_bytes for b in wrapped.profile.behaviours)
+
+
+class Overwriting(nn.Module):
+    """Changes the batch in place: through a view of it, and before it is used."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[1:].mul_(2)
+        return self.blocks(x)
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+def test_the_copy_of_a_batch_that_the_forward_changes_is_charged(mode: str) -> None:
+    draw = partial(torch.randn, 32, 64)
+    wrapped = rotoff.Checkpointable(Overwriting()).measure(draw(), repeats=1)
+    least = wrapped.min_mem_limit(mode)
+    for limit in (least, 6 * least // 5):
+        wrapped.compute_sequence(limit, mode=mode, refine=False)
+        assert step_peak(wrapped, draw) <= wrapped.get_expected_memory() <= limit
 
 
 @pytest.mark.parametrize("times", [2, 3, 6])

@@ -252,3 +252,38 @@ def test_tables_whose_views_no_stage_reads_keep_their_content(kind: str, mode: s
         )
     assert all(torch.equal(a.table, b.table) for a, b in zip(twin.tables, model.tables, strict=True))
     run.close()
+
+
+class Growing(nn.Module):
+    """Resizes a buffer in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.register_buffer("seen", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if n == 2:
+                with torch.no_grad():
+                    self.seen.resize_(len(self.seen) + 1)
+                    self.seen[-1] = x.mean()
+                x = x * (1 + self.seen.mean())
+        return x
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+def test_measuring_undoes_what_a_forward_resizes(mode: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Growing(), torch.randn(64, 16)
+    model = copy.deepcopy(plain)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    assert model.seen.shape == (0,)
+    wrapped.compute_sequence(wrapped.min_mem_limit(mode) + 2000, mode=mode, refine=False)
+    for _ in range(3):
+        for one in (plain, wrapped):
+            one(x).square().mean().backward()
+    assert torch.equal(model.seen, plain.seen)
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    wrapped.close()
