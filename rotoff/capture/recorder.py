@@ -215,6 +215,8 @@ class Recorder(TorchFunctionMode):
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
         returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_nested for tensor in returned):
+            self._refuse("makes a nested tensor, whose bytes rotoff cannot see", "; pad its rows")
         if any(map(is_functorch_wrapped_tensor, returned)):
             self._hide_transformed(name, result)
         newer = versions_of(given)

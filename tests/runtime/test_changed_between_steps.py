@@ -116,6 +116,21 @@ def test_sparse_tensors_are_refused_in_a_sentence() -> None:
         rotoff.Checkpointable(Graph(matrix)).measure(batch())
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_in_a_sentence() -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return self.last(torch.cat((torch.nested.as_nested_tensor([x[:5], x[5:]]) * 2).unbind()))
+
+    with pytest.raises(rotoff.MeasureError, match="Ragged makes a nested tensor, whose bytes rotoff cannot see; pad"):
+        rotoff.Checkpointable(Ragged()).measure(batch())
+
+
 class Strides(Net):
     """Does nothing where its input is contiguous already, and asks whether it is."""
 
