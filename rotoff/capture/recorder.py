@@ -214,11 +214,7 @@ class Recorder(TorchFunctionMode):
         with self.casts.seen(function, name) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
-        returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
-        if any(tensor.is_nested for tensor in returned):
-            self._refuse("makes a nested tensor, whose bytes rotoff cannot see", "; pad its rows")
-        if any(map(is_functorch_wrapped_tensor, returned)):
-            self._hide_transformed(name, result)
+        returned = self._returned(name, result)
         newer = versions_of(given)
         changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
         self._note_changed(changed)
@@ -256,6 +252,15 @@ class Recorder(TorchFunctionMode):
         self.tape.picks |= picks
         self._append(one, pinned(one, given, returned) if picks else None)
         return result
+
+    def _returned(self, name: str, result: Any) -> list[torch.Tensor]:
+        """The tensors in the result of a call."""
+        returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_nested for tensor in returned):
+            self._refuse("makes a nested tensor, whose bytes rotoff cannot see", "; pad its rows")
+        if any(map(is_functorch_wrapped_tensor, returned)):
+            self._hide_transformed(name, result)
+        return returned
 
     def _hooked(self, handle: Any) -> Any:
         """Note a hook; it belongs to the step's own graph, not to the tape."""
