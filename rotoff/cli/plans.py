@@ -18,6 +18,7 @@ from ..report.terminal import render
 from ..solver import Sweep, keep_all, solve, sweep
 from ..solver.bounds import lower_bound, min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
+from ..solver.policies.nonpersistent import MOST_STATES, states_of
 from .command import (
     Command,
     Stop,
@@ -68,7 +69,11 @@ def _policies(text: str) -> tuple[str, ...]:
 
 def _chosen(policies: tuple[str, ...], chain: Chain) -> tuple[str, ...]:
     """The requested systems; if "all" is among them, all that apply to the chain."""
-    return tuple(PLACEMENTS if chain.parameters else POLICIES) if "all" in policies else policies
+    if "all" not in policies:
+        return policies
+    searchable = states_of(chain) <= MOST_STATES
+    names = PLACEMENTS if chain.parameters else POLICIES
+    return tuple(name for name in names if searchable or name != "nonpersistent")
 
 
 def _add_policies(parser: argparse.ArgumentParser) -> None:

@@ -37,6 +37,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         if mode is not None:
             beside.chmod(mode)
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = os.fspath(path), None  # not `beside`, which nobody asked for
         raise

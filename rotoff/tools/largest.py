@@ -282,7 +282,7 @@ def cheapest(
             )
         else:
             return found
-    said = f"none of {len(targets)} devices works with a mem_limit. {'. '.join(reasons)}"
+    said = f"none of the devices works with a mem_limit. {'. '.join(reasons)}"
     raise InfeasibleError(said, min(least, default=0))
 
 

@@ -112,7 +112,7 @@ class PlannedModes:
         if self.needed_bytes > usable:
             return f"DOES NOT FIT: {has} with even the smallest limit, more than {of}; {WAYS_ON}"
         left = least + usable - self.needed_bytes
-        cure = f"mem_limit may be from {least} to {left} bytes, {format_bytes(left)}"
+        cure = f"mem_limit may be from {format_bytes(least)} ({least} bytes) to {format_bytes(left)} ({left} bytes)"
         return f"DOES NOT FIT in {format_bytes(self.mem_limit)}; {cure}"
 
     @property

@@ -296,6 +296,10 @@ def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str])
         capsys, "sweep", "chain.json", "--mem-limit", "20MiB", "--modes", "joint", "--policies", "vdnn,chen", *QUICK
     )
     assert [line.split()[2] for line in text.splitlines()[1:]] == ["joint", "vdnn", "chen"]
+    rotoff.Chain(CHAIN.stages * 8, CHAIN.d2h_bandwidth, CHAIN.h2d_bandwidth, CHAIN.input_bytes).save("long.json")
+    text = out(capsys, "sweep", "long.json", "--mem-limit", "60MiB", "--modes", "joint", "--policies", "all", *QUICK)
+    named = {line.split()[2] for line in text.splitlines()[1:]}  # all but the one that searches every state
+    assert named == {"joint", *rotoff.solver.policies.POLICIES} - {"nonpersistent"}
     assert "'fast' is not a policy" in error(
         capsys, "compare", "chain.json", "--mem-limit", "20MiB", "--policies", "fast"
     )

@@ -80,14 +80,18 @@ def _put(held: tuple[int, ...], i: int, what: int) -> tuple[int, ...]:
     return (*held[:i], what, *held[i + 1 :])
 
 
+def states_of(chain: Chain) -> int:
+    """The most states that a search of all has to look at."""
+    return len(chain) * math.prod(3 + len(stage.forms) for stage in chain.stages)
+
+
 def nonpersistent(chain: Chain, mem_limit: int) -> Sequence:
     """The fastest sequence without transfers, persistent or not.
 
     Raises:
         InfeasibleError: if nothing fits. OptionError: for a chain of more than `MOST_STATES` states.
     """
-    count = len(chain) * math.prod(3 + len(stage.forms) for stage in chain.stages)
-    if count > MOST_STATES:
+    if (count := states_of(chain)) > MOST_STATES:
         raise OptionError(
             f"the chain of {len(chain)} stages has up to {count} states; policy nonpersistent searches them all, at"
             f" most {MOST_STATES}: use policy='rotor' or mode='remat'"
