@@ -45,6 +45,7 @@ class RotoffCallback(Callback):  # type: ignore[misc]
         given = options if device_limit is None else {**options, "device_limit": device_limit}
         self._options = read_settings(mem_limit, given)
         self._later: dict[str, Any] = {}
+        self._steps_before = 0  # of the trainer, when training began
         self._module = module
         self.planned: Checkpointable | None = None
 
@@ -53,11 +54,12 @@ class RotoffCallback(Callback):  # type: ignore[misc]
         self.planned, self._later = attach_for_trainer(self._target(pl_module), {**several, **self._options})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps_before = trainer.global_step
         if self._later and self.planned is not None:
             self.planned.compute_sequence(optimizer=trainer.optimizers, **self._later)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step and self.planned is not None:
+        if trainer.global_step > self._steps_before and self.planned is not None:
             warn_if_unused(self.planned)
         detach(self._target(pl_module))
 

@@ -41,6 +41,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
         given = options if device_limit is None else {**options, "device_limit": device_limit}
         self._options = read_settings(mem_limit, given)
         self._later: dict[str, Any] = {}
+        self._steps_before = 0  # of the trainer, when training began
         self.planned: Checkpointable | None = None
 
     def on_init_end(
@@ -62,6 +63,7 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
         optimizer: Any = None,
         **_: Any,
     ) -> None:
+        self._steps_before = state.global_step
         # By now the trainer may have wrapped the model's forward in autocast, and a plan must be inside of it.
         if self.planned is None:
             raise OptionError(
@@ -78,5 +80,5 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
             self.planned.compute_sequence(optimizer=optimizer, **self._later)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step and self.planned is not None:
+        if state.global_step > self._steps_before and self.planned is not None:
             warn_if_unused(self.planned)

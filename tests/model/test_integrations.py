@@ -232,7 +232,9 @@ def test_trainer_of_a_language_model(tmp_path: Path) -> None:
     assert same(list(again.parameters()), list(plain.model.parameters()))
 
 
-def test_trainers_checkpoints_interchange(tmp_path: Path, plainly: Callable[..., Any]) -> None:
+def test_trainers_checkpoints_interchange(
+    tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     plain = plainly(bf16=False)
     from rotoff.integrations.transformers import RotoffCallback
 
@@ -240,6 +242,9 @@ def test_trainers_checkpoints_interchange(tmp_path: Path, plainly: Callable[...,
     planned = hugging_face(tmp_path / "planned", RotoffCallback(a_limit(), refine=False))
     planned.train(resume_from_checkpoint=f"{plain.args.output_dir}/checkpoint-2")
     assert same(list(planned.model.parameters()), list(plain.model.parameters()))
+    planned = hugging_face(tmp_path / "ended", RotoffCallback(a_limit(), refine=False))
+    planned.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
+    assert "no step was planned" not in caplog.text  # no step was left
     back = hugging_face(tmp_path / "back")
     back.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
     assert same(list(back.model.parameters()), list(plain.model.parameters()))
