@@ -125,9 +125,6 @@ class Recorder(TorchFunctionMode):
                     " parameters of a distribution)"
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-        written = frozenset[int]().union(*(op.writes for op in self.tape.operations))
-        batch = (self.tape.variables[n] for n in self.tape.inputs)
-        self.tape.changed_bytes += sum(one.nbytes for one in batch if one.storage in written)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
         self.tape.cast_bytes, self.tape.unsaved_cast_bytes = self.casts.kept_bytes, self.casts.unsaved_bytes
         self.tape.saved_casts = self.casts.saved

@@ -167,8 +167,7 @@ class Tape:
         held: storages that stay when all saved and returned tensors are freed, because an attribute of ``ctx``, a
             hook's closure, a module's attribute or a global holds them.
         changed: those of `tables` that an operation changes, by id.
-        changed_bytes: their bytes, counted at each change, and those of the batch's tensors that one changes; a step
-            copies them before.
+        changed_bytes: their bytes, counted at each change; a step copies the table before.
         cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`).
         unsaved_cast_bytes: the part that autograd does not save.
         saved_casts: the casts that it saves.

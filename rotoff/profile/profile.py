@@ -241,8 +241,8 @@ class Profile:
 
     @property
     def snapshot_bytes(self) -> int:
-        """What a planned step holds throughout: copies of the buffers that forwards change, and autocast's casts within
-        the model."""
+        """What a planned step holds throughout: copies of the buffers, and of the batch, that forwards change, and
+        autocast's casts within the model."""
         return sum(sum(buffer_bytes(b)) for b in self.behaviours) + self.cast_bytes
 
 
@@ -253,8 +253,9 @@ def replay_bytes(behaviours: Sequence[Behaviour], rng_bytes: int) -> int:
 
 
 def buffer_bytes(behaviour: Behaviour) -> list[int]:
-    """Return the bytes of a copy of each buffer that the forward changes, and of the earlier values of other tensors it
-    sets."""
+    """Return the bytes of a copy of each buffer that the forward changes, of the earlier values of other tensors it
+    sets, and of inputs that it changes."""
     found = (module._buffers[name] for module, name in behaviour.changed_buffers)
     copies = [rounded(buffer.nbytes, block_bytes(buffer.device)) for buffer in found if buffer is not None]
-    return copies + [nbytes for _, _, nbytes in behaviour.changed_attributes if nbytes]
+    changed = [*(nbytes for _, _, nbytes in behaviour.changed_attributes), behaviour.overwritten_bytes]
+    return copies + [nbytes for nbytes in changed if nbytes]

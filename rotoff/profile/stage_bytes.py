@@ -12,7 +12,7 @@ from ..capture.mutations import ChangedAttributes, ChangedBuffers
 from ..core.chain import Stage
 from ..errors import MeasureError
 from ..tensors.rng import Generators
-from ..tensors.stage import Behaviour, SavedKind, StageModule
+from ..tensors.stage import Behaviour, Copy, SavedKind, StageModule
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .measured import Forward, Measured
@@ -115,6 +115,7 @@ class ByteMeter:
             varying=run.stage.varying,
             modes=run.stage.modes(),
             for_nothing=frozenset(n for n, one in enumerate(kept.saved) if not one.alive),
+            overwritten_bytes=self.storage_bytes(leaves) if isinstance(run.stage.modules[0], Copy) else 0,
         )
         return Forward(
             layouts=_other_layouts(outputs),

@@ -126,6 +126,7 @@ class Behaviour:
     changed_attributes: (module, name, bytes) of other attributes of its modules that it sets, such as counters.
     draws: whether it draws random numbers. modes: of `StageModule`.
     unmanaged_bytes: held by its graph past all hooks. cast_bytes: held by autocast's cache of its weights.
+    overwritten_bytes: of the batch, if the stage changes it in place; a step keeps a copy for replays.
     early_stop: the number of saved tensors after which a replay for its backward alone may stop; 0: it runs to its end.
     forms: the recipe of each smaller form of ``F_sel``, in the order of the chain's `Stage.forms`.
     kept: the outputs in skip connections that are kept in place; a replay returns those of the first run.
@@ -148,6 +149,7 @@ class Behaviour:
     cast_bytes: int = 0
     modes: tuple[tuple[nn.Module, str, bool], ...] = ()
     for_nothing: frozenset[int] = frozenset()
+    overwritten_bytes: int = 0
 
     @cached_property
     def staying(self) -> dict[int, SavedKind]:
