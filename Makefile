@@ -46,7 +46,8 @@ quickstart: $(VENV)/installed
 	$(BIN)/python examples/quickstart.py
 
 # All tools run as modules: where PYTHON's own packages are used, those have no scripts in .venv.
-# Tests run in a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree.
+# Tests run in a folder that has no rotoff/, so that neither pytest nor a child that it starts can find the source tree;
+# so does the build of the docs.
 PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/python -m pytest -c ../pyproject.toml ../tests
 
 # A test computes on one thread; as many run at a time as there are cores, up to four. JOBS= runs them one by one.
@@ -69,7 +70,7 @@ lint: $(VENV)/tools
 
 docs: $(VENV)/tools
 	$(INSTALL) "$$(ls dist/rotoff-*.whl)[docs]"
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	cd $(VENV) && bin/python -m sphinx -W --keep-going -q -b html ../docs ../docs/_build/html
 
 dist: $(VENV)/wheel
 
