@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -143,7 +144,7 @@ def test_the_verdict_comes_first_with_the_parts_and_a_way_on(blocks: nn.Sequenti
     assert f"and {rotoff.format_bytes(fits['remat'].peak_bytes)} for the step" in fits.verdict
     tight = rotoff.plan(blocks, batch, mem_limit="1 MiB", device="V100", modes="remat")
     assert tight.verdict.startswith("DOES NOT FIT in 1.00 MiB; mem_limit may be from ")
-    least, most = (int(word) for word in tight.verdict.split() if word.isdigit() and int(word) > 2**20)
+    least, most = map(int, re.findall(r"\((\d+) bytes\)", tight.verdict))
     assert rotoff.plan(blocks, batch, mem_limit=least, device="V100", modes="remat").verdict.startswith("fits")
     assert rotoff.plan(blocks, batch, mem_limit=most, device="V100", modes="remat").verdict.startswith("fits")
     assert rotoff.plan(blocks, batch, mem_limit=most + 1, device="V100", modes="remat").mem_limit == most
