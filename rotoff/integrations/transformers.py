@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..tools.attach import attach_for_trainer, warn_if_unused
+from ..tools.attach import attach_for_trainer, attached, warn_if_unused, wrapped_since
 from ..tools.config import RotoffConfig, read_settings
 
 
@@ -69,11 +69,13 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
             raise OptionError(
                 "RotoffCallback was added to a finished trainer; give it to the constructor: callbacks=[...]"
             )
-        if all(module is not self.planned._model for module in model.modules()):  # by `model_init`
-            if "forward" in vars(model):
+        # `model_init` has made another model, or another trainer's callback has planned this one since
+        if all(attached(module) is not self.planned for module in model.modules()):
+            if wrapped_since(model):
                 raise OptionError(
-                    "the trainer has made another model by model_init and wrapped its forward for mixed precision; call"
-                    " rotoff.attach(model, limit) in model_init, and leave the callback out"
+                    "the trainer trains a model that this callback has not planned (made by model_init, or planned by"
+                    " another callback since), and has wrapped its forward for mixed precision; call"
+                    " rotoff.attach(model, limit) where the model is made, and leave the callback out"
                 )
             self.on_init_end(args, state, control, model)
         if self._later:

@@ -55,7 +55,7 @@ def attach(
     planned = Checkpointable(model, **wrapper).compute_sequence(**given)
     attachment = _Attachment(model, planned, wrapper)
     model.__dict__[ATTACHED] = attachment
-    model.forward = MethodType(_forward_like(attachment.original), model)
+    model.forward = MethodType(attachment.function, model)
     return planned
 
 
@@ -74,6 +74,12 @@ def attach_for_trainer(model: nn.Module, options: dict[str, Any]) -> tuple[Check
     planned = attach(model, **options)
     model.__dict__[ATTACHED].by_callback = True
     return planned, later
+
+
+def wrapped_since(model: nn.Module) -> bool:
+    """Whether something else has replaced the forward of `model`, after it was attached if it is: autocast, say."""
+    forward, known = vars(model).get("forward"), vars(model).get(ATTACHED)
+    return forward is not None and (known is None or getattr(forward, "__func__", None) is not known.function)
 
 
 def warn_if_unused(planned: Checkpointable) -> None:
@@ -119,6 +125,7 @@ class _Attachment:
     def __init__(self, model: nn.Module, planned: Checkpointable, wrapper: dict[str, Any]) -> None:
         self.model = model
         self.original: Callable[..., Any] = model.forward
+        self.function = _forward_like(self.original)  # runs the planned forward
         self._planned: Checkpointable | None = planned
         self._request = planned._courses.request
         self._was_its_own = "forward" not in model.__dict__
@@ -182,7 +189,7 @@ class _Attachment:
         twin.model, twin._planned = model, None
         twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
-        twin.by_callback = self.by_callback
+        twin.by_callback, twin.function = self.by_callback, self.function
         twin.original = (
             MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
         )

@@ -72,6 +72,8 @@ class RotoffConfig:
         if self.device_limit is not None:
             parse_bytes(self.device_limit, "device_limit")
         check_offload_dtype(_dtype(self.offload_dtype))
+        if isinstance(self.offload_dtype, torch.dtype):
+            raise OptionError(f"offload_dtype is {self.offload_dtype!r}; give its name, such as float16")
         for name in ("interpolate", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise OptionError(f"{name} is {getattr(self, name)!r}; give true or false")
@@ -137,7 +139,8 @@ class RotoffConfig:
 
 def _dtype(name: Any) -> Any:
     """The torch dtype of that name; `name` itself if there is none."""
-    return getattr(torch, name, name) if isinstance(name, str) else name
+    found = getattr(torch, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, torch.dtype) else name
 
 
 def _check_once(names: list[Any]) -> None:
@@ -162,7 +165,8 @@ def _yaml(text: str) -> Any:
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            _check_once([key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            _check_once([self.construct_object(key, deep=True) for key in keys])
             return super().construct_mapping(node, deep)
 
     try:

@@ -147,7 +147,8 @@ def test_a_name_that_a_json_file_gives_twice_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_a_trainer_with_merged_settings(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
-    text = "base: &base {lr: 1, seed: 2}\ntrain: {<<: *base, lr: 3}\nrotoff: {mem_limit: AUTO, mode: remat}\n"
+    text = "base: &base {lr: 1, seed: 2, 1: a, '1': b}\ntrain: {<<: *base, lr: 3}\n"
+    text += "rotoff: {mem_limit: AUTO, mode: remat}\n"
     (tmp_path / "c.yaml").write_text(text)
     assert RotoffConfig.load(tmp_path / "c.yaml").mode == "remat"
     (tmp_path / "c.yaml").write_bytes(b"\xff\xfe")

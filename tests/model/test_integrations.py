@@ -269,7 +269,7 @@ def test_trainer_that_makes_its_model(tmp_path: Path, placed: bool, plainly: Cal
     assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
     if not placed:
         trainer = hugging_face(tmp_path, RotoffCallback(**limit), model_init=build, bf16=True)
-        with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) in model_init"):
+        with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) where the model is made"):
             trainer.train()
 
 
@@ -287,6 +287,26 @@ def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: 
     plain.train()
     assert losses(second) == losses(plain)
     assert same(list(second.model.parameters()), list(plain.model.parameters()))
+
+
+@pytest.mark.parametrize("shared", ["callback", "model"])
+def test_the_first_of_two_trainers_keeps_its_limit(tmp_path: Path, shared: str, plainly: Callable[..., Any]) -> None:
+    """Both are made before either trains: with one callback for two models, or one model and two callbacks."""
+    from rotoff.integrations.transformers import RotoffCallback
+
+    callback, model = RotoffCallback(a_limit(), refine=False), build()
+    first = hugging_face(tmp_path / "first", callback, model=model)
+    if shared == "callback":
+        hugging_face(tmp_path / "second", callback)
+    else:
+        hugging_face(tmp_path / "second", RotoffCallback("1 GiB"), model=model)
+    torch.manual_seed(7)
+    first.train()
+    assert attached(model) is callback.planned
+    assert works_hard(callback.planned)
+    plain = plainly(bf16=False)
+    assert losses(first) == losses(plain)
+    assert same(list(model.parameters()), list(plain.model.parameters()))
 
 
 def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
