@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.errors import LimitError, OptionError
+from rotoff.errors import ExecutionError, LimitError, OptionError
 from rotoff.tools.attach import attached
 
 WIDTH, ROWS = 32, 24
@@ -273,6 +273,22 @@ def test_trainer_that_makes_its_model(tmp_path: Path, placed: bool, plainly: Cal
             trainer.train()
 
 
+def test_trainer_that_makes_a_planned_model_under_mixed_precision(tmp_path: Path, plainly: Callable[..., Any]) -> None:
+    planned: list[rotoff.Checkpointable] = []
+
+    def make() -> Net:
+        model = build()
+        planned.append(rotoff.attach(model, a_limit(True), refine=False))
+        return model
+
+    trainer, plain = hugging_face(tmp_path, model_init=make, bf16=True), plainly(model_init=build, bf16=True)
+    trainer.train()
+    assert attached(trainer.model) is planned[-1]
+    assert works_hard(planned[-1])
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+
+
 def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: Callable[..., Any]) -> None:
     from rotoff.integrations.transformers import RotoffCallback
 
@@ -315,6 +331,9 @@ def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
 
     with pytest.raises(LimitError, match="device_limit is '2 GiB'; give one of them"):
         RotoffCallback(rotoff.RotoffConfig(mem_limit="1 GiB"), device_limit="2 GiB")
+    during = RotoffCallback(device_limit=a_device_limit(), updates="during", refine=False)
+    with pytest.raises(ExecutionError, match="clipping needs all gradients at once"):
+        hugging_face(tmp_path, during, max_grad_norm=0.0).train()
     attached_by_hand = build()
     rotoff.attach(attached_by_hand, "1 GiB")
     with pytest.raises(OptionError, match="attached already"):
