@@ -33,16 +33,22 @@ HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch
 unexport PYTHONPATH
 export PYTHONNOUSERSITE = 1
 
-# So that no package brings another torch with it.
-SAME_TORCH = "torch==$$($(BIN)/python -c 'import torch; print(torch.__version__)')"
+# What rotoff, or one of its extras, needs of others, and no other torch with it.
+WITH = $(BIN)/python scripts/requirements.py $(1) > $(VENV)/requirements.txt && \
+       $(INSTALL) -r $(VENV)/requirements.txt "torch==$$($(BIN)/python -c 'import importlib.metadata as m; print(m.version("torch"))')"
+
+# Two at a time, whatever else make was asked for: the kernels compile while pip fetches what does not need them.
+SETUP = +@$(MAKE) --no-print-directory -j2
 
 .PHONY: demo quickstart gallery test test-all lint docs dist wheels clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/installed
+demo:
+	$(SETUP) $(VENV)/installed
 	$(BIN)/python examples/compare_modes.py $(ARGS)
 
-quickstart: $(VENV)/installed
+quickstart:
+	$(SETUP) $(VENV)/installed
 	$(BIN)/python examples/quickstart.py
 
 # All tools run as modules: where PYTHON's own packages are used, those have no scripts in .venv.
@@ -53,23 +59,27 @@ PYTEST = cd $(VENV) && ROTOFF_TEST_INSTALLED=1 bin/python -m pytest -c ../pyproj
 # A test computes on one thread; as many run at a time as there are cores, up to four. JOBS= runs them one by one.
 JOBS ?= -n auto --maxprocesses 4 --dist worksteal
 
-test: $(VENV)/tools
+test:
+	$(SETUP) $(VENV)/tools
 	$(PYTEST) $(JOBS) $(ARGS)
 
 test-all: export HYPOTHESIS_PROFILE ?= thorough
-test-all: $(VENV)/tools
+test-all:
+	$(SETUP) $(VENV)/tools $(VENV)/docs
 	$(PYTEST) -m "" $(JOBS) $(ARGS)
 
-gallery: $(VENV)/gallery
+gallery:
+	$(SETUP) $(VENV)/gallery
 	$(BIN)/python benchmarks/gallery.py $(ARGS)
 
-lint: $(VENV)/tools
+lint:
+	$(SETUP) $(VENV)/tools
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-docs: $(VENV)/tools
-	$(INSTALL) "$$(ls dist/rotoff-*.whl)[docs]"
+docs:
+	$(SETUP) $(VENV)/tools $(VENV)/docs
 	cd $(VENV) && bin/python -m sphinx -W --keep-going -q -b html ../docs ../docs/_build/html
 
 dist: $(VENV)/wheel
@@ -80,35 +90,46 @@ wheels:
 clean:
 	rm -rf $(VENV) build dist docs/_build rotoff.egg-info rotoff/_dp.c rotoff/runtime/*.c rotoff/solver/kernels/*.c
 
-# An interpreter, and a torch: the one that PYTHON has if it will do, else a new one.
-$(VENV)/torch:
+# An interpreter that can build.
+$(VENV)/python:
 	@echo "Setting up $(VENV) (once)"
 	rm -rf $(VENV)
 	if $(PYTHON) $(HAS_TORCH) 2>/dev/null; \
 	then $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else $(PYTHON) -m venv $(VENV); fi
+	$(INSTALL) "build>=1.2"
+	touch $@
+
+# The torch that PYTHON has if it will do, else a new one.
+$(VENV)/torch: | $(VENV)/python
 	$(BIN)/python $(HAS_TORCH) 2>/dev/null || $(INSTALL) $(TORCH)
+	$(call WITH,)
 	touch $@
 
 # The wheel is built from the sdist, each in an environment of its own, so that nothing forgotten or stale gets in.
-$(VENV)/wheel: $(VENV)/torch $(SOURCES)
-	$(INSTALL) "build>=1.2"
+$(VENV)/wheel: $(SOURCES) | $(VENV)/python
 	rm -rf dist build rotoff.egg-info
 	$(BIN)/python -m build . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 	touch $@
 
-# The wheel by itself first: pip would take a rebuilt one of the same version for the one that it has.
-$(VENV)/installed: $(VENV)/wheel
+# The wheel alone: pip would take a rebuilt one of the same version for the one that it has.
+$(VENV)/installed: $(VENV)/wheel | $(VENV)/torch
 	$(INSTALL) --force-reinstall --no-deps dist/rotoff-*.whl
-	$(INSTALL) dist/rotoff-*.whl
+	touch $@
+
+# What tests and lint need beside it; a rebuilt wheel leaves these as they are.
+$(VENV)/tools: $(VENV)/packages $(VENV)/installed
+	touch $@
+
+$(VENV)/packages: pyproject.toml | $(VENV)/torch
+	$(call WITH,dev)
 	touch $@
 
 # Libraries of models, the versions that go with the torch that is there.
 $(VENV)/gallery: pyproject.toml | $(VENV)/installed
-	$(INSTALL) "$$(ls dist/rotoff-*.whl)[gallery]" $(SAME_TORCH)
+	$(call WITH,gallery)
 	touch $@
 
-# What tests and lint need beside it; a rebuilt wheel leaves these as they are.
-$(VENV)/tools: pyproject.toml | $(VENV)/installed
-	$(INSTALL) "$$(ls dist/rotoff-*.whl)[dev]" $(SAME_TORCH)
+$(VENV)/docs: pyproject.toml | $(VENV)/tools
+	$(call WITH,docs)
 	touch $@

@@ -211,7 +211,7 @@ def train(model: nn.Module, batch: Callable[[], tuple[Any, ...]], steps: int = 2
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid(every=8)
 def test_training_at_smallest_limit_is_bit_for_bit(name: str, mode: str) -> None:
     build, batch = MODELS[name]
     torch.manual_seed(0)

@@ -109,6 +109,7 @@ def test_an_average_of_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("make", "backend"), [(Net, "eager"), (blocks, "aot_eager")])
+@pytest.mark.grid
 def test_a_compiler_around_it_leaves_planned_steps_alone(make: Callable[[], nn.Module], backend: str) -> None:
     model = planned(make())
     compiled = torch.compile(model, backend=backend)

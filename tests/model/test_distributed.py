@@ -22,12 +22,12 @@ STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp")}
 FAILURES = "2 distributed_failures"
 UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
 ROOM = "2 distributed_room"
-SPLIT = {  # FSDP2 of what is tensor parallel takes four processes
+SPLIT = {
     "tensor": "2 distributed_tensor_parallel tensor joint remat offload",
     "sequence": "2 distributed_tensor_parallel sequence remat",
-    "sharded": "4 distributed_tensor_parallel tensor joint",
 }
-SPLIT_FURTHER = {
+SPLIT_FURTHER = {  # FSDP2 of what is tensor parallel takes four processes
+    "sharded": "4 distributed_tensor_parallel tensor joint",
     "sequence in the other modes": "2 distributed_tensor_parallel sequence joint offload",
     "sharded in the other modes": "4 distributed_tensor_parallel tensor remat offload",
 }

@@ -97,6 +97,7 @@ def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("returns", WAYS)
+@pytest.mark.grid
 def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(returns: str, ids: torch.Tensor) -> None:
     plain = made(returns)
     expected = gradients(plain, ids)

@@ -78,6 +78,7 @@ def plans(wrapped: rotoff.Checkpointable, kept: tuple[int, ...], compact: bool) 
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.grid
 def test_no_operation_holds_more_than_expected_and_a_backward_about_as_much(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

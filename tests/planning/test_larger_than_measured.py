@@ -118,6 +118,7 @@ GROWING: dict[str, tuple[Callable[..., torch.Tensor], int, Sequence[Any], Sequen
 
 
 @pytest.mark.parametrize("kind", GROWING)
+@pytest.mark.grid
 def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -21,7 +21,7 @@ def refused(wrapped: rotoff.Checkpointable, limit: int, mode: str) -> int:
 
 @pytest.mark.parametrize("check", [False, True], ids=["", "checked"])
 @pytest.mark.parametrize("name", [*ALL, *OTHERS])
-@pytest.mark.grid(every=3)
+@pytest.mark.grid(every=8)
 def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None:
     model, batch = made(name)
     wrapped = rotoff.Checkpointable(model, cache_directory=None, check=check).measure(batch(), repeats=1)

@@ -93,6 +93,7 @@ def told(tape: Tape) -> list[Any]:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.grid
 def test_what_chance_may_do_is_recorded_as_if_it_all_were_done(seed: int, scaled: bool) -> None:
     torch.manual_seed(seed)
     model, x = LayerDrop(8, 0.5, scaled=scaled), torch.randn(2, 4, 64)
@@ -141,6 +142,7 @@ PLANS = list(product(("remat", "offload", "joint"), (0.0, 0.3, 0.7)))  # mode, a
         pytest.param(Branches, PLANS, id="branches"),
     ],
 )
+@pytest.mark.slow
 def test_one_plan_holds_for_every_course(
     make: Callable[[], nn.Module], plans: list[tuple[str, float]], caplog: pytest.LogCaptureFixture, rotoff: Any
 ) -> None:

@@ -173,7 +173,7 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid(every=6)
 def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> None:
     make = KINDS[kind][1]
     model = KINDS[kind][0]()
@@ -197,6 +197,7 @@ def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["recorded", "sequential", "attention"])
+@pytest.mark.grid
 def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped, plain = planned(kind, 0.5, 192)
     make = KINDS[kind][1]

@@ -40,6 +40,7 @@ def test_the_solver_finds_it_where_the_triples_come_in_order(numbers: list[int])
 
 
 @pytest.mark.parametrize("numbers", [*POSITIVE[:2], *NEGATIVE])
+@pytest.mark.grid
 def test_an_order_without_idle_time_exists_for_positive_instances_only(numbers: list[int]) -> None:
     chain, limit, T = three_partition(numbers)
     best = min(times_of_all_orders(chain, limit, numbers))

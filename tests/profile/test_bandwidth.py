@@ -236,6 +236,7 @@ class TwoWays(CachedLink):
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (0.9, 0.4), (0.5, 0.5), (0.3, 0.25)])
 @pytest.mark.parametrize("nbytes", [1 << 20, 3 << 30])
+@pytest.mark.grid
 def test_both_directions_are_measured_alone_and_together(
     shares: tuple[float, float], nbytes: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_every_way_to_call_a_convolution_is_recognised() -> None:
 
 @pytest.mark.parametrize("by", list(Algorithms))
 @pytest.mark.parametrize("name", ["convolutional", "stateful", "double"])
+@pytest.mark.grid(every=8)
 def test_random_sequences_keep_predicted_bytes(name: str, by: Algorithms) -> None:
     model, batch = fresh(name)
     wrapped = with_forms(rotoff.Checkpointable(model).measure(batch(), repeats=1), by)

@@ -166,6 +166,7 @@ def test_stages_of_different_kinds_are_timed_separately() -> None:
     assert len({s.forward_time for s in wrapped.chain.stages}) == 6
 
 
+@pytest.mark.slow
 def test_measuring_and_training_import_no_compiler() -> None:
     """Importing ``torch._dynamo`` takes seconds; a dispatch mode does so unless it says that it need not."""
     program = """

@@ -166,6 +166,7 @@ def test_branch_used_only_for_its_draws_is_counted(kind: type[nn.Module], stages
 
 
 @pytest.mark.parametrize(("stages", "most"), [(3, 1.1), (10, 1.2), (None, 1.3)])
+@pytest.mark.grid
 def test_unused_branch_across_cuts_is_counted_once(stages: int | None, most: float) -> None:
     assert 1 <= over_plain(Aside, stages) <= most  # it may be counted twice in the stage where it ends
 

@@ -70,6 +70,7 @@ def test_gradient_accumulation_is_in_place_as_in_the_engine() -> None:
 
 
 @pytest.mark.parametrize("wanted", [3, 12, ["1", "3"], "modules"])
+@pytest.mark.grid
 def test_estimate_uses_stages_of_checkpointable(wanted: Any) -> None:
     model, batch = fresh("residual")
     if wanted == "modules":

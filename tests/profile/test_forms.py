@@ -63,7 +63,7 @@ def as_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("as_measured")
 @pytest.mark.parametrize("name", WITH_FORMS)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid(every=6)
 def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
     wrapped, batch = measured(name)
     most = max(len(stage.forms) for stage in wrapped.chain.stages)

@@ -261,6 +261,7 @@ class Written(nn.Module):
 
 @pytest.mark.parametrize("forms", [False, True])
 @pytest.mark.parametrize("kind", [nn.Sequential, Written])
+@pytest.mark.grid
 def test_measuring_recorded_models_and_forms_holds_one_stage(kind: type[nn.Module], forms: bool) -> None:
     x = torch.randn(1024, 64)
 

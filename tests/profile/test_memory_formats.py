@@ -70,7 +70,7 @@ class Images(nn.Module):
         return (y.transpose(0, 1) * 1.0).sum() if self.turned else y.square().mean()
 
 
-ALWAYS = {23, 44, *range(0, 80, 10)}  # two that held more than predicted, and others
+ALWAYS = {23, 44, *range(0, 80, 40)}  # two that held more than predicted, and others
 
 
 @pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n in ALWAYS else pytest.mark.slow) for n in range(80)])

@@ -365,6 +365,7 @@ class Beside(Means):
 
 
 @pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen, Beside])
+@pytest.mark.grid(every=3)
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)

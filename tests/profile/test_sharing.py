@@ -60,6 +60,7 @@ def test_prefetched_and_recomputed_values_own_their_storage() -> None:
     [(UNet, lambda: torch.randn(4, 3, 32, 32)), (Gated, lambda: torch.randn(256, 16))],
     ids=["unet", "gated"],
 )
+@pytest.mark.grid
 def test_expected_memory_is_between_measured_and_charged(
     make: Callable[[], nn.Module], draw: Callable[[], torch.Tensor]
 ) -> None:

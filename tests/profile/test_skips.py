@@ -305,6 +305,7 @@ def test_random_sequences_with_skips_train_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.grid
 def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     """On batches so large that the generators' states are nothing beside them."""
     torch.manual_seed(0)
@@ -438,6 +439,7 @@ def with_times(stages: tuple[Stage, ...], more: float = 0.0) -> tuple[Stage, ...
     )
 
 
+@pytest.mark.slow
 def test_planner_chooses_faster_skip_treatment_and_smaller_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 100 * anneal.DEFAULT_SECONDS)  # the search has what users give it
     wrapped, _ = made("unet")

@@ -49,6 +49,7 @@ def test_prediction(tmp_path: Path) -> None:
     assert found["summary"]["rows"] == len(found["rows"])
 
 
+@pytest.mark.slow
 def test_interpreter_cost(tmp_path: Path) -> None:
     out = tmp_path / "cost.json"
     found = figures("interpreter_cost.py", out, "--repeats", "3", "--json", str(out))

@@ -91,6 +91,7 @@ def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
     assert "recomputed:" in runs[1].stdout or "moved to the host:" in runs[1].stdout
 
 
+@pytest.mark.slow
 def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None:
     result = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "6 GiB", "--out", tmp_path / "plans")
     assert result.returncode == 0, result.stderr

@@ -230,6 +230,7 @@ def test_tests_that_had_no_time_have_failed(tmp_path: Path) -> None:
     assert "FAILED a.wrong: assert 1 == 2" in ended.said
 
 
+@pytest.mark.slow
 def test_a_test_without_time_fails(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text("def test_one(): pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]

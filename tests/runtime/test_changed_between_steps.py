@@ -61,6 +61,7 @@ class Hidden(Net):
 
 @pytest.mark.parametrize("mode", ["remat", "offload"])
 @pytest.mark.parametrize("how", ["retain_grad", "register_hook", "grad", "inputs"])
+@pytest.mark.grid
 def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
     plain = Hidden()
     model = rotoff.Checkpointable(copy.deepcopy(plain)).measure(batch())

@@ -159,6 +159,7 @@ def test_a_cache_that_grows_is_that_of_the_plain_model() -> None:
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.grid
 def test_compiled_stages(backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
@@ -332,6 +333,7 @@ class CastingInside(nn.Module):
 
 
 @pytest.mark.parametrize(("regions", "cache", "casts"), [(1, True, 1), (2, True, 2), (6, True, 6), (2, False, 0)])
+@pytest.mark.grid
 def test_weights_that_an_autocast_region_of_the_model_casts_once(regions: int, cache: bool, casts: int) -> None:
     """The parts of their gradients are added in bfloat16 then; those of several regions, or without the cache, in
     float32."""

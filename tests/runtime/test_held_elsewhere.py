@@ -44,7 +44,7 @@ def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "modes"), CASES)
-@pytest.mark.grid
+@pytest.mark.grid(every=8)
 def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, modes: tuple[str, ...]) -> None:
     net = fresh(name)
     expected = gradients(net, net)
@@ -102,6 +102,7 @@ def late(what: str, on: list[bool], kept: list[torch.Tensor]) -> Callable[[nn.Mo
 
 @pytest.mark.parametrize("what", ["list", "hook"])
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.grid
 def test_what_begins_to_hold_tensors_is_said_by_the_check_and_measured_when_it_comes_again(
     what: str, mode: str
 ) -> None:

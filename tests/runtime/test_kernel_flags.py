@@ -34,6 +34,7 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize("mode", ["remat", "offload", "joint"])
 @pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
+@pytest.mark.grid
 def test_gradients_and_bytes(within: bool, mode: str) -> None:
     model, x = Convolutions(within), torch.randn(2, 8, 12, 12)
     plain = copy.deepcopy(model)

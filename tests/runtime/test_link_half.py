@@ -82,6 +82,7 @@ def test_what_lies_at_an_odd_address_or_in_two_pieces_crosses_unconverted():
 @pytest.mark.parametrize(
     ("name", "seeds"), [("residual", (0, 1, 2)), ("convolutional", (1, 2, 3)), ("language", (0, 1, 2))]
 )
+@pytest.mark.grid
 def test_a_step_has_no_race_and_nearly_the_plain_gradients(name, seeds, eagerness):
     expected = plain(name, steps=1)
     lossy = False

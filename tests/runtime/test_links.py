@@ -308,6 +308,7 @@ class TestFileLink:
         code = code.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
         assert run_python(code) == "interrupted True\nclosed\n"
 
+    @pytest.mark.slow
     def test_a_process_that_closes_nothing_ends(self):
         code = """
             import torch
@@ -319,6 +320,7 @@ class TestFileLink:
         """
         assert run_python(code) == "ends\n"
 
+    @pytest.mark.slow
     def test_a_forked_child_has_a_thread_and_a_file_of_its_own(self):
         code = """
             import os, torch

@@ -236,6 +236,7 @@ class Biased(nn.Module):
 
 @pytest.mark.parametrize("mode", ["remat", "offload", "joint"])
 @pytest.mark.parametrize("kind", ["parameter", "buffer", "attribute"])
+@pytest.mark.grid
 def test_tables_whose_views_no_stage_reads_keep_their_content(kind: str, mode: str) -> None:
     torch.manual_seed(0)
     model = Biased(kind)

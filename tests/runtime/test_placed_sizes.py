@@ -58,6 +58,7 @@ def limited(model: nn.Module, updates: str, **options: Any) -> tuple[rotoff.Chec
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.grid
 def test_smaller_batches_need_no_search(updates: str, searches: mock.Mock) -> None:
     model = language()
     plain = copy.deepcopy(model)

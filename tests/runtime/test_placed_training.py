@@ -291,7 +291,7 @@ def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize("name", [*ALL, *RECORDED])
-@pytest.mark.grid
+@pytest.mark.grid(every=10)
 def test_bits_of_the_plain_model(name: str, share: float) -> None:
     plain = plainly(name, adamw, usual)
     placed, model = trained(name, adamw, usual, share)
@@ -301,6 +301,7 @@ def test_bits_of_the_plain_model(name: str, share: float) -> None:
 
 @pytest.mark.parametrize("times", [(2, 3, 2, 3, 3), (3, 2, 3, 4, 4)], ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.grid
 def test_parameters_that_a_step_reads_more_often_than_planned(share: float, times: tuple[int, ...]) -> None:
     """The gradients of all uses are added up in the plain model's order."""
 
@@ -328,7 +329,7 @@ def test_the_host_may_update_what_lies_there(share: float) -> None:
 
 
 @pytest.mark.parametrize("name", [*ALL, *RECORDED])
-@pytest.mark.grid(every=3)
+@pytest.mark.grid(every=6)
 def test_updates_during_the_backward(name: str) -> None:
     """Each parameter is updated when the backward has ended; its gradient is gone, and reads NaN in no memory."""
 
@@ -440,6 +441,7 @@ def not_planned_any_more(model: Any, optimizers: list[Optimizer]) -> None:
 @pytest.mark.parametrize(
     "change", [slower, scheduled, reloaded, planned_anew, not_planned_any_more], ids=lambda change: change.__name__
 )
+@pytest.mark.grid
 def test_a_change_between_backward_and_step(change: Any) -> None:
     """The step follows it, or is refused where the backward has updated the parameters already."""
 
@@ -470,7 +472,7 @@ def test_a_parameter_of_two_optimizers() -> None:
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.grid
+@pytest.mark.grid(every=8)
 def test_optimizers(name: str, updates: str) -> None:
     plain = plainly("untied", OPTIMIZERS[name], usual)
     placed, _ = trained("untied", OPTIMIZERS[name], usual, 0.2, updates=updates)
@@ -604,7 +606,7 @@ STEPS = (
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
-@pytest.mark.grid
+@pytest.mark.grid(every=8)
 def test_what_surrounds_a_step(step: Any) -> None:
     plain = plainly("untied", adamw, step)
     share = 0.6 if step is scaled else 0.2  # autocast keeps casts of the weights
@@ -629,6 +631,7 @@ def in_bfloat16(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor
         ("mapped", in_bfloat16, 0.3, "after", "last.weight"),
     ],
 )
+@pytest.mark.grid
 def test_a_weight_that_autocast_casts_for_several_calls_stays(
     name: str, step: Any, share: float, updates: str, staying: str
 ) -> None:
@@ -684,7 +687,7 @@ SIZED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 
 @pytest.mark.parametrize("updates", ["after", "during", "everything fits"])
 @pytest.mark.parametrize("name", SIZED)
-@pytest.mark.grid
+@pytest.mark.grid(every=6)
 def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None:
     """The allocator's account of whole steps, the first update included, and of what lies in private memory between
     them: all of that is made within the account. Nothing is above the prediction, and it is at most 5 % too much."""
@@ -889,6 +892,7 @@ def test_recording_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("measured", [True, False])
 @pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.grid
 def test_a_closure_is_called_once_as_the_step_would(updates: str, measured: bool) -> None:
     model, optimizers, x = small()
     plain = copy.deepcopy(model._model)
@@ -971,6 +975,7 @@ ALL_GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", ALL_GRADIENTS)
+@pytest.mark.grid
 def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backward(name: str) -> None:
     use, said = ALL_GRADIENTS[name]
     model, optimizers, x = during()
@@ -1050,6 +1055,7 @@ def test_a_step_that_another_took_the_place_of_says_so() -> None:
 
 
 @pytest.mark.parametrize("updates", ["during", pytest.param("after", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(updates: str) -> None:
     behind = 0
     for when, share in itertools.product(("never", "before", "at each step"), (0.1, 0.3, 0.6)):

@@ -130,6 +130,7 @@ def test_another_backward_without_retain_graph_and_a_double_one_are_refused_in_a
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 @pytest.mark.parametrize("name", ["residual", "convolutional"])
+@pytest.mark.grid
 def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_the_plain_model(
     name: str, mode: str
 ) -> None:

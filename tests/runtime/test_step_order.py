@@ -172,7 +172,7 @@ def trained(
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.2, 0.5])
-@pytest.mark.grid
+@pytest.mark.grid(every=8)
 def test_copies_come_in_order(updates: str, share: float, eagerness: float, host: bool) -> None:
     plain, placed, link = trained(updates, share, eagerness, host)
     assert all(map(torch.equal, placed, plain))
@@ -200,6 +200,7 @@ WAITS = {
 
 
 @pytest.mark.parametrize("names", WAITS)
+@pytest.mark.grid
 def test_a_wait_that_is_left_out_shows(names: str) -> None:
     """In the record, or in wrong numbers, since copies come as late as they may."""
     with ExitStack() as stack:

@@ -217,6 +217,7 @@ def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Bat
 
 
 @pytest.mark.parametrize(("kind", "first"), [("memory", 1), ("interrupt", 2)])
+@pytest.mark.grid
 def test_an_error_at_every_call_with_moved_forms(
     kind: str, first: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,6 +421,7 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
     assert same(train(wrapped, batch, steps=1), plain("stateful", steps=1))
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_do_not_grow() -> None:
     wrapped, batch, _ = moving("tuples")
     x = batch()

@@ -235,7 +235,7 @@ def test_an_interrupt_stops_it_within_a_second(work: Callable[[], object]) -> No
 
 
 @pytest.mark.parametrize(("seed", "stages", "fraction"), [(3, 40, 0.3), (2, 60, 0.3), (2, 60, 0.2)])
-@pytest.mark.grid
+@pytest.mark.grid(every=12)
 def test_what_is_returned_passes_the_machine(seed: int, stages: int, fraction: float) -> None:
     chain = uneven(seed, stages)
     limit = int(rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes * fraction)

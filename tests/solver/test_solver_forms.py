@@ -59,6 +59,7 @@ def estimated() -> dict[str, Chain]:
 
 
 @pytest.mark.parametrize("mode", [pytest.param("joint", marks=pytest.mark.slow), "remat"])
+@pytest.mark.slow
 def test_forms_make_no_plan_of_the_models_slower(estimated: dict[str, Chain], mode: str) -> None:
     """Where forms serve, and where they do not."""
     faster = 0
@@ -124,6 +125,7 @@ def language_blocks(L: int = 12) -> Chain:
 @pytest.mark.parametrize(
     ("mode", "share", "most"), [("remat", 0.6, 0.45), ("remat", 0.45, 0.65), ("remat", 0.3, 0.75), ("joint", 0.45, 0.4)]
 )
+@pytest.mark.grid(every=8)
 def test_language_blocks_lose_much_of_their_overhead(mode: str, share: float, most: float) -> None:
     """Bounds on the overhead with forms over that without: with no link, and with one."""
     chain = language_blocks()
@@ -138,6 +140,7 @@ def test_language_blocks_lose_much_of_their_overhead(mode: str, share: float, mo
 @pytest.mark.parametrize(
     ("stages", "part"), [(30, 0.35), *(pytest.param(70, part, marks=pytest.mark.slow) for part in (0.25, 0.35))]
 )
+@pytest.mark.slow
 def test_joint_is_as_fast_as_recompute_where_nothing_can_move(stages: int, part: float) -> None:
     """Bytes need hours on this link, and both are near the bound."""
     chain = replace(with_forms(heterogeneous(11, stages)), d2h_bandwidth=1e3, h2d_bandwidth=1e3)

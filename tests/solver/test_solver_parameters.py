@@ -79,6 +79,7 @@ def test_joint_is_no_slower_than_the_others(chain: Chain, updates: str, share: f
 
 
 @pytest.mark.parametrize(("updates", "share", "better"), [("during", 0.4, 0.95), ("after", 0.4, 0.95)])
+@pytest.mark.grid
 def test_it_is_better_than_what_people_place_by_hand(updates: str, share: float, better: float) -> None:
     chain = replace(transformer(), d2h_bandwidth=60.0, h2d_bandwidth=60.0)
     limit = int(share * simulate(chain, keep_all(chain)).peak_bytes)
@@ -124,6 +125,7 @@ def test_updates_come_when_they_shall() -> None:
         solve(chain, 1200, updates="soon")
 
 
+@pytest.mark.slow
 def test_more_memory_never_costs_time_in_a_sweep() -> None:
     chain = transformer(4)
     for updates in WHEN:

@@ -14,6 +14,7 @@ from oracles.chains import chains
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver import sweep
 from rotoff.solver.search import _searched
+from thoroughness import examples
 
 pytestmark = pytest.mark.full_search
 
@@ -38,6 +39,7 @@ def test_rows_table_and_csv(tmp_path: Path) -> None:
 
 
 @given(chains(least=2, most=6))
+@examples(40)
 def test_more_memory_is_never_slower(chain: Chain) -> None:
     for mode in ("joint", "remat", "offload"):
         times = [row.makespan for row in sweep(chain, None, (mode,), refine=0.001) if row.makespan is not None]

@@ -281,6 +281,7 @@ def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> N
 
 @pytest.mark.parametrize(("bandwidth", "update"), [(4.0, 4.0), (40.0, 0.25)])
 @pytest.mark.parametrize("stages", [(1,), (1, 2)])
+@pytest.mark.grid
 def test_no_text_of_all_beats_the_bound(stages: tuple[int, ...], bandwidth: float, update: float) -> None:
     costs = (Stage("", 1.0, 1.0, 2, 8), Stage("", 1.0, 2.0, 0, 6))[: max(stages)]
     chain = Chain(costs, bandwidth, bandwidth, parameters=(ParameterGroup(stages, 10, 10, 0, update, 0.5),))

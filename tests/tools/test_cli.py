@@ -282,6 +282,7 @@ def test_a_progress_bar_is_for_terminals_only_and_leaves_no_trace(
     assert said.endswith("\r\x1b[2K")
 
 
+@pytest.mark.slow
 def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = ("--policy", "rotor", "--option", "slots=40")
     data = json.loads(out(capsys, "solve", "chain.json", "--mem-limit", "20MiB", *policy, "--json"))

@@ -338,6 +338,7 @@ def changed(by: Callable[[torch.Tensor], torch.Tensor], monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "by", [lambda g: 1.001 * g, lambda g: g * float("nan"), lambda g: g * float("inf"), lambda g: g + 1e-9]
 )
+@pytest.mark.grid
 def test_other_gradients_than_the_plain_models(
     small: SmallModel, monkeypatch: pytest.MonkeyPatch, by: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
@@ -379,6 +380,7 @@ def test_a_machine_that_computes_no_step_twice(small: SmallModel, monkeypatch: p
         ({"given": 1.1, "slack": 0}, ATTENTION, "more than it leaves unsplit"),
     ],
 )
+@pytest.mark.grid
 def test_bytes_beside_the_limit(
     small: SmallModel, monkeypatch: pytest.MonkeyPatch, more: dict[str, float], verdict: str, said: str
 ) -> None:
@@ -395,6 +397,7 @@ def test_bytes_beside_the_limit(
 
 
 @pytest.mark.parametrize(("slower", "verdict"), [(1.0, OK), (1.1, OK), (1.3, ATTENTION), (0.7, ATTENTION)])
+@pytest.mark.grid
 def test_seconds_beside_the_predicted_ones(
     small: SmallModel, monkeypatch: pytest.MonkeyPatch, slower: float, verdict: str
 ) -> None:

@@ -148,6 +148,7 @@ def test_nothing_is_kept_of_what_another_process_cannot_recognise(question: Any,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_another_process_answers_at_once_until_the_code_is_edited(tmp_path: Path) -> None:
     helper = tmp_path / "helper.py"
     helper.write_text("import torch\n\ndef nonlinear(x):\n    return torch.tanh(x)\n")

@@ -92,6 +92,7 @@ def drawn(rng: random.Random, forms: bool) -> rotoff.Chain:
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.grid
 def test_micro_batches_in_flight_fit_together(mode: str) -> None:
     """What the plans hold, by a machine that runs them one after another, is within the limit; below the smallest
     limit nothing is found, and all of the bytes cost no time."""
@@ -155,6 +156,7 @@ def test_a_cut_is_the_best_of_all(stages: int, blocks: int) -> None:
         pytest.param("Interleaved1F1B", 2, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str, chunks: int) -> None:
     pipeline = Pipeline(cut(transformer(8), 4 * chunks), orders(schedule, 4, 8, chunks), ranks_per_link=2, beside=3)
     everything = pipeline.keep_everything()
@@ -172,6 +174,7 @@ def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str
         plan_pipeline(pipeline, [pipeline.least(0) - 1] * 4, refine=False)
 
 
+@pytest.mark.slow
 def test_an_equal_part_of_a_shared_link_is_not_all_that_plans_count_on() -> None:
     pipeline = Pipeline(cut(transformer(8), 2), orders("1F1B", 2, 4), ranks_per_link=2)
     limits = [int(0.4 * max(rank.peak_bytes for rank in pipeline.keep_everything().ranks))] * 2
@@ -241,11 +244,11 @@ REFUSED = "2 pipeline_steps refused"
 LINKS = "2 pipeline_links together", "2 pipeline_links late"
 IN_FLIGHT = {
     "2 pipeline_steps gpipe": [8, 8],
-    "2 pipeline_steps interleaved": [5, 3],
     "2 pipeline_steps 1f1b": [2, 1],
-    "4 pipeline_steps split": [2, 2, 1, 1],  # two processes run each stage together
 }
 FURTHER = {
+    "2 pipeline_steps interleaved": [5, 3],
+    "4 pipeline_steps split": [2, 2, 1, 1],  # two processes run each stage together
     "4 pipeline_steps 1f1b": [4, 3, 2, 1],
     "2 pipeline_steps told": [5, 3],
     "4 pipeline_steps interleaved": [11, 9, 7, 5],

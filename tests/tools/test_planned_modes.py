@@ -250,6 +250,7 @@ class Applied(nn.Module):
 
 
 @pytest.mark.parametrize("applied", [False, True])
+@pytest.mark.grid
 def test_what_does_not_fit_is_placed(applied: bool) -> None:
     model, x = wide()
     model = Applied(model) if applied else model
