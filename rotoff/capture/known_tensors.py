@@ -48,9 +48,9 @@ class KnownTensors:
         self._batch = frozenset(self._storages)
         return numbers
 
-    def reference(self, tensor: torch.Tensor) -> Owned | Ref | torch.Tensor | None:
+    def reference(self, tensor: torch.Tensor, detached: bool) -> Owned | Ref | torch.Tensor | None:
         """Return what stands for `tensor` in an argument: the tensor itself if it was made before, None if nobody saw
-        it made."""
+        it made, or it was made before and its graph would be continued. detached: whether no graph is."""
         owned = self._owned.get(id(tensor))
         if owned is not None:
             return owned
@@ -59,7 +59,7 @@ class KnownTensors:
         storage = storage_key(tensor)
         of_batch = storage in self._batch  # such as a part of the last batch, which an attribute holds
         made_here = storage in self._storages and not of_batch and not isinstance(tensor, nn.Parameter)
-        if tensor.grad_fn is not None or made_here:
+        if made_here or not (detached or tensor.grad_fn is None):
             return None
         if not of_batch:
             self._lasting.add(storage)

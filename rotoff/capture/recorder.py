@@ -204,7 +204,8 @@ class Recorder(TorchFunctionMode):
         given = self._looked_at(function, name, args, kwargs)
         received = function.written(args, kwargs) if isinstance(function, Collective) else ()
         versions = versions_of(given) if made is None else made.versions
-        references = substitute((args, kwargs), self._reference)
+        detached = name == "detach" or not torch.is_grad_enabled()
+        references = substitute((args, kwargs), lambda leaf: self._reference(leaf, detached))
         settings = self._settings()
         if made is None:
             self._saves.clear()
@@ -401,11 +402,11 @@ class Recorder(TorchFunctionMode):
             return original(*args, **kwargs)
         return self.call(apply, args, kwargs, original)
 
-    def _reference(self, leaf: Any) -> Any:
-        """Return what stands for `leaf` in an argument."""
+    def _reference(self, leaf: Any, detached: bool = False) -> Any:
+        """Return what stands for `leaf` in an argument. detached: of a call that continues no graph."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        reference = self._tensors.reference(leaf)
+        reference = self._tensors.reference(leaf, detached)
         if reference is None:
             self._refuse(
                 f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) that rotoff did not see being"

@@ -39,6 +39,7 @@ class Specialization:
         plan: None until one is requested.
         hint: the input's leaves that are no tensors, as text (`constants`).
         measure_again: whether steps repeatedly took the same other course.
+        alone: whether another course that steps took could not be measured, so that none is tried again.
         left: whether the last step that was expected to take this course took another.
         missed: how many steps were expected to take this course and took another.
         patience: how many misses, over all courses of a signature, until they are measured as one course.
@@ -60,6 +61,7 @@ class Specialization:
     _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
     hint: str = ""
     measure_again: bool = False
+    alone: bool = False
     left: bool = False
     _expected: Course | None = None
     _astray: dict[int, int] = field(default_factory=dict)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from ..capture.recording import same_calls
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError
+from ..errors import InfeasibleError, MeasureError
 from ..runtime.step import Step
 from ..runtime.taped_forward import TapedForward
 from ..tensors.tree import flatten
@@ -52,17 +53,26 @@ class Specializations(MeasuredCourses):
         if it was recorded to measure or extend the course."""
         taped: TapedForward | None = None
 
-        def measured_here(also: deque[Specialization] | None = None) -> Specialization:
+        @contextmanager
+        def recording() -> Iterator[TapedForward]:
             nonlocal taped
             taped = TapedForward(self._model, value, self.meter.device_for(value))
-            if also:
-                return self._made_one(value, also, taped)
-            return self.measure(value, timed=False, taped=taped, request=self.request, room=self._enough(value))
+            try:
+                yield taped
+            except MeasureError:
+                taped.put_back()
+                taped = None
+                raise
+
+        def measured_here(also: deque[Specialization] | None = None) -> Specialization:
+            with recording() as forward:
+                if also:
+                    return self._made_one(value, also, forward)
+                return self.measure(value, timed=False, taped=forward, request=self.request, room=self._enough(value))
 
         def looked_at(course: Specialization, key: Any) -> Specialization:
-            nonlocal taped
-            taped = TapedForward(self._model, value, self.meter.device_for(value))
-            return self._larger(course, value, key, taped)
+            with recording() as forward:
+                return self._larger(course, value, key, forward)
 
         try:
             course = self._taken(value, measured_here, looked_at)
@@ -103,16 +113,24 @@ class Specializations(MeasuredCourses):
             known[0].left = False
             known.rotate(-1)
         course = next((one for one in known if one.hint == hint), known[0])
-        if self._group is not None or not can_measure:
+        if self._group is not None or not can_measure or course.alone:
             return course
-        if sum(one.missed for one in known) >= course.patience:
-            return measured_here(known)
-        if course.measure_again and len(known) < OF_ONE_SIGNATURE:
-            logger.info("rotoff: measuring again, since the model's forward makes other calls than before")
-            course.measure_again = False
-            return measured_here()
-        if course.grown == hint and course.looks:
-            return looked_at(course, key)
+        try:
+            if sum(one.missed for one in known) >= course.patience:
+                return measured_here(known)
+            if course.measure_again and len(known) < OF_ONE_SIGNATURE:
+                logger.info("rotoff: measuring again, since the model's forward makes other calls than before")
+                course.measure_again = False
+                return measured_here()
+            if course.grown == hint and course.looks:
+                return looked_at(course, key)
+        except MeasureError as error:
+            course.alone = True
+            logger.warning(
+                "rotoff: steps take a course that cannot be planned, and may exceed the limit; their results are those"
+                " of the plain model (%s)",
+                error,
+            )
         return course
 
     def _taken(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from oracles.chains import chains
+from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver import sweep
 from rotoff.solver.search import _searched
-from thoroughness import examples
 
 pytestmark = pytest.mark.full_search
 

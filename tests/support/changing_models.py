@@ -1001,6 +1001,55 @@ class Memory(Trunk):
         return self.head(x)
 
 
+class OfTheGraphBefore(Trunk, table=lambda: nn.Parameter(0.1 * torch.ones(WIDTH)), count=int, memory=lambda: None):
+    """Keeps a result with its graph; the next step reads its numbers alone."""
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        return x if n else self.first(x)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        old, self.memory = self.memory, x * self.table
+        return x if old is None else x + self.numbers(old)
+
+    def numbers(self, old: torch.Tensor) -> torch.Tensor:
+        return old.detach()
+
+
+def forgets(net: Any) -> None:
+    net.memory, net.count = None, 0
+
+
+@row("a result of the step before, detached", again=forgets, room=0.8)
+class DetachedBefore(OfTheGraphBefore):
+    pass
+
+
+@row("a result of the step before, read without gradients", again=forgets, room=0.8)
+class SmoothedBefore(OfTheGraphBefore):
+    def numbers(self, old: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return 0.5 * old + 0.1
+
+
+@row("a table made by every second step, and read detached by the others", again=forgets, room=0.5)
+class EverySecond(OfTheGraphBefore):
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        made = self.memory is None or self.count % 2
+        self.memory = torch.softmax(self.table, 0) if made else self.memory.detach()
+        return x + self.memory
+
+
+@row("a result with its graph that later steps read, too", sets("on", lambda n: n > 0), again=forgets, room=0.8)
+class WithItsGraph(OfTheGraphBefore, on=bool):
+    """Plain PyTorch lets it, since an addition saves nothing; it cannot be recorded, so steps go on as they are."""
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        if self.on and self.memory is None:
+            self.memory = self.table + 0
+        return x + self.memory if self.on else x
+
+
 # -- steps of other kinds
 
 
