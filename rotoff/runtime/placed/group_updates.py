@@ -13,7 +13,7 @@ from ...core.sequence import Op, OpKind, g, o, w
 from ...errors import ExecutionError
 from .groups import PlacedGroups
 from .tensor import prefetch, settle
-from .updates import Chunks, HostLane
+from .updates import Chunks, HostLane, counts_changes
 
 
 class GroupUpdates:
@@ -92,8 +92,9 @@ class GroupUpdates:
         settle([*changed, *gradients])
         for tensor in changed:
             tensor.use_device()
+        counted = all(map(counts_changes, groups.optimizers))
         for gradient in gradients:
-            gradient.hand_over()
+            gradient.hand_over(counted)
         for chunks in self._chunks:
             chunks.step(parameters, groups.apart(parameters))
         for gradient in gradients:

@@ -54,7 +54,7 @@ class PlacedTensor(ABC):
         self._room = room
         self._address = 0  # of `host`
         self._valid = False  # whether the host's bytes are those of `device`
-        self._sum: int | None = None  # checksum of `device` when the host's bytes were the same
+        self._same: tuple[int, ...] | None = None  # `_content` when the host's bytes were those of `device`
         self._coming: Ticket = None
         self._leaving: Ticket = None
         self._out: Ticket = None
@@ -127,7 +127,7 @@ class PlacedTensor(ABC):
             return
         self.settle()
         if not self.on_host:
-            if not self._valid or (self._sum is not None and self._sum != _sum(self.device)):
+            if not self._valid or (self._same is not None and self._same != self._content(len(self._same) > 1)):
                 self._have_host(self.device).copy_(self.device)
             assert self.host is not None
             self.put(self.host)
@@ -159,14 +159,14 @@ class PlacedTensor(ABC):
                 self.put(self.device)
             self._valid = False
 
-    def hand_over(self) -> None:
+    def hand_over(self, counted: bool = False) -> None:
         """Give the tensor to the caller, who may read and change it from now on; the device's copy, if any, is the
-        caller's tensor."""
+        caller's tensor. counted: whether autograd counts every change, so that no checksum is needed."""
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
                 self.put(self.device)
-            self._remember()
+            self._remember(counted)
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
         """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`."""
@@ -200,9 +200,18 @@ class PlacedTensor(ABC):
                 stacklevel=2,
             )
 
-    def _remember(self) -> None:
-        if self._valid and self._sum is None and self.device is not None:
-            self._sum = _sum(self.device)
+    def _remember(self, counted: bool = False) -> None:
+        if self._valid and self._same is None and self.device is not None:
+            self._same = self._content(counted)
+
+    def _content(self, counted: bool) -> tuple[int, ...]:
+        """What changes with the caller's tensor: its checksum, or, if `counted`, the tensor and its version."""
+        tensor = self.get()
+        assert tensor is not None
+        if counted and not tensor.is_inference():
+            return id(tensor), tensor._version
+        assert self.device is not None
+        return (_sum(self.device),)
 
     def _have_host(self, like: torch.Tensor) -> torch.Tensor:
         if self.host is None or View.of(self.host) != View.of(like):
@@ -222,7 +231,7 @@ def prefetch(tensors: Iterable[PlacedTensor]) -> None:
     ticket = link.copy_in(there, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
     for one, host, data in zip(coming, hosts, there, strict=True):
         one.device = View.of(host).on(data.untyped_storage())
-        one._coming, one._valid, one._sum = ticket, True, None
+        one._coming, one._valid, one._same = ticket, True, None
 
 
 def offload(tensors: Iterable[PlacedTensor]) -> None:
@@ -237,7 +246,7 @@ def offload(tensors: Iterable[PlacedTensor]) -> None:
     ticket = going[0]._link.copy_out(sources, [one._offset for one in going])
     for one in going:
         one._leaving = one._out = ticket
-        one._valid, one._sum = True, None
+        one._valid, one._same = True, None
 
 
 def settle(tensors: Iterable[PlacedTensor]) -> None:
@@ -386,7 +395,7 @@ class PlacedGradient(PlacedTensor):
 
 
 class PlacedState(PlacedTensor):
-    """One tensor of an optimizer's state of a parameter."""
+    """One tensor of an optimizer's state of a parameter. Of its changes, only those are noticed that autograd counts."""
 
     def __init__(self, state: dict[str, Any], key: str, link: Link, offset: int, room: int) -> None:
         super().__init__(link, offset, room)
@@ -399,3 +408,6 @@ class PlacedState(PlacedTensor):
 
     def put(self, tensor: torch.Tensor) -> None:
         self.state[self._key] = tensor.detach()
+
+    def _remember(self, counted: bool = True) -> None:
+        super()._remember(True)

@@ -121,6 +121,11 @@ def own_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     getattr(step, "__wrapped__", step)(optimizer, *args, **kwargs)
 
 
+def counts_changes(optimizer: Optimizer) -> bool:
+    """Whether autograd counts what a step changes: PyTorch's own do not write through ``.data``, others may."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
 _HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of the function that runs the hooks of every step
 
 
