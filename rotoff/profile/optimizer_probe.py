@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections import OrderedDict, defaultdict
@@ -26,7 +27,7 @@ _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions
 # hold, the last are for when the time is of no interest.
 _TIMED, _SIZED, _SIZED_QUICKLY = 1 << 20, 1 << 18, 1 << 14
 _REPEATS = 3
-_SCALARS = 64  # bytes of a parameter's scalars, such as its step count
+_SCALARS = 256  # bytes beside that a parameter takes in its update, such as its step count and rows of a factor
 _OTHER = (
     "rotoff can place parameters only if the optimizer updates each one by itself; give a mem_limit instead of a"
     " device_limit"
@@ -40,12 +41,14 @@ class UpdateCosts(NamedTuple):
         alone: bytes if the optimizer updates no other before it.
         left: bytes that it holds while it updates the next one.
         together: bytes if it updates several at once; 0 if it does not.
+        by_shape: whether bytes depend on the shape, as with Muon, which multiplies matrices.
     """
 
     seconds: float
     alone: float
     left: float
     together: float
+    by_shape: bool = False
 
 
 class OptimizerProbe:
@@ -156,23 +159,41 @@ class OptimizerProbe:
     def _timed(self, parameter: nn.Parameter, device: torch.device) -> UpdateCosts:
         """Return what updating a byte of a parameter takes."""
         key = device, type(self._group[id(parameter)][0]), self._key(parameter)
+        elements = _SIZED if self._repeats else _SIZED_QUICKLY
         if key not in self._times:
             self._state(parameter)
-            shape = _shape(parameter, _SIZED if self._repeats else _SIZED_QUICKLY)
-            small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
-            made = [self._stand_in(parameter, small[:count]) for count in (1, 2, 3)]
-            for several in made:
-                own_step(several)
-            allocator, nbytes = DeviceAllocator(device), small[0].nbytes
-            alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
-            together = three / 3 if three > two + 0.5 * alone else 0.0
-            seconds = self._seconds(parameter, device) if self._repeats else 0.0
-            self._times[key] = UpdateCosts(seconds, alone, two - alone, together)
-        return self._times[key]
+            found = self._costs(parameter, _shape(parameter, elements), _shape(parameter, _TIMED), device)
+            if parameter.dim() > 1:
+                alone, left, together = self._bytes(parameter, _shape(parameter, elements, 64), device)
+                same = math.isclose(alone + together + left, found.alone + found.together + found.left, rel_tol=0.001)
+                found = found._replace(by_shape=not same)
+            self._times[key] = found
+        if not (found := self._times[key]).by_shape:
+            return found
+        if (own := (*key, tuple(parameter.shape))) not in self._times:
+            sized, timed = (_scaled(parameter, most) for most in (_SIZED, _TIMED))
+            self._times[own] = self._costs(parameter, sized, timed, device)
+        return self._times[own]
 
-    def _seconds(self, parameter: nn.Parameter, device: torch.device) -> float:
+    def _costs(
+        self, parameter: nn.Parameter, sized: Sequence[int], timed: Sequence[int], device: torch.device
+    ) -> UpdateCosts:
+        """Return what updating a byte takes: bytes on parameters of the shape `sized`, seconds on one of `timed`."""
+        seconds = self._seconds(parameter, timed, device) if self._repeats else 0.0
+        return UpdateCosts(seconds, *self._bytes(parameter, sized, device))
+
+    def _bytes(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> tuple[float, float, float]:
+        small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
+        made = [self._stand_in(parameter, small[:count]) for count in (1, 2, 3)]
+        for several in made:
+            own_step(several)
+        allocator, nbytes = DeviceAllocator(device), small[0].nbytes
+        alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
+        return alone, two - alone, three / 3 if three > two + 0.5 * alone else 0.0
+
+    def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:
         """Return the seconds of updating a byte of a parameter."""
-        large = _small(_shape(parameter, _TIMED), parameter.dtype, 1, device)
+        large = _small(shape, parameter.dtype, 1, device)
         optimizer, seconds = self._stand_in(parameter, [large]), []
         for _ in range(1 + self._repeats):
             finish(device)
@@ -201,9 +222,15 @@ def _options(optimizer: Optimizer) -> str:
     return repr([{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups])
 
 
-def _shape(parameter: nn.Parameter, elements: int) -> tuple[int, ...]:
+def _shape(parameter: nn.Parameter, elements: int, columns: int = 512) -> tuple[int, ...]:
     """Return the shape of a parameter with as many dimensions and so many elements."""
-    return (elements,) if parameter.dim() < 2 else (elements // 512, 512, *(1 for _ in parameter.shape[2:]))
+    return (elements,) if parameter.dim() < 2 else (elements // columns, columns, *(1 for _ in parameter.shape[2:]))
+
+
+def _scaled(parameter: nn.Parameter, elements: int) -> tuple[int, ...]:
+    """Return the parameter's shape, its first two dimensions reduced alike if it has more than so many elements."""
+    by = math.sqrt(max(1.0, parameter.numel() / elements))
+    return tuple(max(1, round(size / by)) if n < 2 else size for n, size in enumerate(parameter.shape))
 
 
 _HOST = torch.device("cpu")

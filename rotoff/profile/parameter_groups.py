@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..capture.unrepeatable import compiled
@@ -59,8 +60,8 @@ def find_groups(
     frozen parameters are kept apart.
 
     Parameters stay on the device if no stage reads them, if a compiled module reads them, if they share a storage with
-    others, or if autocast casts them for several calls: it keeps casts of leaf tensors alone, and the tensor that
-    stands for a parameter that moves is none.
+    others or with buffers, or if autocast casts them for several calls: it keeps casts of leaf tensors alone, and the
+    tensor that stands for a parameter that moves is none.
 
     Args:
         profile: of the model.
@@ -70,7 +71,9 @@ def find_groups(
     stages, device = profile.stages, profile.device
     readers = _readers(stages)
     every = list({id(p): p for p in model.parameters()}.values())
-    staying = _sharing(every) | {id(module._parameters[name]) for module, name in profile.cast_again}
+    staying = _sharing([*every, *model.buffers()]) | {
+        id(module._parameters[name]) for module, name in profile.cast_again
+    }
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     outside = []
     for parameter in every:
@@ -121,9 +124,9 @@ def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
     return found
 
 
-def _sharing(parameters: Sequence[nn.Parameter]) -> set[int]:
-    """Return the ids of parameters that share a storage with another one."""
+def _sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Return the ids of tensors that share a storage with another one."""
     by_storage: dict[int, list[int]] = {}
-    for parameter in parameters:
-        by_storage.setdefault(storage_key(parameter), []).append(id(parameter))
+    for tensor in tensors:
+        by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
     return {one for several in by_storage.values() if len(several) > 1 for one in several}

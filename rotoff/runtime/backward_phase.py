@@ -112,7 +112,7 @@ class BackwardPhase(Interpreter):
     def _end_pass(self) -> None:
         """Autograd has ended a backward. Where another one may follow, only the values are released."""
         if self._placement is not None or not (self._again or any(run.has_graph() for run in self._runs.values())):
-            self.close()
+            self.close(ended=True)
         elif not self._closed:
             self._rest()
 
@@ -170,8 +170,8 @@ class BackwardPhase(Interpreter):
         self._failed = True
         self.close()
 
-    def close(self) -> None:
-        """Release all that the step holds; may be called again.
+    def close(self, ended: bool = False) -> None:
+        """Release all that the step holds; may be called again. ended: because a backward has ended.
 
         A failed copy raises no error here: it has raised one already if an operation needed its bytes.
         """
@@ -189,8 +189,8 @@ class BackwardPhase(Interpreter):
         try:
             self._release(complete)
         finally:
-            if self._placement is not None and complete:
-                self._placement.backward_done(self._plan.sequence.ops[self._next :])
+            if self._placement is not None and ended and not self._failed:  # perhaps before stage 1, which it skipped
+                self._placement.backward_done(self._plan.sequence.ops[self._next :] if complete else ())
             self._placement = None
 
     def _rest(self) -> None:

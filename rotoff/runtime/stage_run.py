@@ -70,6 +70,7 @@ class BroughtRef(NamedTuple):
 
     weight: PlacedTensor
     view: View
+    version: int  # of the caller's parameter
 
 
 Saved = tuple[weakref.ref[Slot], torch.Size, torch.dtype]  # of a tensor that autograd saved
@@ -194,7 +195,7 @@ class StageRun:
                 return slot
             saved.append(None)
             if key in brought:
-                return BroughtRef(brought[key], View.of(tensor))
+                return BroughtRef(brought[key], View.of(tensor), brought[key].version)
             if place is None:
                 if type(tensor) is torch.Tensor or not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter)):
                     tensor = tensor.detach()
@@ -249,6 +250,8 @@ class StageRun:
         if isinstance(packed, BroughtRef):
             now = packed.weight.get() if packed.weight.device is None else packed.weight.device
             assert now is not None
+            if packed.weight.version != packed.version:
+                raise self._modified()
             return packed.view.into(now)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
         if (tensor := slot.tensor) is None:  # it was not kept, because its graph was gone in the measured run
@@ -256,15 +259,18 @@ class StageRun:
             tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
         if tensor._version != slot.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a"
-                f" tensor that stage {self.tape.name!r} saved; clone it before changing it"
-            )
+            raise self._modified()
         if isinstance(packed, InputRef):
             return tensor if packed.view is None else packed.view.into(tensor)
         if self.frees and type(packed) is Slot:
             packed.tensor = None
         return tensor
+
+    def _modified(self) -> RuntimeError:
+        return RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a"
+            f" tensor that stage {self.tape.name!r} saved; clone it before changing it"
+        )
 
     def _made_for_nothing(self, packed: Dead, step: Backward) -> torch.Tensor:
         """Return a saved tensor of a dead call, by a replay of the whole stage."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from rotoff.profile.memory.allocator import DeviceAllocator
 from rotoff.profile.optimizer_probe import OptimizerProbe, _small
 
 
@@ -29,3 +30,18 @@ def test_a_probe_that_takes_no_times_finds_the_same_bytes_on_smaller_parameters(
     assert probe.update_bytes(parameters) == pytest.approx(bytes_of, rel=2e-3)
     assert probe.update_time(parameters) == 0
     assert max(torch.Size(shape).numel() for shape in stepped) <= 1 << 14
+
+
+@pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.AdamW])
+@pytest.mark.parametrize("shape", [(96, 96), (64, 1024), (1024, 640)])
+def test_bytes_that_depend_on_the_shape_are_found_on_it(
+    make: type[torch.optim.Optimizer], shape: tuple[int, ...]
+) -> None:
+    """Muon multiplies matrices: four times the parameter's bytes where it is square, two where it is long."""
+    parameter = nn.Parameter(torch.randn(shape))
+    optimizer, device = make([parameter], lr=1e-3), torch.device("cpu")
+    found = OptimizerProbe([optimizer], device, None).update_bytes([parameter])
+    parameter.grad = torch.randn(shape)
+    optimizer.step()
+    taken = DeviceAllocator(device).log(optimizer.step)[1].peak()
+    assert taken <= found <= 1.02 * taken + 256

@@ -23,7 +23,20 @@ import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
 from models import ALL, Attention, Residual, fresh, same
-from placed_loops import accumulated, clamped, clipped, frozen_later, given_up, hooked, loaded, looked_at, result, usual
+from placed_loops import (
+    accumulated,
+    changed_within,
+    clamped,
+    clipped,
+    frozen_later,
+    given_up,
+    hooked,
+    kept,
+    loaded,
+    looked_at,
+    result,
+    usual,
+)
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
@@ -600,8 +613,8 @@ def watched(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
 
 
 STEPS = (
-    clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, given_up,
-    looked_at, frozen_later, hooked, watched, other_shapes,
+    clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, kept, given_up,
+    changed_within, looked_at, frozen_later, hooked, watched, other_shapes,
 )  # fmt: skip
 
 
@@ -609,8 +622,8 @@ STEPS = (
 @pytest.mark.grid(every=8)
 def test_what_surrounds_a_step(step: Any) -> None:
     plain = plainly("untied", adamw, step)
-    share = 0.6 if step is scaled else 0.2  # autocast keeps casts of the weights
-    placed, _ = trained("untied", adamw, step, share, anew=step in (scaled, frozen_later, other_shapes))
+    share = {scaled: 0.6, changed_within: 0.0}.get(step, 0.2)  # autocast keeps casts of the weights
+    placed, _ = trained("untied", adamw, step, share, anew=step in (scaled, frozen_later, other_shapes, changed_within))
     assert same(placed, plain)
 
 
@@ -959,6 +972,29 @@ def evaluated_before_the_step(model: nn.Module, optimizer: Optimizer, x: torch.T
         model(x)
 
 
+def cleared_before_the_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def stepped_by_another(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def closed_before_the_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    model(x).sum().backward()
+    model.close()
+
+
+def flat(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    whole = torch.zeros(sum(p.numel() for p in model.parameters()))
+    for p, part in zip(model.parameters(), whole.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p)
+    model(x).sum().backward()
+
+
 ALL_GRADIENTS = {
     "clip_grad_norm_": (lambda m, o, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at"
                                                                                     " once"),
@@ -970,6 +1006,10 @@ ALL_GRADIENTS = {
     "no zero_grad": (never_cleared, "have not been cleared"),
     "clipping by hand": (clipped_by_hand, "more than one element"),
     "eval before the step": (evaluated_before_the_step, "comes between a backward and optimizer.step"),
+    "cleared before the step": (cleared_before_the_step, "were cleared or replaced between the backward and"),
+    "another optimizer": (stepped_by_another, "was not given to compute_sequence"),
+    "a part of a gradient of all": (flat, "gradients before the backward"),
+    "close before the step": (closed_before_the_step, "close comes between a backward and optimizer.step"),
     "a second step": (stepped_twice, r"a second optimizer.step\(\) after one backward"),
 }  # fmt: skip
 
@@ -993,6 +1033,91 @@ def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backw
     model(x).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     torch.amp.GradScaler("cpu").scale(model(x).sum())
+
+
+def test_gradients_that_no_given_optimizer_updates_are_the_callers() -> None:
+    model, batch = made("untied")
+    x = batch()
+    plain = copy.deepcopy(model)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    model.zero_grad()
+
+    def both(net: nn.Module) -> list[Optimizer]:
+        every = list(net.parameters())
+        return [torch.optim.AdamW(every[::2], lr=0.01), torch.optim.SGD(every[1::2], lr=0.1)]
+
+    own, twin = both(model), both(plain)
+    force(wrapped, own[:1], 0.0, updates="during")
+    for n in range(4):
+        for net, optimizers in ((wrapped, own), (plain, twin)):
+            torch.manual_seed(n)
+            net(x).float().square().mean().backward()
+            for optimizer in optimizers[: 1 + n % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        theirs, expected = (
+            [p.new_zeros(()) if p.grad is None else p.grad for p in optimizers[1].param_groups[0]["params"]]
+            for optimizers in (own, twin)
+        )
+        assert same(theirs, expected)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_parameters_changed_between_forward_and_backward_are_noticed(updates: str) -> None:
+    model, batch = made("untied")
+    x = batch()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    model.zero_grad()
+    optimizers = adamw(list(model.parameters()))
+    force(wrapped, optimizers, 0.0, updates=updates)
+    loss = wrapped(x).float().square().mean()
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Skips(nn.Module):
+    """Skips other layers in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.step = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            if (self.step + n) % 4:
+                x = x + torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.filterwarnings("error:.*ended early:RuntimeWarning")
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_a_backward_may_end_before_the_first_stage(updates: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Skips(), torch.randn(32, 32)
+    model = copy.deepcopy(plain)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    model.zero_grad()
+    own, twin = adamw(list(model.parameters())), adamw(list(plain.parameters()))
+    force(wrapped, own, 0.0, updates=updates)
+    for n in range(8):
+        for net, run, optimizers in ((model, wrapped, own), (plain, plain, twin)):
+            net.step = n + 2
+            added_up(run, optimizers, x)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_model_that_goes_before_the_step_has_been_updated() -> None:
+    model, optimizers, x = during()
+    (net,) = model.children()
+    model(x).sum().backward()
+    del model
+    gc.collect()
+    updated = [p.detach().clone() for p in net.parameters()]
+    optimizers[0].step()
+    assert same(list(net.parameters()), updated)
 
 
 def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:

@@ -104,6 +104,49 @@ def loaded(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     return loss
 
 
+def kept(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Gradients of two losses are kept past ``zero_grad()``; in the middle, the numbers and the states of one time."""
+    gradients = []
+    for _ in range(2):
+        optimizers[0].zero_grad()
+        model(batch()).float().square().mean().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    optimizers[0].zero_grad()
+    for p, first, second in zip(model.parameters(), *gradients, strict=True):
+        p.grad = None if first is None else (first - 0.5 * second)
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    if n != 2:
+        return torch.zeros(())
+    own, states = [p.data for p in model.parameters()], optimizers[0].state_dict()
+    for p, data in zip(model.parameters(), own, strict=True):
+        p.data = data.clone()
+    optimizers[0].state.clear()
+    usual(model, optimizers, n, batch)
+    usual(model, optimizers, n, batch)
+    for p, data in zip(model.parameters(), own, strict=True):
+        p.data = data
+    optimizers[0].load_state_dict(states)
+    return torch.zeros(())
+
+
+def changed_within(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Hooks change parameters within the backward, as tutorials of updates there do."""
+    handles = []
+    for k, p in enumerate(model.parameters()):
+        if p.requires_grad:
+
+            def changes(p: torch.Tensor, k: int = k) -> None:
+                with torch.no_grad():
+                    (p if k % 2 else p.data).add_(p.grad, alpha=-0.01)
+
+            handles.append(p.register_post_accumulate_grad_hook(changes))
+    loss = usual(model, optimizers, n, batch)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
 def given_up(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Forwards without backwards, and an update left out."""
     loss = model(batch()).float().square().mean()

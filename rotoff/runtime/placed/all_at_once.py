@@ -1,35 +1,53 @@
-"""Refuses gradient clipping and scaling with ``updates="during"``: each gradient is gone as soon as it is complete, so
-they would silently do nothing."""
+"""Refuses what needs all gradients with ``updates="during"``, clipping, scaling and the steps of other optimizers: each
+gradient is gone as soon as it is complete, so they would silently do nothing, or harm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...capture.interception import Patches
 from ...errors import ExecutionError
+from .groups import PlacedGroups
+from .updates import parameters_of
 
 _guards: list[Guard] = []
 
 
 class Guard:
-    """Until it is closed, clipping the gradients of `parameters` and scaling losses that depend on them raise
-    ExecutionError."""
+    """Until it is closed, clipping the gradients of the placed parameters, scaling losses that depend on them, and the
+    step of an optimizer that is given used-up gradients of them raise ExecutionError."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.keys = {id(p) for p in parameters}
+    def __init__(self, groups: PlacedGroups) -> None:
+        self._groups = groups
+        self.keys = {id(p) for p in groups.every()}
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
         _guards.append(self)
         _PATCHES.__enter__()
 
     def close(self) -> None:
-        """Allow both again; may be called twice."""
+        """Allow all again; may be called twice."""
         if self in _guards:
             _guards.remove(self)
             _PATCHES.__exit__()
+            self._hook.remove()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not any(optimizer is one for one in self._groups.optimizers):
+            used_up = (
+                self._groups.places[id(p)].gradient.marked for p in parameters_of(optimizer) if id(p) in self.keys
+            )
+            if any(used_up):
+                raise ExecutionError(
+                    'this optimizer was not given to compute_sequence, and with updates="during" the gradients of its'
+                    " parameters are gone; give it, or call zero_grad() of those that were given before its step"
+                )
 
 
 def _refusing(what: str) -> ExecutionError:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ...errors import ExecutionError
 from ...tensors.tree import flatten
 from .groups import PlacedGroups
+from .tensor import placeable
 from .updates import parameters_of, read_by
 
 
@@ -23,19 +24,22 @@ class CallersGradients:
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         # optimizers whose parameters a backward has updated, without their own step since, and what it read of them
         self._await_step: dict[Optimizer, list[Any]] = {}
+        self._used_up: set[int] = set()  # by id, the parameters that the last backward has updated
 
     def use_up(self, updated: set[int]) -> None:
         """After a backward: mark the gradients of the parameters that it has updated, given by id."""
         owners = (one for one in self._groups.optimizers if not updated.isdisjoint(map(id, parameters_of(one))))
         self._await_step = {one: read_by(one) for one in owners}
-        for key in updated & self._groups.places.keys():
+        self._used_up = updated & self._groups.places.keys()
+        for key in self._used_up:
             self._groups.places[key].gradient.mark()
 
     def refuse_earlier(self) -> None:
         """Raise if there are gradients before a backward that updates parameters."""
-        for gradient in (self._groups.places[id(p)].gradient for p in self._groups.every()):
+        updated = {id(p) for one in self._groups.optimizers for p in parameters_of(one)}
+        for gradient in (self._groups.places[id(p)].gradient for p in self._groups.every() if id(p) in updated):
             if (earlier := gradient.get()) is not None:
-                if earlier.any():
+                if earlier.any() or not placeable(earlier):  # part of a tensor that the caller may read or scale
                     raise _accumulates("parameters have gradients before the backward")
                 gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)`` after a step without a plan
 
@@ -58,15 +62,30 @@ class CallersGradients:
         for places in self._groups.places.values():
             places.gradient.unmark()
 
+    def let_step(self) -> None:
+        """When the model is gone: let an ``optimizer.step()`` that has not come find no gradients, since the backward
+        has updated the parameters."""
+        for key in self._used_up if self._await_step else ():
+            if (places := self._groups.places.get(key)) is not None:
+                places.gradient.unmark()
+        self._await_step = {}
+
     def hide_marks(self, optimizer: Optimizer, told: bool) -> None:
         """Before ``optimizer.step()``: hide the marks. told: whether the caller gives the step arguments.
 
         Raises:
             ExecutionError: if the step would have updated the parameters otherwise than the backward has.
         """
-        placed = ((p, self._groups.places.get(id(p))) for p in parameters_of(optimizer))
+        placed = [(p, self._groups.places.get(id(p))) for p in parameters_of(optimizer)]
         marked = [p for p, places in placed if places is not None and places.gradient.marked]
-        if marked and optimizer not in self._await_step:
+        awaited = optimizer in self._await_step
+        if awaited and any(id(p) in self._used_up and not self._groups.places[id(p)].gradient.stale for p, _ in placed):
+            del self._await_step[optimizer]
+            raise ExecutionError(
+                "gradients were cleared or replaced between the backward and optimizer.step(), and"
+                ' updates="during" has updated the parameters in the backward; plan with updates="after"'
+            )
+        if marked and not awaited:
             raise ExecutionError(
                 'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
                 ' plan with updates="after"'

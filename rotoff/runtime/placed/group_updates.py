@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ...core.sequence import Op, OpKind, g, o, w
@@ -97,11 +98,11 @@ class GroupUpdates:
             gradient.hand_over(counted)
         for chunks in self._chunks:
             chunks.step(parameters, groups.apart(parameters))
-        for gradient in gradients:
-            if self._in_backward:
+        for p, gradient in zip(parameters, gradients, strict=True):
+            if self._in_backward and self._has_updated(p):
                 gradient.let_go()
                 gradient.forget()
-            elif gradient.leaving and not (apart and w(k) in groups.plan.resident):
+            elif self._in_backward or (gradient.leaving and not (apart and w(k) in groups.plan.resident)):
                 gradient.release()
 
     def _update_on_host(self, k: int) -> None:
@@ -121,13 +122,17 @@ class GroupUpdates:
             for parameter in parameters:
                 for one in chunks:
                     one.step([parameter], groups.apart([parameter]))
-                if within:
+                if within and self._has_updated(parameter):
                     groups.places[id(parameter)].gradient.forget()
                 if not apart:
                     for state in groups.states(parameter):
                         state.rest(resident)
 
         self.host.run(k, update)
+
+    def _has_updated(self, parameter: nn.Parameter) -> bool:
+        """Whether one of the optimizers has updated it."""
+        return any(id(parameter) in one.updated for one in self._chunks)
 
     def _refuse_late_gradients(self) -> None:
         groups = self._groups

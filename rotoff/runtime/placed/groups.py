@@ -15,19 +15,29 @@ from ...errors import ExecutionError
 from ..links.base import Link
 from .lending import move
 from .placed_plan import PlacedPlan
-from .tensor import PlacedGradient, PlacedParameter, PlacedState, PlacedTensor, placeable, prefetch, room_of, settle
+from .tensor import (
+    FreshBytes,
+    PlacedGradient,
+    PlacedParameter,
+    PlacedState,
+    PlacedTensor,
+    placeable,
+    prefetch,
+    room_of,
+    settle,
+)
 
 
 class Places:
     """The places of one parameter, its gradient and its optimizer state."""
 
-    def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int) -> None:
+    def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int, fresh: FreshBytes) -> None:
         room = room_of(parameter)
         self.trained = parameter.requires_grad
         self.parameter = parameter
-        self.weight = PlacedParameter(parameter, link, offset, room)
-        self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0)
-        self._link = link
+        self.weight = PlacedParameter(parameter, link, offset, room, fresh)
+        self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0, fresh)
+        self._link, self._fresh = link, fresh
         self._states: dict[str, PlacedState] = {}
         self._next = offset + room * (1 + self.trained)
         self.end = self._next + state_bytes
@@ -48,7 +58,8 @@ class Places:
             if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or not placeable(tensor):
                 continue
             if (end := self._next + room_of(tensor)) <= self.end:
-                self._states[key] = PlacedState(state or {}, key, self._link, self._next, room_of(tensor))
+                room = room_of(tensor)
+                self._states[key] = PlacedState(state or {}, key, self._link, self._next, room, self._fresh)
                 self._next = end
         return list(self._states.values())
 
@@ -66,6 +77,7 @@ class PlacedGroups:
     def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
         self.link = link
         self.base = 0
+        self._fresh = FreshBytes(link)
         self.optimizers = tuple(optimizers)
         self.places: dict[int, Places] = {}
         self.step: Any = None
@@ -95,12 +107,13 @@ class PlacedGroups:
             for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
             if (known := self.places.get(id(parameter))) is None or parameter.requires_grad > known.trained
         ]
+        self.base = max(self.base, self._fresh.end)
         if new and self.base:  # so that each lies in bytes that were secured at once
             self.base = max(self.base, self.link.capacity)
         end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
         self.link.reserve(end + host_bytes)
         for parameter, state in new:
-            self.places[id(parameter)] = places = Places(parameter, state, self.link, self.base)
+            self.places[id(parameter)] = places = Places(parameter, state, self.link, self.base, self._fresh)
             self.base = places.end
         self._plan = plan
 

@@ -85,7 +85,7 @@ class Placement:
         if plan is not self._guarded:
             self._unguard()
             if plan.during:
-                self._unguard = weakref.finalize(self, Guard(self._groups.every()).close)
+                self._unguard = weakref.finalize(self, _free, Guard(self._groups), self._gradients)
             self._guarded = plan
         self._groups.rest(beginning=True)
 
@@ -266,6 +266,11 @@ class Placement:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
         if not is_nested(optimizer):
             self._gradients.show()
+
+
+def _free(guard: Guard, gradients: CallersGradients) -> None:
+    guard.close()
+    gradients.let_step()
 
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:

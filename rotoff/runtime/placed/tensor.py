@@ -37,27 +37,45 @@ def placeable(tensor: torch.Tensor | None) -> bool:
     return lies_alone and bool(tensor.numel()) and not (tensor.dtype.is_complex and tensor.is_conj())
 
 
+class FreshBytes:
+    """Secures more host bytes for tensors whose own the caller keeps. end: of those secured so far."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.end = 0
+
+    def secure(self, nbytes: int) -> int:
+        """Secure so many; returns the first."""
+        first = self._link.capacity
+        self._link.reserve(first + nbytes)
+        self.end = first + nbytes
+        return first
+
+
 class PlacedTensor(ABC):
     """The place of one tensor of the caller.
 
     device: its copy on the device, or None. host: the tensor over the link's host bytes, or None.
 
     Args:
-        link: to the host. offset, room: its bytes there.
+        link: to the host. offset, room: its bytes there. fresh: secures others there.
     """
 
-    def __init__(self, link: Link, offset: int, room: int) -> None:
+    def __init__(self, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
         self.device: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
         self._link = link
         self._offset = offset
         self._room = room
+        self._fresh = fresh
+        self._left: list[tuple[int, torch.Tensor]] = []  # bytes that the caller has kept a tensor over
         self._address = 0  # of `host`
         self._valid = False  # whether the host's bytes are those of `device`
         self._same: tuple[int, ...] | None = None  # `_content` when the host's bytes were those of `device`
         self._coming: Ticket = None
         self._leaving: Ticket = None
         self._out: Ticket = None
+        self._fetched = 0  # `version` of the host's tensor when it was copied to the device
 
     @abstractmethod
     def get(self) -> torch.Tensor | None:
@@ -67,6 +85,12 @@ class PlacedTensor(ABC):
     def put(self, tensor: torch.Tensor) -> None:
         """Have the caller's tensor lie where `tensor` does, as another object, whose ``.data`` the caller may set
         (``module.cpu()`` does)."""
+
+    @property
+    def version(self) -> int:
+        """How often the caller's tensor was changed, as autograd counts."""
+        tensor = self.get()
+        return 0 if tensor is None or tensor.is_inference() else tensor._version
 
     @property
     def on_host(self) -> bool:
@@ -92,6 +116,7 @@ class PlacedTensor(ABC):
             return True
         self.settle()  # one that the caller, or autograd, has made
         self.device, self._valid = None, False
+        self._leave_kept()
         if tensor.device == self._link.device:
             self.device = tensor.detach()
         else:
@@ -100,6 +125,15 @@ class PlacedTensor(ABC):
             assert self.host is not None
             self.put(self.host)
         return True
+
+    def _leave_kept(self) -> None:
+        """Take other host bytes if the caller has kept the tensor over these, whose numbers must stay."""
+        if self.host is None or not _is_kept(self.host):
+            return
+        free = next((n for n, (_, tensor) in enumerate(self._left) if not _is_kept(tensor)), None)
+        offset = self._fresh.secure(self._room) if free is None else self._left.pop(free)[0]
+        self._left.append((self._offset, self.host))
+        self._offset, self.host, self._out = offset, None, None
 
     def settle(self) -> None:
         """Make compute wait until no copy reads or writes this.
@@ -156,7 +190,7 @@ class PlacedTensor(ABC):
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
-                self.put(self.device)
+                self._put_on_device(self.device)
             self._valid = False
 
     def hand_over(self, counted: bool = False) -> None:
@@ -165,7 +199,7 @@ class PlacedTensor(ABC):
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
-                self.put(self.device)
+                self._put_on_device(self.device)
             self._remember(counted)
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
@@ -191,7 +225,7 @@ class PlacedTensor(ABC):
     def _warn_of_sharing(self) -> None:
         """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left."""
         assert self.device is not None
-        if uses_of(self.device) > 2:  # `device` and that call's own
+        if _is_kept(self.device):
             warnings.warn(
                 "rotoff: another tensor shares the memory of a parameter, or optimizer state, of shape"
                 f" {tuple(self.device.shape)} that has moved to the host: it keeps that memory on the device and does"
@@ -199,6 +233,16 @@ class PlacedTensor(ABC):
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    def _put_on_device(self, device: torch.Tensor) -> None:
+        if self.version != self._fetched or self.may_change_uncounted:
+            device.copy_(self._have_host(device))  # the caller has changed it since it was copied
+        self.put(device)
+
+    @property
+    def may_change_uncounted(self) -> bool:
+        """Whether hooks of the caller's may change it within the backward, through ``.data``."""
+        return False
 
     def _remember(self, counted: bool = False) -> None:
         if self._valid and self._same is None and self.device is not None:
@@ -231,7 +275,7 @@ def prefetch(tensors: Iterable[PlacedTensor]) -> None:
     ticket = link.copy_in(there, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
     for one, host, data in zip(coming, hosts, there, strict=True):
         one.device = View.of(host).on(data.untyped_storage())
-        one._coming, one._valid, one._same = ticket, True, None
+        one._coming, one._valid, one._same, one._fetched = ticket, True, None, one.version
 
 
 def offload(tensors: Iterable[PlacedTensor]) -> None:
@@ -265,6 +309,11 @@ def settle(tensors: Iterable[PlacedTensor]) -> None:
         raise failures[0]
 
 
+def _is_kept(own: torch.Tensor) -> bool:
+    """Whether anything beside `own` holds its storage."""
+    return uses_of(own) > 2  # `own`, and that call's
+
+
 def _sum(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor. It also shows changes that autograd's version counter does not count, such as
     ``parameter.data.mul_``."""
@@ -276,8 +325,8 @@ def _sum(tensor: torch.Tensor) -> int:
 class PlacedParameter(PlacedTensor):
     """A parameter's own numbers."""
 
-    def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int) -> None:
-        super().__init__(link, offset, room)
+    def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
+        super().__init__(link, offset, room, fresh)
         self._parameter = parameter
 
     def get(self) -> torch.Tensor:
@@ -285,6 +334,10 @@ class PlacedParameter(PlacedTensor):
 
     def put(self, tensor: torch.Tensor) -> None:
         self._parameter.data = tensor
+
+    @property
+    def may_change_uncounted(self) -> bool:
+        return bool(self._parameter._backward_hooks or self._parameter._post_accumulate_grad_hooks)
 
 
 class PlacedGradient(PlacedTensor):
@@ -296,8 +349,8 @@ class PlacedGradient(PlacedTensor):
     parameter: the caller does not see them within a step.
     """
 
-    def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int) -> None:
-        super().__init__(link, offset, room)
+    def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
+        super().__init__(link, offset, room, fresh)
         self._parameter = parameter
         self.apart: torch.Tensor | None = None
         self._marker: torch.Tensor | None = None  # see `mark`
@@ -334,6 +387,7 @@ class PlacedGradient(PlacedTensor):
             )
             gradient = own.copy_(gradient)
         self.settle()
+        self._leave_kept()
         self.apart, self.device, self._valid = gradient, gradient, False
         return None
 
@@ -395,10 +449,10 @@ class PlacedGradient(PlacedTensor):
 
 
 class PlacedState(PlacedTensor):
-    """One tensor of an optimizer's state of a parameter. Of its changes, only those are noticed that autograd counts."""
+    """One tensor of an optimizer's state of a parameter; only changes that autograd counts are noticed."""
 
-    def __init__(self, state: dict[str, Any], key: str, link: Link, offset: int, room: int) -> None:
-        super().__init__(link, offset, room)
+    def __init__(self, state: dict[str, Any], key: str, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
+        super().__init__(link, offset, room, fresh)
         self.state = state
         self._key = key
 
