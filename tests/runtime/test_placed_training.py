@@ -1109,6 +1109,24 @@ def test_a_backward_may_end_before_the_first_stage(updates: str) -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_steps_in_hooks_of_parameters_are_refused(updates: str) -> None:
+    """As in the tutorial of updates in the backward, which rotoff does by itself."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)]), torch.randn(16, 48)
+    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
+    net.zero_grad()
+    own = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
+    force(wrapped, list(own.values()), 0.0, updates=updates)
+    handles = [p.register_post_accumulate_grad_hook(lambda p: own[p].step()) for p in net.parameters()]
+    with pytest.raises(rotoff.ExecutionError, match='leave it out there.*plan with updates="during"'):
+        wrapped(x).sum().backward()
+    for handle in handles:
+        handle.remove()
+    net.zero_grad()
+    added_up(wrapped, list(own.values()), x)
+
+
 def test_a_model_that_goes_before_the_step_has_been_updated() -> None:
     model, optimizers, x = during()
     (net,) = model.children()

@@ -226,9 +226,18 @@ class Placement:
 
     def before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Hook before ``optimizer.step()``: do its work group by group, so that it finds nothing left to do. A closure
-        is called first, as the step would; the step gets one that returns the same loss."""
+        is called first, as the step would; the step gets one that returns the same loss.
+
+        Raises:
+            ExecutionError: within a backward of the model.
+        """
         if is_nested(optimizer):
             return None
+        if self._groups.planned and self._groups.step is not None and torch._C._current_graph_task_id() != -1:
+            raise ExecutionError(
+                "optimizer.step() was called within the backward, as by a hook of a parameter; leave it out there, call"
+                ' it after the backward, and plan with updates="during", which updates parameters as gradients come'
+            )
         closure = next((given for given in (*args[1:], *kwargs.values()) if callable(given)), None)
         if closure is None:
             self._update_all(optimizer, args[1:], kwargs)
