@@ -200,7 +200,8 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
         results.append([*losses, *(t.cpu() for t in result(one, [own]))])
     equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     record("bits equal", equal)
-    assert equal or not STANDIN
+    # PyTorch adds up the norms to clip by device by device; here gradients may lie on two
+    assert equal or not STANDIN or how is clipped
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
     wrapped.close()

@@ -1006,7 +1006,7 @@ ALL_GRADIENTS = {
     "no zero_grad": (never_cleared, "have not been cleared"),
     "clipping by hand": (clipped_by_hand, "more than one element"),
     "eval before the step": (evaluated_before_the_step, "comes between a backward and optimizer.step"),
-    "cleared before the step": (cleared_before_the_step, "were cleared or replaced between the backward and"),
+    "cleared before the step": (cleared_before_the_step, "were cleared between the backward and"),
     "another optimizer": (stepped_by_another, "was not given to compute_sequence"),
     "a part of a gradient of all": (flat, "gradients before the backward"),
     "close before the step": (closed_before_the_step, "close comes between a backward and optimizer.step"),

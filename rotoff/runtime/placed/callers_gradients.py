@@ -79,10 +79,11 @@ class CallersGradients:
         placed = [(p, self._groups.places.get(id(p))) for p in parameters_of(optimizer)]
         marked = [p for p, places in placed if places is not None and places.gradient.marked]
         awaited = optimizer in self._await_step
-        if awaited and any(id(p) in self._used_up and not self._groups.places[id(p)].gradient.stale for p, _ in placed):
+        used_up = [places.gradient for p, places in placed if places is not None and id(p) in self._used_up]
+        if awaited and any(one.get() is None and not one.stale for one in used_up):
             del self._await_step[optimizer]
             raise ExecutionError(
-                "gradients were cleared or replaced between the backward and optimizer.step(), and"
+                "gradients were cleared between the backward and optimizer.step(), and"
                 ' updates="during" has updated the parameters in the backward; plan with updates="after"'
             )
         if marked and not awaited:
