@@ -533,13 +533,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._links = self._courses.meter.links = self._steps.links = other._links
 
     def close(self) -> None:
-        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are.
-
-        Raises:
-            ExecutionError: between a backward that has updated parameters and the ``optimizer.step()`` after it.
-        """
-        if self._steps.placement is not None:
-            self._steps.placement.refuse_before_step("close")
+        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""
         self._links.close()
         self._steps.unplace(resident=False)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..capture.recording import same_calls
+from ..capture.unrepeatable import UnrepeatableError
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..runtime.step import Step
@@ -124,6 +125,8 @@ class Specializations(MeasuredCourses):
                 return measured_here()
             if course.grown == hint and course.looks:
                 return looked_at(course, key)
+        except UnrepeatableError:  # nor may a replay repeat it
+            raise
         except MeasureError as error:
             course.alone = True
             logger.warning(

@@ -74,7 +74,7 @@ class Interpreter:
         self._crossing: dict[int, tuple[Sequence[tuple[Var, int]], list[bool]]] = {}
         # values that stay on the device: larger than their place on the host, which has no other for them
         self._too_large: set[Value] = set()
-        self._behind = 0  # bytes of values that are larger than their place on the host
+        self._behind = 0  # the end of values that are larger than their place on the host
         self._last = len(stages)  # the stage in which the forward ended
         self._next = 0  # index of the next op
         self._span: record_function | None = None  # of the running operation, if a profiler is active
@@ -121,17 +121,17 @@ class Interpreter:
         """Return where on the host the value of this operation goes; None if it has to stay on the device. Values that
         the step's data made larger than they were when measured go behind all others."""
         place = self._plan.host[self._next]
-        base = 0 if self._placement is None else self._placement.base
+        base, others = (0, 0) if self._placement is None else (self._placement.base, self._placement.end)
         if size <= place.room:
             return base + place.offset
         if self._live is not None and self._live.astray is not None:
             return None
-        start = base + self._plan.host_bytes + self._behind
+        start = max(base + self._plan.host_bytes, others, self._behind)
         try:
             self._need_link().reserve(start + size)
         except ExecutionError:  # the host is full; the step is correct all the same
             return None
-        self._behind += size
+        self._behind = start + size
         return start
 
     def _free(self, op: Op) -> None:

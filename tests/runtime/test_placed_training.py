@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -983,11 +984,6 @@ def stepped_by_another(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
-def closed_before_the_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
-    model(x).sum().backward()
-    model.close()
-
-
 def flat(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     whole = torch.zeros(sum(p.numel() for p in model.parameters()))
     for p, part in zip(model.parameters(), whole.split([p.numel() for p in model.parameters()]), strict=True):
@@ -1007,9 +1003,8 @@ ALL_GRADIENTS = {
     "clipping by hand": (clipped_by_hand, "more than one element"),
     "eval before the step": (evaluated_before_the_step, "comes between a backward and optimizer.step"),
     "cleared before the step": (cleared_before_the_step, "were cleared between the backward and"),
-    "another optimizer": (stepped_by_another, "was not given to compute_sequence"),
+    "another optimizer": (stepped_by_another, "has used up gradients of this optimizer's parameters"),
     "a part of a gradient of all": (flat, "gradients before the backward"),
-    "close before the step": (closed_before_the_step, "close comes between a backward and optimizer.step"),
     "a second step": (stepped_twice, r"a second optimizer.step\(\) after one backward"),
 }  # fmt: skip
 
@@ -1127,15 +1122,110 @@ def test_steps_in_hooks_of_parameters_are_refused(updates: str) -> None:
     added_up(wrapped, list(own.values()), x)
 
 
-def test_a_model_that_goes_before_the_step_has_been_updated() -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_model_that_goes_before_the_step_has_been_updated(closes: bool) -> None:
     model, optimizers, x = during()
     (net,) = model.children()
     model(x).sum().backward()
+    with pytest.warns(RuntimeWarning, match="which finds nothing left to do") if closes else nullcontext():
+        if closes:
+            model.close()
     del model
     gc.collect()
     updated = [p.detach().clone() for p in net.parameters()]
     optimizers[0].step()
     assert same(list(net.parameters()), updated)
+
+
+@pytest.mark.parametrize("then", ["close", "plan", "delete"])
+def test_no_later_step_takes_marks_for_gradients(then: str) -> None:
+    model, optimizers, x = during()
+    (net,) = model.children()
+    model(x).sum().backward()
+    optimizers[0].step()
+    if then == "close":
+        model.close()
+    elif then == "plan":
+        model.compute_sequence("1 GiB")
+        model(x)
+    del model
+    gc.collect()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    for optimizer in (other, optimizers[0]):
+        with pytest.raises(rotoff.ExecutionError, match=r"call zero_grad\(\) before its step"):
+            optimizer.step()
+    optimizers[0].zero_grad()
+    added_up(net, [other], x)
+    assert not any(p.isnan().any() for p in net.parameters())
+
+
+class Around(Optimizer):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_around_the_given_one_steps_it() -> None:
+    model, optimizers, x = during()
+    (net,) = model.children()
+    plain = copy.deepcopy(net)
+    for run, inner in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
+        inner.param_groups[0]["lr"] = 0.01
+        around = Around(inner)
+        for _ in range(3):
+            added_up(run, [around], x)
+    assert same(list(net.parameters()), list(plain.parameters()))
+
+
+def test_a_model_with_marks_is_collected() -> None:
+    model, optimizers, x = during()
+    optimizers[0].model = model  # type: ignore[attr-defined]
+    model(x).sum().backward()
+    optimizers[0].step()
+    gone = weakref.ref(model)
+    del model, optimizers
+    gc.collect()
+    assert gone() is None
+
+
+class Wider(nn.Module):
+    """What it saves grows with the numbers that it gets, up to all of a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            seen = x[x[:, 0] > 0]
+            x = x + torch.tanh(layer(x)) + torch.tanh(layer(seen)).exp().mean()
+        return x
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_what_is_kept_and_what_data_makes_larger_lie_apart_on_the_host(updates: str) -> None:
+    """Both take host bytes that were not planned, in the same step."""
+    torch.manual_seed(0)
+    model, few, many = Wider(), torch.randn(256, 32), torch.rand(256, 32)
+    few[:, 0] = -few[:, 0].abs()
+    few[:32, 0] = 1
+    plain, kept = copy.deepcopy(model), []
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(few, repeats=1)
+    model.zero_grad()
+    optimizers, twin = adamw(list(model.parameters())), adamw(list(plain.parameters()))
+    force(wrapped, optimizers, 0.0, updates=updates)
+    for n in range(6):
+        for net, run, own in ((model, wrapped, optimizers), (plain, plain, twin)):
+            for p in net.parameters() if n > 1 else ():
+                kept.append(p.data)
+                p.data = p.data.clone()
+            added_up(run, own, many if n % 3 == 2 else few)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:

@@ -3,7 +3,9 @@ gradient is gone as soon as it is complete, so they would silently do nothing, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,40 +16,82 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...capture.interception import Patches
 from ...errors import ExecutionError
-from .groups import PlacedGroups
 from .updates import parameters_of
 
 _guards: list[Guard] = []
+_closed: list[Guard] = []  # while there are marks of theirs
+
+
+class Marks:
+    """What stands in ``parameter.grad`` for gradients that a backward has used up. It outlives the model.
+
+    awaited: whether an ``optimizer.step()`` has yet to find that nothing is left to do.
+    """
+
+    def __init__(self) -> None:
+        self.awaited = False
+        self._marked: list[tuple[weakref.ref[nn.Parameter], torch.Tensor]] = []
+
+    def note(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Note that the gradients of these are marks."""
+        self._marked = [(weakref.ref(p), p.grad) for p in parameters if p.grad is not None]
+
+    def left(self) -> list[nn.Parameter]:
+        """Return the parameters that still have one."""
+        alive = ((parameter(), mark) for parameter, mark in self._marked)
+        return [p for p, mark in alive if p is not None and p.grad is mark]
+
+    def remove(self) -> None:
+        """Clear those gradients."""
+        for parameter in self.left():
+            parameter.grad = None
 
 
 class Guard:
-    """Until it is closed, clipping the gradients of the placed parameters, scaling losses that depend on them, and the
-    step of an optimizer that is given used-up gradients of them raise ExecutionError."""
+    """Refuses, until it is closed, clipping the gradients of `parameters` and scaling losses that depend on them; and,
+    as long as there are marks, the steps of optimizers that would take these for gradients."""
 
-    def __init__(self, groups: PlacedGroups) -> None:
-        self._groups = groups
-        self.keys = {id(p) for p in groups.every()}
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+    def __init__(self, parameters: Iterable[nn.Parameter], optimizers: Iterable[Optimizer]) -> None:
+        self.keys = {id(p) for p in parameters}
+        self.marks = Marks()
+        self._optimizers = weakref.WeakSet(optimizers)
         _guards.append(self)
         _PATCHES.__enter__()
+        _watch_steps()
 
     def close(self) -> None:
-        """Allow all again; may be called twice."""
+        """Allow clipping and scaling again; may be called twice."""
         if self in _guards:
             _guards.remove(self)
             _PATCHES.__exit__()
-            self._hook.remove()
+        self._optimizers.clear()
+        if self.marks.awaited:  # the backward has updated the parameters; the step finds nothing to do
+            self.marks.remove()
+        elif self.marks.left():
+            _closed.append(self)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not any(optimizer is one for one in self._groups.optimizers):
-            used_up = (
-                self._groups.places[id(p)].gradient.marked for p in parameters_of(optimizer) if id(p) in self.keys
-            )
-            if any(used_up):
-                raise ExecutionError(
-                    'this optimizer was not given to compute_sequence, and with updates="during" the gradients of its'
-                    " parameters are gone; give it, or call zero_grad() of those that were given before its step"
-                )
+    def lets(self, optimizer: Optimizer) -> bool:
+        """Whether a step of `optimizer` takes no mark for a gradient."""
+        wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+        if any(one in self._optimizers for one in (optimizer, *wrapped)):
+            return True  # the placement hides the marks
+        theirs = set(map(id, parameters_of(optimizer)))
+        return not any(id(p) in theirs for p in self.marks.left())
+
+
+@functools.cache
+def _watch_steps() -> None:
+    """Have each step of an optimizer come by, from now on: a hook cannot be removed while steps run."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _closed[:] = [guard for guard in _closed if guard.marks.left()]
+    if not all(guard.lets(optimizer) for guard in (*_guards, *_closed)):
+        raise ExecutionError(
+            'updates="during" has used up gradients of this optimizer\'s parameters; call zero_grad() before its step,'
+            " or give it to compute_sequence"
+        )
 
 
 def _refusing(what: str) -> ExecutionError:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...errors import ExecutionError
 from ...tensors.tree import flatten
+from .all_at_once import Marks
 from .groups import PlacedGroups
 from .tensor import placeable
 from .updates import parameters_of, read_by
@@ -24,6 +25,7 @@ class CallersGradients:
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         # optimizers whose parameters a backward has updated, without their own step since, and what it read of them
         self._await_step: dict[Optimizer, list[Any]] = {}
+        self.marks = Marks()
         self._used_up: set[int] = set()  # by id, the parameters that the last backward has updated
 
     def use_up(self, updated: set[int]) -> None:
@@ -31,8 +33,11 @@ class CallersGradients:
         owners = (one for one in self._groups.optimizers if not updated.isdisjoint(map(id, parameters_of(one))))
         self._await_step = {one: read_by(one) for one in owners}
         self._used_up = updated & self._groups.places.keys()
-        for key in self._used_up:
-            self._groups.places[key].gradient.mark()
+        places = [self._groups.places[key] for key in self._used_up]
+        for one in places:
+            one.gradient.mark()
+        self.marks.note(one.parameter for one in places)
+        self.marks.awaited = bool(self._await_step)
 
     def refuse_earlier(self) -> None:
         """Raise if there are gradients before a backward that updates parameters."""
@@ -62,14 +67,6 @@ class CallersGradients:
         for places in self._groups.places.values():
             places.gradient.unmark()
 
-    def let_step(self) -> None:
-        """When the model is gone: let an ``optimizer.step()`` that has not come find no gradients, since the backward
-        has updated the parameters."""
-        for key in self._used_up if self._await_step else ():
-            if (places := self._groups.places.get(key)) is not None:
-                places.gradient.unmark()
-        self._await_step = {}
-
     def hide_marks(self, optimizer: Optimizer, told: bool) -> None:
         """Before ``optimizer.step()``: hide the marks. told: whether the caller gives the step arguments.
 
@@ -81,7 +78,7 @@ class CallersGradients:
         awaited = optimizer in self._await_step
         used_up = [places.gradient for p, places in placed if places is not None and id(p) in self._used_up]
         if awaited and any(one.get() is None and not one.stale for one in used_up):
-            del self._await_step[optimizer]
+            self._has_stepped(optimizer)
             raise ExecutionError(
                 "gradients were cleared between the backward and optimizer.step(), and"
                 ' updates="during" has updated the parameters in the backward; plan with updates="after"'
@@ -98,8 +95,12 @@ class CallersGradients:
                 f'optimizer.step() {finds}, and updates="during" has updated the parameters in the backward; plan with'
                 ' updates="after"' + ("" if told else ", or change them before the backward")
             )
-        self._await_step.pop(optimizer, None)
+        self._has_stepped(optimizer)
         self._hide(marked)
+
+    def _has_stepped(self, optimizer: Optimizer) -> None:
+        self._await_step.pop(optimizer, None)
+        self.marks.awaited = bool(self._await_step)
 
     def hide_all(self, optimizer: Optimizer) -> None:
         """After the update: hide all gradients, so that the optimizer's own step finds nothing left to do."""

@@ -77,7 +77,7 @@ class PlacedGroups:
     def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
         self.link = link
         self.base = 0
-        self._fresh = FreshBytes(link)
+        self.fresh = FreshBytes(link)
         self.optimizers = tuple(optimizers)
         self.places: dict[int, Places] = {}
         self.step: Any = None
@@ -107,13 +107,13 @@ class PlacedGroups:
             for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
             if (known := self.places.get(id(parameter))) is None or parameter.requires_grad > known.trained
         ]
-        self.base = max(self.base, self._fresh.end)
+        self.base = max(self.base, self.fresh.end)
         if new and self.base:  # so that each lies in bytes that were secured at once
             self.base = max(self.base, self.link.capacity)
         end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
         self.link.reserve(end + host_bytes)
         for parameter, state in new:
-            self.places[id(parameter)] = places = Places(parameter, state, self.link, self.base, self._fresh)
+            self.places[id(parameter)] = places = Places(parameter, state, self.link, self.base, self.fresh)
             self.base = places.end
         self._plan = plan
 

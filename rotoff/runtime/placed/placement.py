@@ -7,6 +7,7 @@ leaves out, needs no special case: the next step begins by bringing everything t
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
@@ -63,6 +64,11 @@ class Placement:
         """Where the host bytes of others may begin."""
         return self._groups.base
 
+    @property
+    def end(self) -> int:
+        """The end of the host bytes that were secured since the step began, behind those of others."""
+        return self._groups.fresh.end
+
     # -- between steps
 
     def begin(self, plan: PlacedPlan, host_bytes: int = 0) -> None:
@@ -85,9 +91,14 @@ class Placement:
         if plan is not self._guarded:
             self._unguard()
             if plan.during:
-                self._unguard = weakref.finalize(self, _free, Guard(self._groups), self._gradients)
+                self._unguard = self._guard()
             self._guarded = plan
         self._groups.rest(beginning=True)
+
+    def _guard(self) -> Callable[[], object]:
+        guard = Guard(self._groups.every(), self.optimizers)
+        self._gradients.marks = guard.marks
+        return weakref.finalize(self, guard.close)
 
     def _abandon(self) -> None:
         if self._groups.step is not None and (step := self._groups.step()) is not None:
@@ -113,6 +124,13 @@ class Placement:
         """Return everything to the caller, on the device if `resident`, else where it lies; and free the host's
         bytes."""
         self._abandon()
+        if self._gradients.marks.awaited:
+            warnings.warn(
+                "rotoff: closed between a backward that has updated the parameters and optimizer.step(), which finds"
+                " nothing left to do",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         self._updates.host.close()
         self._unguard()
         self._gradients.show()
@@ -275,11 +293,6 @@ class Placement:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
         if not is_nested(optimizer):
             self._gradients.show()
-
-
-def _free(guard: Guard, gradients: CallersGradients) -> None:
-    guard.close()
-    gradients.let_step()
 
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:

@@ -449,7 +449,7 @@ class PlacedGradient(PlacedTensor):
 
 
 class PlacedState(PlacedTensor):
-    """One tensor of an optimizer's state of a parameter; only changes that autograd counts are noticed."""
+    """One tensor of an optimizer's state of a parameter."""
 
     def __init__(self, state: dict[str, Any], key: str, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
         super().__init__(link, offset, room, fresh)
@@ -462,6 +462,3 @@ class PlacedState(PlacedTensor):
 
     def put(self, tensor: torch.Tensor) -> None:
         self.state[self._key] = tensor.detach()
-
-    def _remember(self, counted: bool = True) -> None:
-        super()._remember(True)

@@ -109,10 +109,12 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 def read_by(optimizer: Optimizer) -> list[Any]:
-    """Return what a step reads beside gradients and states: its settings, and the versions of its parameters."""
+    """Return what a step reads beside gradients: its settings, and the versions of its parameters and their states."""
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     settings = (value.tolist() if isinstance(value, torch.Tensor) else value for value in leaves(groups))
-    return [*settings, *(parameter._version for parameter in parameters_of(optimizer))]
+    states = [t for p in parameters_of(optimizer) for t in optimizer.state.get(p, {}).values()]
+    read = [*parameters_of(optimizer), *(t for t in states if isinstance(t, torch.Tensor) and not t.is_inference())]
+    return [*settings, *((id(tensor), tensor._version) for tensor in read)]
 
 
 def own_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -122,8 +124,10 @@ def own_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
 
 
 def counts_changes(optimizer: Optimizer) -> bool:
-    """Whether autograd counts what a step changes: PyTorch's own do not write through ``.data``, others may."""
-    return type(optimizer).step.__module__.startswith("torch.optim.")
+    """Whether autograd counts what a step changes. PyTorch's own do not write through ``.data``, others may; so do
+    kernels that unscale gradients."""
+    own = type(optimizer).__module__.startswith("torch.optim.")
+    return own and getattr(optimizer, "grad_scale", None) is None
 
 
 _HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of the function that runs the hooks of every step
