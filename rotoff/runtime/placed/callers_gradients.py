@@ -36,7 +36,7 @@ class CallersGradients:
         places = [self._groups.places[key] for key in self._used_up]
         for one in places:
             one.gradient.mark()
-        self.marks.note(one.parameter for one in places)
+        self.marks.note(one.parameter for one in places if one.gradient.marked)
         self.marks.awaited = bool(self._await_step)
 
     def refuse_earlier(self) -> None:
