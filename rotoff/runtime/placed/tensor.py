@@ -38,18 +38,22 @@ def placeable(tensor: torch.Tensor | None) -> bool:
 
 
 class FreshBytes:
-    """Secures more host bytes for tensors whose own the caller keeps. end: of those secured so far."""
+    """Secures more host bytes for tensors whose own the caller keeps; each time as many as before, since the link maps
+    all of them anew. end: of those secured so far."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._next = self._secured = 0
         self.end = 0
 
     def secure(self, nbytes: int) -> int:
         """Secure so many; returns the first."""
-        first = self._link.capacity
-        self._link.reserve(first + nbytes)
-        self.end = first + nbytes
-        return first
+        if self._next + nbytes > self.end:
+            first, size = self._link.capacity, max(nbytes, self._secured)
+            self._link.reserve(first + size)
+            self._next, self.end, self._secured = first, first + size, self._secured + size
+        self._next += nbytes
+        return self._next - nbytes
 
 
 class PlacedTensor(ABC):
