@@ -40,6 +40,11 @@ WITH = $(BIN)/python scripts/requirements.py $(1) > $(VENV)/requirements.txt && 
 # Two at a time, whatever else make was asked for: the kernels compile while pip fetches what does not need them.
 SETUP = +@$(MAKE) --no-print-directory -j2
 
+# Of several targets one after the other, since all need the same set-up.
+ifeq ($(MAKELEVEL),0)
+.NOTPARALLEL:
+endif
+
 .PHONY: demo quickstart gallery test test-all lint docs dist wheels clean
 .DELETE_ON_ERROR:
 
@@ -101,19 +106,19 @@ $(VENV)/python:
 	touch $@
 
 # The torch that PYTHON has if it will do, else a new one.
-$(VENV)/torch: | $(VENV)/python
+$(VENV)/torch: $(VENV)/python
 	$(BIN)/python $(HAS_TORCH) 2>/dev/null || $(INSTALL) $(TORCH)
 	$(call WITH,)
 	touch $@
 
 # The wheel is built from the sdist, each in an environment of its own, so that nothing forgotten or stale gets in.
-$(VENV)/wheel: $(SOURCES) | $(VENV)/python
+$(VENV)/wheel: $(VENV)/python $(SOURCES)
 	rm -rf dist build rotoff.egg-info
 	$(BIN)/python -m build . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 	touch $@
 
 # The wheel alone: pip would take a rebuilt one of the same version for the one that it has.
-$(VENV)/installed: $(VENV)/wheel | $(VENV)/torch
+$(VENV)/installed: $(VENV)/wheel $(VENV)/torch
 	$(INSTALL) --force-reinstall --no-deps dist/rotoff-*.whl
 	touch $@
 
@@ -121,15 +126,15 @@ $(VENV)/installed: $(VENV)/wheel | $(VENV)/torch
 $(VENV)/tools: $(VENV)/packages $(VENV)/installed
 	touch $@
 
-$(VENV)/packages: pyproject.toml | $(VENV)/torch
+$(VENV)/packages: pyproject.toml scripts/requirements.py $(VENV)/torch
 	$(call WITH,dev)
 	touch $@
 
 # Libraries of models, the versions that go with the torch that is there.
-$(VENV)/gallery: pyproject.toml | $(VENV)/installed
+$(VENV)/gallery: pyproject.toml $(VENV)/torch | $(VENV)/installed
 	$(call WITH,gallery)
 	touch $@
 
-$(VENV)/docs: pyproject.toml | $(VENV)/tools
+$(VENV)/docs: pyproject.toml $(VENV)/torch | $(VENV)/tools
 	$(call WITH,docs)
 	touch $@

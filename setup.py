@@ -30,10 +30,10 @@ kernels = [
 
 # A tool that makes a wheel asks for the metadata first and makes the sdist: these need no C.
 COMPILES = not {"egg_info", "dist_info", "sdist"} & set(sys.argv)
+CORES = min(len(kernels), os.cpu_count() or 1)
 
 if __name__ == "__main__":  # not in the processes that Cython starts
     setup(
-        ext_modules=cythonize(kernels, language_level=3, nthreads=os.cpu_count()) if COMPILES else kernels,
-        options={"build_ext": {"parallel": os.cpu_count()}}
-        | ({"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {}),
+        ext_modules=cythonize(kernels, language_level=3, nthreads=CORES) if COMPILES else kernels,
+        options={"build_ext": {"parallel": CORES}} | ({"bdist_wheel": {"py_limited_api": "cp311"}} if STABLE else {}),
     )

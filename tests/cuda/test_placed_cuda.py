@@ -236,6 +236,27 @@ def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Reco
         compare("language", 0.0, "during", how, OPTIMIZERS["AdamW"], record_property)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_gradients_that_no_given_optimizer_updates_are_the_callers(updates: str, share: float) -> None:
+    """They add up over the steps."""
+
+    def half(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters[::2], lr=1e-2)
+
+    wrapped, optimizer, x, _ = placed("language", share, updates, half)
+    plain, twin = plain_twin(made("language")[0], half)
+    for n in range(3):
+        for net, own in ((wrapped, optimizer), (plain, twin)):
+            torch.manual_seed(n)
+            net(x).float().square().mean().backward()
+            own.step()
+            own.zero_grad()
+        for p, q in zip(list(wrapped.parameters())[1::2], list(plain.parameters())[1::2], strict=True):
+            assert p.grad is not None
+            torch.testing.assert_close(p.grad.cpu(), q.grad.cpu(), rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer: str, updates: str, record_property: Record) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from ...core.sequence import Op, OpKind, g, o, w
@@ -63,6 +62,8 @@ class GroupUpdates:
         self.host.join()
         if groups.link.queues:
             groups.rest(beginning=False)
+            for places in groups.places.values() if self._in_backward else ():
+                places.gradient.join()  # of parameters that no optimizer has updated
         else:
             for v in groups.plan.resident if planned else ():
                 for tensor in groups.tensors(v):
@@ -99,7 +100,7 @@ class GroupUpdates:
         for chunks in self._chunks:
             chunks.step(parameters, groups.apart(parameters))
         for p, gradient in zip(parameters, gradients, strict=True):
-            if self._in_backward and self._has_updated(p):
+            if self._in_backward and any(id(p) in one.updated for one in self._chunks):
                 gradient.let_go()
                 gradient.forget()
             elif self._in_backward or (gradient.leaving and not (apart and w(k) in groups.plan.resident)):
@@ -122,17 +123,13 @@ class GroupUpdates:
             for parameter in parameters:
                 for one in chunks:
                     one.step([parameter], groups.apart([parameter]))
-                if within and self._has_updated(parameter):
+                if within and any(id(parameter) in one.updated for one in chunks):
                     groups.places[id(parameter)].gradient.forget()
                 if not apart:
                     for state in groups.states(parameter):
                         state.rest(resident)
 
         self.host.run(k, update)
-
-    def _has_updated(self, parameter: nn.Parameter) -> bool:
-        """Whether one of the optimizers has updated it."""
-        return any(id(parameter) in one.updated for one in self._chunks)
 
     def _refuse_late_gradients(self) -> None:
         groups = self._groups

@@ -12,10 +12,12 @@ from torch.optim import Optimizer
 
 from ...core.sequence import Value, g, o, w
 from ...errors import ExecutionError
+from ...tensors.storage import rounded
 from ..links.base import Link
 from .lending import move
 from .placed_plan import PlacedPlan
 from .tensor import (
+    ALIGNMENT,
     FreshBytes,
     PlacedGradient,
     PlacedParameter,
@@ -109,7 +111,7 @@ class PlacedGroups:
         ]
         self.base = max(self.base, self.fresh.end)
         if new and self.base:  # so that each lies in bytes that were secured at once
-            self.base = max(self.base, self.link.capacity)
+            self.base = max(self.base, rounded(self.link.capacity, ALIGNMENT))
         end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
         self.link.reserve(end + host_bytes)
         for parameter, state in new:

@@ -49,8 +49,12 @@ class FreshBytes:
     def secure(self, nbytes: int) -> int:
         """Secure so many; returns the first."""
         if self._next + nbytes > self.end:
-            first, size = self._link.capacity, max(nbytes, self._secured)
-            self._link.reserve(first + size)
+            first, size = rounded(self._link.capacity, ALIGNMENT), max(nbytes, self._secured)
+            try:
+                self._link.reserve(first + size)
+            except ExecutionError:
+                size = nbytes
+                self._link.reserve(first + size)
             self._next, self.end, self._secured = first, first + size, self._secured + size
         self._next += nbytes
         return self._next - nbytes

@@ -126,7 +126,7 @@ def own_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
 def counts_changes(optimizer: Optimizer) -> bool:
     """Whether autograd counts what a step changes. PyTorch's own do not write through ``.data``, others may; so do
     kernels that unscale gradients."""
-    own = type(optimizer).__module__.startswith("torch.optim.")
+    own = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return own and getattr(optimizer, "grad_scale", None) is None
 
 
