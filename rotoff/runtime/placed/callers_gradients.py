@@ -66,6 +66,7 @@ class CallersGradients:
             raise _accumulates("the gradients of the step before are gone, but have not been cleared")
         for places in self._groups.places.values():
             places.gradient.unmark()
+        self.marks.note(())  # each takes a few bytes
 
     def hide_marks(self, optimizer: Optimizer, told: bool) -> None:
         """Before ``optimizer.step()``: hide the marks. told: whether the caller gives the step arguments.
