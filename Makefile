@@ -123,7 +123,8 @@ $(VENV)/installed: $(VENV)/wheel $(VENV)/torch
 	touch $@
 
 # What tests and lint need beside it; a rebuilt wheel leaves these as they are.
-$(VENV)/tools: $(VENV)/packages $(VENV)/installed
+$(VENV)/tools: $(VENV)/packages $(VENV)/wheel
+	+@$(MAKE) --no-print-directory $(VENV)/installed  # not beside another pip, which reads what is installed
 	touch $@
 
 $(VENV)/packages: pyproject.toml scripts/requirements.py $(VENV)/torch
