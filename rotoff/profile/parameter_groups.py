@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,9 +71,7 @@ def find_groups(
     stages, device = profile.stages, profile.device
     readers = _readers(stages)
     every = list({id(p): p for p in model.parameters()}.values())
-    staying = _sharing([*every, *model.buffers()]) | {
-        id(module._parameters[name]) for module, name in profile.cast_again
-    }
+    staying = _sharing(every, model.buffers()) | {id(module._parameters[name]) for module, name in profile.cast_again}
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     outside = []
     for parameter in every:
@@ -124,9 +122,9 @@ def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
     return found
 
 
-def _sharing(tensors: Sequence[torch.Tensor]) -> set[int]:
+def _sharing(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> set[int]:
     """Return the ids of tensors that share a storage with another one."""
     by_storage: dict[int, list[int]] = {}
-    for tensor in tensors:
+    for tensor in (*parameters, *buffers):
         by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
     return {one for several in by_storage.values() if len(several) > 1 for one in several}
