@@ -2,7 +2,7 @@
 #
 #   make demo        train a small GPT under memory limits in every mode and print the table (a few minutes)
 #   make test        the tests, against the installed wheel and not the source tree
-#   make test-all    also the slow ones, all cases of each grid, four times the random examples
+#   make test-all    also the slow ones, all cases of each grid, six times the random examples
 #   make lint        ruff and mypy
 #   make quickstart  the README's quick start
 #   make docs        the documentation site as HTML, into docs/_build/html/
@@ -31,6 +31,8 @@ HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch
 
 # Whatever the caller's shell has on it, `import rotoff` must find the wheel; and children of the tests inherit this.
 unexport PYTHONPATH
+# Compiled modules are kept: without them each of the processes that tests start compiles torch for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE = 1
 
 # What rotoff, or one of its extras, needs of others, and no other torch with it.

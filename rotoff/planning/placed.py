@@ -173,24 +173,28 @@ def _within_host(profile: Profile, request: Request) -> Request:
     return replace(request, options={**request.options, "host_limit": room})
 
 
-def _beside(profile: Profile, groups: FoundGroups) -> int:
+def _beside(profile: Profile, groups: FoundGroups, during: bool = False) -> int:
     """Bytes that the device holds throughout, beyond those of a step under a `mem_limit` and those of `groups`: the
-    batch, the caller's loss and its gradient, and what stays of the model."""
-    losses = 2 * rounded(8, block_bytes(profile.device))
-    return groups.outside_bytes - groups.twice_bytes + profile.batch_bytes + losses
+    batch, the caller's loss and its gradient, what stays of the model, and, if the backward updates, what marks each
+    gradient as used up until the caller clears it."""
+    every = itertools.chain(groups.outside, *(group.parameters for group in groups.placed))
+    scalars = 2 + during * sum(p.requires_grad for p in every)
+    small = scalars * rounded(8, block_bytes(profile.device))
+    return groups.outside_bytes - groups.twice_bytes + profile.batch_bytes + small
 
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
     """Bytes that the machine does not charge, at most."""
     step = profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes * request.replays
-    return _beside(profile, groups) + step - profile.resident_input_bytes
+    return _beside(profile, groups, when(request) == "during") + step - profile.resident_input_bytes
 
 
 def _told(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
     """The expected bytes of each operation, of all that the device holds. On CUDA they are those that the machine
     charges, since gradients may stay longer while a thread of the host updates."""
     levels = expected_levels if profile.device.type == "cpu" else simulated_levels
-    return [level + _beside(profile, groups) for level in levels(profile, plan)]
+    beside = _beside(profile, groups, plan.placed is not None and plan.placed.during)
+    return [level + beside for level in levels(profile, plan)]
 
 
 def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: int) -> ExecutionPlan | None:
@@ -288,7 +292,7 @@ def _levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan, placed: 
             staying += profile.chain.group(op.stage).grad_bytes
     levels[-1] += groups.outside_update_bytes
     resting = sum(at_rest(profile.chain, plan.sequence, plan.sequence.resident).device.values())
-    before = profile.prefix_peak_bytes + resting + _beside(profile, groups)
+    before = profile.prefix_peak_bytes + resting + _beside(profile, groups, placed.during)
     return max(levels[0], before), *levels[1:]
 
 

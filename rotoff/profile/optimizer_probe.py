@@ -40,7 +40,7 @@ class UpdateCosts(NamedTuple):
     Attributes:
         alone: bytes if the optimizer updates no other before it.
         left: bytes that it holds while it updates the next one.
-        together: bytes if it updates several at once; 0 if it does not.
+        together: bytes that each of several adds if it updates them at once; 0 if it does not.
         by_shape: whether bytes depend on the shape, as with Muon, which multiplies matrices.
     """
 
@@ -116,13 +116,23 @@ class OptimizerProbe:
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return what updating `parameters` takes beside them, their gradients and their states."""
-        most = together = left = 0.0
+        most = together = beside = 0.0
+        before: nn.Parameter | None = None
         for p in filter(self.updates, parameters):
             found = self._timed(p, self._device)
-            most = max(most, left + found.alone * p.nbytes)
+            most = max(most, self._left(before, p) + found.alone * p.nbytes)
             together += found.together * p.nbytes
-            left = found.left * p.nbytes
-        return int(max(most, together)) + _SCALARS * len(parameters)
+            beside = max(beside, (found.alone - found.together) * p.nbytes)
+            before = p
+        return int(max(most, together + beside)) + _SCALARS * len(parameters)
+
+    def _left(self, before: nn.Parameter | None, now: nn.Parameter) -> float:
+        """Return what the update of one parameter holds while the next is updated, at most. Adafactor, say, keeps the
+        mean of a matrix's rows until the next matrix, past any vector."""
+        if before is None:
+            return 0.0
+        found = self._timed(before, self._device)
+        return before.nbytes * (found.alone if found.by_shape and before.dim() != now.dim() else found.left)
 
     def _key(self, parameter: nn.Parameter) -> Any:
         _, group = self._group[id(parameter)]
@@ -172,7 +182,7 @@ class OptimizerProbe:
             return found
         if (own := (*key, tuple(parameter.shape))) not in self._times:
             sized, timed = (_scaled(parameter, most) for most in (_SIZED, _TIMED))
-            self._times[own] = self._costs(parameter, sized, timed, device)
+            self._times[own] = self._costs(parameter, sized, timed, device)._replace(by_shape=True)
         return self._times[own]
 
     def _costs(
@@ -189,7 +199,7 @@ class OptimizerProbe:
             own_step(several)
         allocator, nbytes = DeviceAllocator(device), small[0].nbytes
         alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
-        return alone, two - alone, three / 3 if three > two + 0.5 * alone else 0.0
+        return alone, two - alone, max(0.0, three - two)
 
     def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:
         """Return the seconds of updating a byte of a parameter."""

@@ -206,6 +206,7 @@ def test_a_profile_that_was_kept_otherwise_is_not_misread(tmp_path: Path) -> Non
         assert instead not in path.read_text()  # measured, and kept again
 
 
+@pytest.mark.slow
 def test_times_that_hold_no_longer_are_measured_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,11 +23,12 @@ FAILURES = "2 distributed_failures"
 UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
 ROOM = "2 distributed_room"
 SPLIT = {
-    "tensor": "2 distributed_tensor_parallel tensor joint remat offload",
+    "tensor": "2 distributed_tensor_parallel tensor joint",
     "sequence": "2 distributed_tensor_parallel sequence remat",
 }
 SPLIT_FURTHER = {  # FSDP2 of what is tensor parallel takes four processes
     "sharded": "4 distributed_tensor_parallel tensor joint",
+    "tensor in the other modes": "2 distributed_tensor_parallel tensor remat offload",
     "sequence in the other modes": "2 distributed_tensor_parallel sequence joint offload",
     "sharded in the other modes": "4 distributed_tensor_parallel tensor remat offload",
 }

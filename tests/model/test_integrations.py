@@ -485,6 +485,7 @@ def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.slow
 def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any, placed: bool) -> None:
     plain = plainly_lit(lightning)
     from rotoff.integrations.lightning import RotoffCallback

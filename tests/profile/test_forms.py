@@ -288,6 +288,7 @@ class Unrolled(nn.Module):
         return x + state.tanh()
 
 
+@pytest.mark.slow
 def test_forms_are_found_in_one_look_at_each_saved_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A redo of what a point of the walk leaves out runs for the seconds, and makes the bytes, that the walk says."""
     looks: list[StageGraph] = []

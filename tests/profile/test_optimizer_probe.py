@@ -1,5 +1,6 @@
 """What an optimizer's update takes, found on small parameters."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_probe_that_takes_no_times_finds_the_same_bytes_on_smaller_parameters(
 
 
 @pytest.mark.parametrize("make", [torch.optim.Muon, torch.optim.Adafactor, torch.optim.AdamW])
-@pytest.mark.parametrize("shape", [(96, 96), (64, 1024), (1024, 640)])
+@pytest.mark.parametrize("shape", [(96, 96), (64, 1024), (384, 240), pytest.param((1024, 640), marks=pytest.mark.slow)])
 def test_bytes_that_depend_on_the_shape_are_found_on_it(
     make: type[torch.optim.Optimizer], shape: tuple[int, ...]
 ) -> None:
@@ -45,3 +46,24 @@ def test_bytes_that_depend_on_the_shape_are_found_on_it(
     optimizer.step()
     taken = DeviceAllocator(device).log(optimizer.step)[1].peak()
     assert taken <= found <= 1.02 * taken + 256
+
+
+SEVERAL = {
+    "Rprop at once": (partial(torch.optim.Rprop, foreach=True), [(64, 64)] * 4),  # beside all signs a mask of one
+    "Adafactor": (torch.optim.Adafactor, [(512, 130), (512,)]),  # means of rows stay until the next matrix
+    "AdamW": (torch.optim.AdamW, [(96, 96), (96,), (96, 96)]),
+    "AdamW at once": (partial(torch.optim.AdamW, foreach=True), [(96, 96), (96,), (96, 96)]),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_bytes_of_several_parameters_are_no_less_than_their_update_takes(name: str) -> None:
+    make, shapes = SEVERAL[name]
+    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    optimizer, device = make(parameters, lr=1e-3), torch.device("cpu")
+    found = OptimizerProbe([optimizer], device, None).update_bytes(parameters)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        taken = DeviceAllocator(device).log(optimizer.step)[1].peak()
+    assert taken <= found <= 1.02 * taken + 256 * len(parameters)

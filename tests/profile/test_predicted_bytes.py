@@ -142,6 +142,7 @@ def test_gradients_of_shared_parameters_and_sums_are_charged(times: int) -> None
         assert measured > 3 * tied.weight.nbytes
 
 
+@pytest.mark.slow
 def test_predicted_bytes_are_close_to_measured_on_average() -> None:
     """Of every model: keeping everything, and each mode half-way between the smallest limit and that."""
     ratios = {}

@@ -140,6 +140,7 @@ def test_wrong_usage(tmp_path: Path, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("mode", list(STEPS))
+@pytest.mark.grid
 def test_each_step_is_on_disk_before_the_next_begins(tmp_path: Path, mode: str) -> None:
     ended = check(tmp_path, mode)
     assert ended.code == 0, ended.said
@@ -247,6 +248,7 @@ def test_tests_that_all_skip_have_shown_nothing(tmp_path: Path) -> None:
     assert ended.codes()["alone"] == 5
 
 
+@pytest.mark.slow
 def test_figures_of_tests_are_kept_and_a_second_call_adds_to_the_first(tmp_path: Path) -> None:
     check(tmp_path, "first")
     ended = check(tmp_path, "tests")
@@ -282,6 +284,7 @@ def test_what_comes_back_is_few_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "returned"), [(0, 0), (3, 4), (1, 1)])
+@pytest.mark.grid
 def test_the_grid_is_run_in_the_given_folder_and_says_whether_to_call_again(
     tmp_path: Path, code: int, returned: int
 ) -> None:
@@ -323,6 +326,7 @@ def test_reach_is_executed_on_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "returned"), [(0, 0), (3, 4), (1, 1)])
+@pytest.mark.grid
 def test_placed_steps_beside_the_peers_go_on_in_another_call(tmp_path: Path, code: int, returned: int) -> None:
     ended = check(tmp_path, "placed", "7b", "vit-g", CODE=str(code))
     assert ended.code == returned

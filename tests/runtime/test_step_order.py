@@ -74,6 +74,7 @@ def test_the_file_link_has_no_race(name: str) -> None:
     link.close()
 
 
+@pytest.mark.slow
 def test_a_wait_that_is_left_out_is_noticed() -> None:
     """By the checker; unless a wait for a later copy of the same lane did its work, and then the latest copies prove
     it."""

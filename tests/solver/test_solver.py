@@ -84,6 +84,7 @@ def test_nothing_is_done_when_all_fits(chain: Chain) -> None:
 
 
 @given(chains(least=2), st.sampled_from([0.1, 0.5]))
+@pytest.mark.slow
 def test_same_input_same_sequence(chain: Chain, share: float) -> None:
     for mode, limit in limits_of(chain, share).items():
         first, second = (solve(chain, limit, mode, refine=QUICK) for _ in range(2))
@@ -217,6 +218,7 @@ LIMIT = int(rotoff.simulate(LONG, rotoff.keep_all(LONG)).peak_bytes * 0.4)
     ],
     ids=["tables", "search", "tables with forms", "search with forms"],
 )
+@pytest.mark.grid
 def test_an_interrupt_stops_it_within_a_second(work: Callable[[], object]) -> None:
     sent = []
 

@@ -413,6 +413,7 @@ def test_steps_in_which_nothing_takes_time_on_the_device() -> None:
     assert lower_bound(chain, 20) <= solve(chain, 20, refine=0.05).meta["makespan"] <= 1e-6
 
 
+@pytest.mark.slow
 def test_the_ascent_reaches_far_above_compute() -> None:
     # In each step the link takes some 80 s and compute 5 s. From no prices at all the ascent stopped at 73 s.
     groups = tuple(ParameterGroup((i,), 10, 10, 20) for i in range(1, 17))

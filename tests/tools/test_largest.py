@@ -70,6 +70,7 @@ def test_what_is_resident_is_named_where_it_leaves_too_little_and_moves_for_roto
     assert (given.size, given.refused) == (0, 1) and given.binds.startswith("the training step needs at least")
 
 
+@pytest.mark.slow
 def test_a_limit_above_the_device_is_the_device() -> None:
     model, x = rows(4096)
     large = rotoff.Device("large", 2**30, 1e9, {"float32": 1e9}, 1e9, 1e9)
@@ -80,6 +81,7 @@ def test_a_limit_above_the_device_is_the_device() -> None:
     assert most.size == rotoff.largest(rows, device=SMALL, step=1000).size
 
 
+@pytest.mark.slow
 def test_a_time_bounds_it_as_well() -> None:
     free = rotoff.largest(rows, device=SMALL, step=1000)
     assert free.planned is not None
@@ -138,6 +140,7 @@ def test_bad_questions() -> None:
             rotoff.cheapest(*rows(8), devices=[SMALL], step_time=seconds)
 
 
+@pytest.mark.slow
 def test_the_cheapest_of_a_list_is_the_first_that_will_do() -> None:
     model, x = rows(4096)
     slow = rotoff.Device("slow", 2**30, 1e9, {"float32": 1e9}, 1e9, 1e9)

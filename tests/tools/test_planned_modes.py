@@ -47,6 +47,7 @@ def test_the_table_holds_what_the_machine_says(blocks: nn.Sequential, batch: tor
     assert found["remat"].host_bytes == 0 < found["offload"].host_bytes
 
 
+@pytest.mark.slow
 def test_rows_share_tables_and_searches(
     blocks: nn.Sequential, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_the_smallest_limit_is_the_smallest(blocks: nn.Sequential, batch: torch.
     assert "does not fit" in str(rotoff.plan(blocks, batch, mem_limit=least - 1, device="V100", modes=["remat"]))
 
 
+@pytest.mark.slow
 def test_what_is_resident_is_said(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     parameters = sum(p.nbytes for p in blocks.parameters())
     found = rotoff.plan(blocks, batch, device="RTX 4090", modes=["remat"])
