@@ -362,12 +362,14 @@ class LiveForward(OnCourse):
                 return leaf
             if (copy := self.brought.get(id(leaf))) is not None:
                 return copy
-            if self.lender and isinstance(leaf, nn.Parameter):  # the plan does not bring it to the device here
-                self.lender.lend([leaf])
-            elif isinstance(leaf, nn.Parameter) and (earlier := self.newest.get(id(leaf))) is not None:
-                # the plan does not bring it here, and an earlier stage has read it
-                self.newest[id(leaf)] = self.brought[id(leaf)] = copy = bring(leaf, leaf.detach(), earlier)
-                return copy
+            if isinstance(leaf, nn.Parameter):  # the plan does not bring it to the device here
+                earlier = self.newest.get(id(leaf))  # of an earlier stage that has read it
+                copy = self.lender.stand_in(leaf, earlier) if self.lender else None
+                if copy is None and earlier is not None:
+                    copy = bring(leaf, leaf.detach(), earlier)
+                if copy is not None:
+                    self.newest[id(leaf)] = self.brought[id(leaf)] = copy
+                    return copy
             var: Any = vars(leaf).get(TAG)
             return self.instead.get(var, leaf)
 

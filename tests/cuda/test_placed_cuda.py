@@ -312,6 +312,49 @@ def test_a_model_that_changes_a_parameter_is_refused_where_that_lies_on_the_host
         rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(torch.randn(4, 8, device=CUDA))
 
 
+class Turns(nn.Module):
+    """Calls some layers twice, or passes no gradient on to the first ones, where told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+        self.again: set[int] = set()
+        self.cut = -1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x.detach() if n == self.cut else x))
+            if n in self.again:
+                x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize(("again", "cut"), [({1}, -1), ({5}, -1), ({0, 3}, -1), ({0}, -1), (set(), 1), (set(), 3)])
+def test_steps_off_their_course(again: set[int], cut: int, share: float, updates: str, record_property: Record) -> None:
+    """Calls that the plan does not know find the parameters on the device, and their gradients those on the host."""
+    torch.manual_seed(0)
+    model, x = Turns(), torch.randn(16, 32).to(CUDA)
+    plain, twin = plain_twin(model, OPTIMIZERS["AdamW"])
+    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
+    optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
+    within(wrapped, optimizer, share, updates)
+    results = []
+    for one, own, turns in ((wrapped, optimizer, model), (plain, twin, plain)):
+        losses = []
+        for n in range(5):
+            turns.again, turns.cut = (again, cut) if n in (1, 3) else (set(), -1)
+            losses.append(usual(one, [own], n, lambda: x).cpu())
+        results.append([*losses, *(t.cpu() for t in result(one, [own]))])
+    equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    record_property("bits equal", equal)
+    assert equal or not STANDIN
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+    wrapped.close()
+
+
 def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:
     model, x = made("language")
     wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)

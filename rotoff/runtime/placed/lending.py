@@ -4,7 +4,8 @@ a forward that takes another course."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...tensors.eager_mode import EagerFunctionMode
 from ...tensors.storage import STANDS_FOR, storage_key
-from .brought import bring
+from .brought import Arrival, bring
 
 _ASKED = frozenset({"device", "is_cuda", "is_cpu"})
 _FACTS = frozenset({"__get__", "__set__", "get_device", "untyped_storage"})
@@ -27,10 +28,19 @@ class Lender(EagerFunctionMode):
 
     Args:
         parameters: those that may be lent. room: bytes to lend at once; one call may need more.
+        gradients: what receives the gradients that reach a `stand_in`, by id of the parameter.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], device: torch.device, room: float = float("inf")) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        room: float = float("inf"),
+        gradients: Mapping[int, Arrival] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
+        self._gradients = gradients
+        self._copies: dict[int, torch.Tensor] = {}  # by id, of parameters that `stand_in` stands for
         self._device = device
         self._room = room
         self._taken = 0
@@ -61,11 +71,21 @@ class Lender(EagerFunctionMode):
             if self._taken + more <= self._room:
                 break
             self._take_back(key)
-        if len(self._standing) > len(self._lent):
+        if len(self._standing) > len(self._lent) + len(self._copies):
             self._forget(every=False)
         for key, p in new.items():
             self._lent[key] = p, self._bring(p)
             self._taken += p.nbytes
+
+    def stand_in(self, parameter: nn.Parameter, earlier: torch.Tensor | None) -> torch.Tensor | None:
+        """Return a copy on the device for one call, whose gradient goes to the parameter, which stays where it is; None
+        if the parameter is on the device. earlier: see `bring`."""
+        key = id(parameter)
+        if key not in self._away or key in self._lent:
+            return None
+        if key not in self._copies:
+            self._copies[key] = self._copy(parameter)
+        return bring(parameter, self._copies[key], earlier, self._gradients.get(key))
 
     def answer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a query about a tensor; asked for the device of a parameter that may be lent, it answers `device`."""
@@ -87,6 +107,7 @@ class Lender(EagerFunctionMode):
         """Move all back."""
         for key in list(self._lent):
             self._take_back(key)
+        self._copies.clear()
         self._forget(every=True)
 
     def __exit__(self, *error: Any) -> None:
@@ -96,11 +117,14 @@ class Lender(EagerFunctionMode):
     def _bring(self, parameter: nn.Parameter) -> torch.Tensor:
         """Move a parameter to the device; returns its data on the host."""
         own: torch.Tensor = parameter.data
-        there, home = own.to(self._device), storage_key(own)
-        self._standing.append(StorageWeakRef(there.untyped_storage()))
-        STANDS_FOR[self._standing[-1].cdata] = home
-        parameter.data = there
+        parameter.data = self._copy(parameter)
         return own
+
+    def _copy(self, parameter: nn.Parameter) -> torch.Tensor:
+        there = parameter.data.to(self._device)
+        self._standing.append(StorageWeakRef(there.untyped_storage()))
+        STANDS_FOR[self._standing[-1].cdata] = storage_key(parameter)
+        return there
 
     def _take_back(self, key: int) -> None:
         parameter, own = self._lent.pop(key)

@@ -212,7 +212,8 @@ class Placement:
 
     def lender(self) -> Lender | None:
         """Return the lender of parameters on the host, for calls outside of the plan; None if there are none."""
-        return Lender(self._groups.every(), self.link.device) or None
+        gradients = {key: places.gradient for key, places in self._groups.places.items()}
+        return Lender(self._groups.every(), self.link.device, gradients=gradients) or None
 
     def streamed(self) -> Streamed | None:
         """Return the context for a forward without a plan; None if it needs none."""
