@@ -39,7 +39,7 @@ class Specialization:
         plan: None until one is requested.
         hint: the input's leaves that are no tensors, as text (`constants`).
         measure_again: whether steps repeatedly took the same other course.
-        alone: whether another course that steps took could not be measured, so that none is tried again.
+        no_more_courses: whether another course that steps took could not be measured, so that none is tried again.
         left: whether the last step that was expected to take this course took another.
         missed: how many steps were expected to take this course and took another.
         patience: how many misses, over all courses of a signature, until they are measured as one course.
@@ -61,7 +61,7 @@ class Specialization:
     _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
     hint: str = ""
     measure_again: bool = False
-    alone: bool = False
+    no_more_courses: bool = False
     left: bool = False
     _expected: Course | None = None
     _astray: dict[int, int] = field(default_factory=dict)
@@ -135,7 +135,7 @@ def signature(value: Any, model: nn.Module) -> Any:
     found = [p for module in todo if module._parameters for p in module._parameters.values() if p is not None]
     parameters = tuple(map(_told_of_parameter, found))
     modes = tuple([module.training for module in todo])
-    return shapes, autocast, parameters, modes, torch.get_default_dtype()
+    return shapes, autocast, parameters, modes
 
 
 def family_of(key: Any) -> tuple[Any, Sizes]:

@@ -114,7 +114,7 @@ class Specializations(MeasuredCourses):
             known[0].left = False
             known.rotate(-1)
         course = next((one for one in known if one.hint == hint), known[0])
-        if self._group is not None or not can_measure or course.alone:
+        if self._group is not None or not can_measure or course.no_more_courses:
             return course
         try:
             if sum(one.missed for one in known) >= course.patience:
@@ -128,7 +128,7 @@ class Specializations(MeasuredCourses):
         except UnrepeatableError:  # nor may a replay repeat it
             raise
         except MeasureError as error:
-            course.alone = True
+            course.no_more_courses = True
             logger.warning(
                 "rotoff: steps take a course that cannot be planned, and may exceed the limit; their results are those"
                 " of the plain model (%s)",

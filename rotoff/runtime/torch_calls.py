@@ -144,6 +144,25 @@ def _is_said_to_change_nothing(function: Any) -> bool:
     )
 
 
+def _written_by_schema(function: Any) -> set[tuple[int, str]]:
+    """Place and name of the arguments that an operator changes, as its schemas say; autograd counts not all of these
+    changes. Of torch's own functions, those besides ``out`` and the tensor that the name's underscore is for."""
+    schemas, named = [], True
+    if isinstance(function, torch._ops.OpOverload):
+        schemas = [function._schema]
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        schemas = _schemas(function)
+    elif type(function) in _NATIVE:
+        packet, named = getattr(torch.ops.aten, function.__name__, None), False
+        schemas = _schemas(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    return {
+        (n, arg.name)
+        for schema in schemas
+        for n, arg in enumerate(schema.arguments)
+        if _is_written(arg) and (named or not (arg.kwarg_only or arg.name == "self"))
+    }
+
+
 def _schemas(packet: torch._ops.OpOverloadPacket) -> list[torch.FunctionSchema]:
     return [getattr(packet, one)._schema for one in packet.overloads()]
 
@@ -230,11 +249,7 @@ def _known(function: Any) -> Known:
         return Known(function, _first)
     if name.startswith("__i") and name[3:-2] in _IN_PLACE:
         return Known(function, _first)
-    schemas = [function._schema] if isinstance(function, torch._ops.OpOverload) else []
-    if isinstance(function, torch._ops.OpOverloadPacket):
-        schemas = _schemas(function)
-    written = {(n, arg.name) for schema in schemas for n, arg in enumerate(schema.arguments) if _is_written(arg)}
-    if written:
+    if written := _written_by_schema(function):
         return Known(function, partial(_by_schema, tuple(sorted(written))))
     if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):
         try:

@@ -1,14 +1,16 @@
-"""PyTorch's global flags that decide which kernels run, around what is recorded, measured and replayed: a replay runs
-the kernels of the first run, whatever the flags are in the backward."""
+"""PyTorch's global settings that decide which kernels run and of which dtype tensors are made, around what is recorded,
+measured and replayed: a replay runs the kernels of the first run, whatever the settings are in the backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 
-KernelFlags = tuple[bool, ...]
+KernelFlags = tuple[Any, ...]
 
 
 def _set_deterministic(value: bool) -> None:
@@ -16,7 +18,7 @@ def _set_deterministic(value: bool) -> None:
 
 
 _C = torch._C
-_FLAGS = (
+_FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
@@ -28,17 +30,18 @@ _FLAGS = (
     (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
     (_C._get_overrideable_sdp_enabled, _C._set_sdp_use_overrideable),
     (_C._get_deterministic_algorithms, _set_deterministic),
+    (torch.get_default_dtype, torch.set_default_dtype),
 )
 GETTERS = tuple([getter for getter, _ in _FLAGS])
 
 
 def kernel_flags() -> KernelFlags:
-    """Return the present flags, in the order of `GETTERS`."""
+    """Return the present settings, in the order of `GETTERS`."""
     return tuple([get() for get in GETTERS])
 
 
 def kernels_as(before: KernelFlags) -> ExitStack:
-    """Set the flags as they were `before`, until the returned stack is closed."""
+    """Set them as they were `before`, until the returned stack is closed."""
     stack = ExitStack()
     if (now := kernel_flags()) != before:
         stack.callback(partial(_set, now))

@@ -17,9 +17,5 @@ def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
         "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
         "region": in_region(),
         "precision": torch.get_float32_matmul_precision(),
-        "kernels": [
-            *kernel_flags(),
-            torch.is_autocast_cache_enabled(),
-            str(torch.get_default_dtype()),  # of tensors made from numbers
-        ],
+        "kernels": [*map(str, kernel_flags()), torch.is_autocast_cache_enabled()],
     }

@@ -16,6 +16,7 @@ import numpy
 import torch
 from step_by_step import PATCH, Call, error_of
 from torch import nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
@@ -1243,3 +1244,52 @@ class Raises(CallsBlocks):
 
 row("AdamW, a factor in each step another", of_blocks("scale", lambda n: 1.0 - 0.1 * n), adam=True)(ActBlocks)
 row("AdamW, thawed parts", requires(lambda n: n >= 2), room=0.6, adam=True, call=large)(Dropout)
+
+
+@row("the default dtype changed in the middle of the forward")
+@row("the default dtype changed between forward and backward", step=lambda *given: between_dtypes(*given))
+class TablesInDouble(Trunk):
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        torch.set_default_dtype(torch.float64)
+        table = torch.linspace(0, 1, x.shape[-1]) / 3
+        torch.set_default_dtype(torch.float32)
+        return torch.sin(x.double() * table).float() * (torch.linspace(0, 1, x.shape[-1]) / 3)
+
+
+def between_dtypes(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    torch.set_default_dtype(torch.float64)
+    loss.backward()
+    torch.set_default_dtype(torch.float32)
+    return loss
+
+
+def quantizers() -> nn.Module:
+    whole = {"observer": MovingAverageMinMaxObserver, "quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
+    made = nn.ModuleList(FusedMovingAvgObsFakeQuantize(**whole) for _ in range(4))
+    for one in made:
+        one.disable_observer()
+        one.disable_fake_quant()
+    return made
+
+
+@row(
+    "fake quantization switched on, whose statistics PyTorch changes uncounted",
+    lambda net, n: [
+        switch(n >= 1) for one in net.quantizers for switch in (one.enable_observer, one.enable_fake_quant)
+    ],
+)
+class Quantized(Trunk, quantizers=quantizers):
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        return self.quantizers[n](torch.sin(x))
+
+
+@row("a buffer made in one step and removed in the next")
+class NowAndThen(Trunk):
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        if hasattr(self, f"mean{n}"):
+            x = x + getattr(self, f"mean{n}")
+            delattr(self, f"mean{n}")
+        else:
+            self.register_buffer(f"mean{n}", x.detach().mean(0))
+        return torch.sin(x)

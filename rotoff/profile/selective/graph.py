@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ...capture.partition.segment import Segment
+from ...errors import MeasureError
 from ...tensors.storage import storage_key
 from ...tensors.tree import flatten
 
@@ -172,6 +173,8 @@ class _Walk:
                 return variables.setdefault(name, f"v{len(variables)}")
             table = re.match(r"\['(\w+)'\]", source[match.end() :])
             if table is not None:  # of a module's parameters or buffers
+                if table[1] not in names[name]:
+                    raise MeasureError(f"the forward removes {table[1]!r} from a module, after it has read it")
                 return self._stored(names[name][table[1]])
             return self._setting(names[name])
 
