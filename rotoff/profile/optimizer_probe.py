@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import statistics
 import time
@@ -16,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import OptionError
-from ..runtime.placed.tensor import room_of
+from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, own_step
 from ..tensors.clock import finish
 from ..tensors.storage import block_bytes, rounded
@@ -68,7 +69,7 @@ class OptimizerProbe:
         self._device = device
         self._repeats = 0 if times is None else _REPEATS
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
-        self._states: dict[Any, dict[str, torch.Tensor]] = {}
+        self._states: dict[Any, dict[str, Any]] = {}
         self._times = {} if times is None else times
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
@@ -92,19 +93,18 @@ class OptimizerProbe:
         known = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, torch.Tensor)]
         if known:
             return sum(self._room_of(t) for t in known if t.numel() > 1)
-        sizes = dict(zip(_PRIMES, parameter.shape, strict=False))
-        total = 0
-        for tensor in self._state(parameter).values():
-            if tensor.numel() > 1:
-                shape = [sizes.get(size, size) for size in tensor.shape]
-                total += self._room_of(torch.empty(shape, dtype=tensor.dtype, device="meta"))
-        return total
+        made = (t for t in self._state(parameter).values() if isinstance(t, torch.Tensor) and t.numel() > 1)
+        return sum(self._room_of(_resized(t, parameter)) for t in made)
 
-    def scalar_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
-        """Return the bytes of the other tensors that the optimizer keeps for `parameters`, such as step counts, which
-        are not placed."""
-        kept = (self._state(p).values() for p in parameters if self.updates(p))
-        return sum(t.nbytes for tensors in kept for t in tensors if t.numel() == 1)
+    def unplaced_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return the bytes of the other tensors that the optimizer keeps for `parameters`, which are not placed: step
+        counts, and those in lists or dictionaries."""
+        total = 0
+        for p in filter(self.updates, parameters):
+            state = self._group[id(p)][0].state.get(p)
+            tensors = unplaceable(state) if state else (_resized(t, p) for t in unplaceable(self._state(p)))
+            total += sum(t.nbytes for t in tensors)
+        return total
 
     def _room_of(self, tensor: torch.Tensor) -> int:
         return rounded(room_of(tensor), block_bytes(self._device))
@@ -138,7 +138,7 @@ class OptimizerProbe:
         _, group = self._group[id(parameter)]
         return id(group), parameter.dtype, parameter.dim()
 
-    def _state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return the state of a small parameter of the same kind; checks the optimizer first."""
         key = self._key(parameter)
         if key not in self._states:
@@ -150,7 +150,7 @@ class OptimizerProbe:
                 q.grad = p.grad
             both = self._stand_in(parameter, small)
             one_by_one = self._stand_in(parameter, apart)
-            before = _options(both)
+            before, numbers = _options(both), _numbers(both)
             name = type(optimizer).__name__
             try:
                 for _ in range(2):
@@ -162,8 +162,9 @@ class OptimizerProbe:
                 raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
             if _options(both) != before or not all(map(torch.equal, small, apart)):
                 raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
-            state = both.state[small[0]]
-            self._states[key] = {k: t for k, t in state.items() if isinstance(t, torch.Tensor)}
+            if {*map(id, both.state)} - {*map(id, small)} or _numbers(both) != numbers:  # each group would count
+                raise OptionError(f"{name} keeps a state that belongs to no parameter; {_OTHER}")
+            self._states[key] = both.state[small[0]]
         return self._states[key]
 
     def _timed(self, parameter: nn.Parameter, device: torch.device) -> UpdateCosts:
@@ -172,11 +173,14 @@ class OptimizerProbe:
         elements = _SIZED if self._repeats else _SIZED_QUICKLY
         if key not in self._times:
             self._state(parameter)
-            found = self._costs(parameter, _shape(parameter, elements), _shape(parameter, _TIMED), device)
-            if parameter.dim() > 1:
-                alone, left, together = self._bytes(parameter, _shape(parameter, elements, 64), device)
-                same = math.isclose(alone + together + left, found.alone + found.together + found.left, rel_tol=0.001)
-                found = found._replace(by_shape=not same)
+            try:
+                found = self._costs(parameter, _shape(parameter, elements), _shape(parameter, _TIMED), device)
+                if parameter.dim() > 1:
+                    other = UpdateCosts(0.0, *self._bytes(parameter, _shape(parameter, elements, 64), device))
+                    same = math.isclose(sum(other[1:4]), sum(found[1:4]), rel_tol=0.001)
+                    found = found._replace(by_shape=not same)
+            except RuntimeError:  # no memory, as for a square matrix of so many rows
+                found = UpdateCosts(0.0, 0.0, 0.0, 0.0, by_shape=True)
             self._times[key] = found
         if not (found := self._times[key]).by_shape:
             return found
@@ -226,6 +230,20 @@ class OptimizerProbe:
         for p in small if known and alike else ():  # an optimizer may make its state in its constructor
             made.state[p] = {k: _like(v, parameter, p) for k, v in known.items()}
         return made
+
+
+def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """Return what `tensor`, of the state of a small parameter, is for `parameter`; without data."""
+    dimensions = list(zip(_PRIMES, parameter.shape, strict=False))
+    sizes: dict[int, int] = {}
+    for count in range(1, len(dimensions) + 1):  # a state's dimension may be several of the parameter's in one
+        for some in itertools.combinations(dimensions, count):
+            sizes[math.prod(small for small, _ in some)] = math.prod(size for _, size in some)
+    return torch.empty([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Any]:
+    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
 
 
 def _options(optimizer: Optimizer) -> str:

@@ -104,7 +104,7 @@ def find_groups(
         here = updated and device.type == "cpu"
         first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if here else 0)
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
-    outside_bytes = sum(buffers.values()) + probe.scalar_bytes(every)
+    outside_bytes = sum(buffers.values()) + probe.unplaced_bytes(every)
     outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
     updates = probe.update_bytes(outside), probe.update_bytes(every)
     twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))

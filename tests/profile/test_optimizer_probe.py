@@ -1,5 +1,6 @@
 """What an optimizer's update takes, found on small parameters."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from rotoff.errors import OptionError
 from rotoff.profile.memory.allocator import DeviceAllocator
 from rotoff.profile.optimizer_probe import OptimizerProbe, _small
 
@@ -67,3 +69,63 @@ def test_bytes_of_several_parameters_are_no_less_than_their_update_takes(name: s
             parameter.grad = torch.randn_like(parameter)
         taken = DeviceAllocator(device).log(optimizer.step)[1].peak()
     assert taken <= found <= 1.02 * taken + 256 * len(parameters)
+
+
+class Own(torch.optim.Optimizer):
+    """One of the user's; `make` returns the state of a parameter."""
+
+    def __init__(self, parameters: Any, make: Callable[[torch.Tensor], dict[str, Any]]) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+        self.make = make
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                if not self.state[parameter]:
+                    self.state[parameter].update(self.make(parameter))
+                parameter.sub_(parameter.grad, alpha=0.01)
+
+
+STATES: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], int, int]] = {
+    "in a list": (lambda p: {"moments": [torch.zeros_like(p), torch.zeros_like(p)]}, 0, 2 * 40 * 30 * 4),
+    "flat": (lambda p: {"moment": torch.zeros(p.numel())}, 40 * 30 * 4, 0),
+    "square": (lambda p: {f"of {n}": torch.eye(size) for n, size in enumerate(p.shape)}, 40 * 40 * 4 + 57 * 64, 0),
+    "a count": (lambda p: {"count": torch.zeros(())}, 0, 4),
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_any_form_are_found(name: str) -> None:
+    make, placed, unplaced = STATES[name]
+    parameter = nn.Parameter(torch.randn(40, 30))
+    probe = OptimizerProbe([Own([parameter], make)], torch.device("cpu"), None)
+    assert (probe.state_bytes(parameter), probe.unplaced_bytes([parameter])) == (placed, unplaced)
+
+
+def test_a_state_that_needs_more_than_there_is_on_large_parameters_is_tried_on_the_parameters_own_shape() -> None:
+    parameter = nn.Parameter(torch.randn(64))
+    optimizer = Own([parameter], lambda p: {"preconditioner": torch.eye(len(p))})
+    assert OptimizerProbe([optimizer], torch.device("cpu"), {}).update_bytes([parameter]) < 64 * 64 * 4 * 2 + 256
+
+
+class Counts(Own):
+    where = "state"
+
+    def step(self, closure: Any = None) -> None:
+        if self.where == "state":
+            self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
+        else:
+            self.steps += 1
+        super().step()
+
+
+@pytest.mark.parametrize("where", ["state", "attribute"])
+def test_an_optimizer_that_counts_its_own_steps_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group's update would be a step."""
+    monkeypatch.setattr(Counts, "where", where)
+    parameter = nn.Parameter(torch.randn(4, 4))
+    probe = OptimizerProbe([Counts([parameter], lambda p: {})], torch.device("cpu"), None)
+    with pytest.raises(OptionError, match="Counts keeps a state that belongs to no parameter"):
+        probe.state_bytes(parameter)

@@ -1529,3 +1529,46 @@ def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "plain, limited     fails" in done.stdout, done.stdout
     assert "the losses are the same" in done.stdout, done.stdout
+
+
+def test_a_state_that_an_optimizer_makes_later_is_said() -> None:
+    model, _, x = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    place(model, [optimizer], 0.2)
+    added_up(model, [optimizer], x)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.zero_grad()
+    with pytest.warns(RuntimeWarning, match="keeps 'momentum_buffer' for its parameters, which it did not when"):
+        assert all(added_up(model, [optimizer], x) is None for _ in range(2))
+
+
+def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
+    """Its gradients are cleared before its next backward that has any, and not before the generator's."""
+
+    def trained_by_turns(placed: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        models: list[Any] = [
+            nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]) for _ in "ab"
+        ]
+        x = torch.randn(16, 32)
+        optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
+        runs = models
+        if placed:
+            runs = [rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1) for model in models]
+            for model, run, optimizer in zip(models, runs, optimizers, strict=True):
+                model.zero_grad()
+                place(run, [optimizer], 0.2, updates="during")
+        for _ in range(3):
+            with torch.no_grad():
+                made = runs[0](x)
+            optimizers[1].zero_grad()
+            runs[1](made).square().mean().backward()
+            optimizers[1].step()
+            models[1].requires_grad_(False)
+            optimizers[0].zero_grad()
+            runs[1](runs[0](x)).mean().backward()
+            optimizers[0].step()
+            models[1].requires_grad_(True)
+        return [p.detach().clone() for model in models for p in model.parameters()]
+
+    assert all(map(torch.equal, trained_by_turns(True), trained_by_turns(False)))

@@ -62,11 +62,12 @@ class CallersGradients:
         Raises:
             ExecutionError: if not, since plain PyTorch would add to them.
         """
-        if any(places.gradient.stale for places in self._groups.places.values()):
+        coming = [places.gradient for places in self._groups.places.values() if places.parameter.requires_grad]
+        if any(gradient.stale for gradient in coming):
             raise _accumulates("the gradients of the step before are gone, but have not been cleared")
-        for places in self._groups.places.values():
-            places.gradient.unmark()
-        self.marks.note(())  # each takes a few bytes
+        for gradient in coming:
+            gradient.unmark()
+        self.marks.note(self.marks.left())  # each takes a few bytes
 
     def hide_marks(self, optimizer: Optimizer, told: bool) -> None:
         """Before ``optimizer.step()``: hide the marks. told: whether the caller gives the step arguments.

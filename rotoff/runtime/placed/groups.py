@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -41,6 +42,7 @@ class Places:
         self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0, fresh)
         self._link, self._fresh = link, fresh
         self._states: dict[str, PlacedState] = {}
+        self._unplanned: set[str] = set()  # states that have no place
         self._next = offset + room * (1 + self.trained)
         self.end = self._next + state_bytes
 
@@ -63,6 +65,14 @@ class Places:
                 room = room_of(tensor)
                 self._states[key] = PlacedState(state or {}, key, self._link, self._next, room, self._fresh)
                 self._next = end
+            elif key not in self._unplanned:
+                self._unplanned.add(key)
+                warnings.warn(
+                    f"rotoff: an optimizer keeps {key!r} for its parameters, which it did not when the step was"
+                    " planned; these bytes come on top of those of the plan; call compute_sequence again",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return list(self._states.values())
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ...errors import ExecutionError
 from ...tensors.storage import View, bytes_of, rounded, storage_key, uses_of
@@ -35,6 +36,16 @@ def placeable(tensor: torch.Tensor | None) -> bool:
         return False
     lies_alone = tensor.untyped_storage().nbytes() <= room_of(tensor) and tensor.storage_offset() == 0
     return lies_alone and bool(tensor.numel()) and not (tensor.dtype.is_complex and tensor.is_conj())
+
+
+def unplaceable(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors of an optimizer's state of one parameter that are not placed: of one element, or in lists
+    or dictionaries."""
+    found = []
+    for value in state.values():
+        if not isinstance(value, torch.Tensor) or value.numel() < 2:
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
 
 
 class FreshBytes:
