@@ -150,10 +150,11 @@ class OptimizerProbe:
                 q.grad = p.grad
             both = self._stand_in(parameter, small)
             one_by_one = self._stand_in(parameter, apart)
-            before, numbers = _options(both), _numbers(both)
+            before = _options(both)
             name = type(optimizer).__name__
             try:
                 for _ in range(2):
+                    counts = _counts(both)
                     own_step(both)
                     for p in apart:
                         one_by_one.param_groups[0]["params"] = [p]
@@ -162,7 +163,7 @@ class OptimizerProbe:
                 raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
             if _options(both) != before or not all(map(torch.equal, small, apart)):
                 raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
-            if {*map(id, both.state)} - {*map(id, small)} or _numbers(both) != numbers:  # each group would count
+            if {*map(id, both.state)} - {*map(id, small)} or _counts(both) != counts:  # each group would count
                 raise OptionError(f"{name} keeps a state that belongs to no parameter; {_OTHER}")
             self._states[key] = both.state[small[0]]
         return self._states[key]
@@ -223,6 +224,8 @@ class OptimizerProbe:
         made = copy_of(optimizer)
         made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
         made.state = defaultdict(dict)
+        for name, value in _containers(made).items():  # so that no step of a stand-in changes the user's
+            setattr(made, name, copy.copy(value))
         made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         known = optimizer.state.get(parameter, {})
         tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
@@ -242,8 +245,20 @@ def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
 
 
-def _numbers(optimizer: Optimizer) -> dict[str, Any]:
-    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+def _containers(optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's own lists, dictionaries and sets."""
+    kept = {"param_groups", "state", "defaults"}
+    found = {name: value for name, value in vars(optimizer).items() if type(value) in (list, dict, set)}
+    return {name: value for name, value in found.items() if name not in kept}
+
+
+def _counts(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the numbers in an optimizer's attributes, and how long its containers are."""
+    found: dict[str, Any] = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+    for name, value in _containers(optimizer).items():
+        inside = value.values() if isinstance(value, dict) else value
+        found[name] = len(value), [one for one in inside if type(one) in (int, float)]
+    return found
 
 
 def _options(optimizer: Optimizer) -> str:

@@ -78,6 +78,7 @@ class Own(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.01})
         self.make = make
         self.steps = 0
+        self.log: list[str] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -116,16 +117,20 @@ class Counts(Own):
     def step(self, closure: Any = None) -> None:
         if self.where == "state":
             self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
+        elif self.where == "list":
+            self.log.append("a step")
         else:
             self.steps += 1
         super().step()
 
 
-@pytest.mark.parametrize("where", ["state", "attribute"])
+@pytest.mark.parametrize("where", ["state", "attribute", "list"])
 def test_an_optimizer_that_counts_its_own_steps_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group's update would be a step."""
     monkeypatch.setattr(Counts, "where", where)
     parameter = nn.Parameter(torch.randn(4, 4))
-    probe = OptimizerProbe([Counts([parameter], lambda p: {})], torch.device("cpu"), None)
+    optimizer = Counts([parameter], lambda p: {})
+    probe = OptimizerProbe([optimizer], torch.device("cpu"), None)
     with pytest.raises(OptionError, match="Counts keeps a state that belongs to no parameter"):
         probe.state_bytes(parameter)
+    assert (optimizer.steps, optimizer.log, dict(optimizer.state)) == (0, [], {})
