@@ -30,7 +30,7 @@ AGAIN = (
 GIVEN_UP = "this step was aborted after an error and its saved tensors were released; run the forward again"
 SUPERSEDED = (
     "this step was aborted, because another forward began or the optimizer updated the parameters before its backward"
-    " ran; run the forward again, and call backward right after it"
+    " ran; call backward right after each forward, or call the model once, on both batches concatenated"
 )
 TWICE = (
     "rotoff does not differentiate twice (create_graph=True): it recomputes outside of the graph; use the plain model"
