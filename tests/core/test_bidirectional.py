@@ -130,6 +130,7 @@ def test_the_plan_is_no_slower_than_the_one_for_a_link_that_is_not_busy(chain: C
             assert ours.meta["makespan"] <= solve(chain, limit, mode, refine=0.01).meta["makespan"] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_parameters_that_stream_both_ways_are_planned_for_what_the_link_does() -> None:
     """The plan for a link that is not busy takes 14 % longer than it promises, and a better one is known."""
     stages = tuple(Stage("", 1.0, 2.0, 10, 20) for _ in range(6))

@@ -24,11 +24,11 @@ UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
 ROOM = "2 distributed_room"
 SPLIT = {
     "tensor": "2 distributed_tensor_parallel tensor joint",
-    "sequence": "2 distributed_tensor_parallel sequence remat",
 }
 SPLIT_FURTHER = {  # FSDP2 of what is tensor parallel takes four processes
     "sharded": "4 distributed_tensor_parallel tensor joint",
     "tensor in the other modes": "2 distributed_tensor_parallel tensor remat offload",
+    "sequence": "2 distributed_tensor_parallel sequence remat",
     "sequence in the other modes": "2 distributed_tensor_parallel sequence joint offload",
     "sharded in the other modes": "4 distributed_tensor_parallel tensor remat offload",
 }

@@ -279,6 +279,7 @@ def test_nothing_is_tried_after_a_plan_that_nothing_can_beat(monkeypatch: pytest
     assert sequence.meta["makespan"] == pytest.approx(chain.compute_time, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_long_chain_is_near_the_bound() -> None:
     """The tables are fine enough for its stages, and the search grows with it."""
     chain = uneven(5, 400)

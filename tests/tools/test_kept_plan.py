@@ -77,6 +77,7 @@ def test_the_second_answer_is_the_first(question: Any, planned: list[Any], tmp_p
     assert first.placed and second.placed
 
 
+@pytest.mark.slow
 def test_whatever_an_answer_depends_on_is_in_its_key(planned: list[Any], tmp_path: Path) -> None:
     def asked(width: int = 64, batch: int = 256, change: Any = None, **options: Any) -> None:
         with torch.device("meta"):

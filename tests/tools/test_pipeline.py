@@ -118,6 +118,7 @@ def test_micro_batches_in_flight_fit_together(mode: str) -> None:
             assert refused.value.min_mem_limit >= least
 
 
+@pytest.mark.slow
 def test_resting_bytes_are_traded_for_room() -> None:
     """Where little may rest, moving all of it out beats the plan of one step with that share of the limit."""
     cost = rotoff.Stage("s", 1.0, 2.0, 1, 100, 1, 0, 0, 50)
@@ -209,7 +210,7 @@ needs_processes = pytest.mark.skipif(not torch.distributed.is_available(), reaso
 
 
 def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.05)
+    monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.01)
     with torch.device("meta"):
         sizes = [256, 1024] * 4
         layers = [(torch.nn.Linear(a, b), torch.nn.GELU()) for a, b in pairwise(sizes)]
