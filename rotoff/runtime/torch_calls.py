@@ -147,19 +147,19 @@ def _is_said_to_change_nothing(function: Any) -> bool:
 def _written_by_schema(function: Any) -> set[tuple[int, str]]:
     """Place and name of the arguments that an operator changes, as its schemas say; autograd counts not all of these
     changes. Of torch's own functions, those besides ``out`` and the tensor that the name's underscore is for."""
-    schemas, named = [], True
+    schemas, own = [], type(function) in _NATIVE
     if isinstance(function, torch._ops.OpOverload):
         schemas = [function._schema]
     elif isinstance(function, torch._ops.OpOverloadPacket):
         schemas = _schemas(function)
-    elif type(function) in _NATIVE:
-        packet, named = getattr(torch.ops.aten, function.__name__, None), False
+    elif own:
+        packet = getattr(torch.ops.aten, function.__name__, None)
         schemas = _schemas(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else []
     return {
         (n, arg.name)
         for schema in schemas
         for n, arg in enumerate(schema.arguments)
-        if _is_written(arg) and (named or not (arg.kwarg_only or arg.name == "self"))
+        if _is_written(arg) and not (own and (arg.kwarg_only or arg.name == "self"))
     }
 
 

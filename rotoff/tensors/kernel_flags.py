@@ -41,7 +41,7 @@ def kernel_flags() -> KernelFlags:
 
 
 def kernels_as(before: KernelFlags) -> ExitStack:
-    """Set them as they were `before`, until the returned stack is closed."""
+    """Set the settings as they were `before`, until the returned stack is closed."""
     stack = ExitStack()
     if (now := kernel_flags()) != before:
         stack.callback(partial(_set, now))

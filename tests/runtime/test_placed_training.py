@@ -1542,6 +1542,39 @@ def test_a_state_that_an_optimizer_makes_later_is_said() -> None:
         assert all(added_up(model, [optimizer], x) is None for _ in range(2))
 
 
+def test_a_state_made_later_is_placed_by_the_next_plan() -> None:
+    """Also where the parameter has had a place, without room for the state."""
+    model, _, x = small()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    place(model, [optimizer], 0.2)
+    added_up(model, [optimizer], x)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # see above
+        added_up(model, [optimizer], x)
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        model.compute_sequence(device_limit=1, optimizer=optimizer, refine=False)
+    plain = copy.deepcopy(model._model)
+    twin = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    def plan() -> None:
+        own_again(model, [optimizer])
+        model.compute_sequence(device_limit=refused.value.min_mem_limit, optimizer=optimizer, refine=False)
+
+    def steps() -> None:
+        for _ in range(3):
+            added_up(model, [optimizer], x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        measured = peak_bytes(steps, before=plan) + x.nbytes
+    assert measured <= model.get_expected_memory()
+    for _ in range(3):
+        added_up(plain, [twin], x)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
     """Its gradients are cleared before its next backward that has any, and not before the generator's."""
 

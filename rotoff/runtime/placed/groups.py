@@ -38,6 +38,7 @@ class Places:
         room = room_of(parameter)
         self.trained = parameter.requires_grad
         self.parameter = parameter
+        self.state_bytes = state_bytes
         self.weight = PlacedParameter(parameter, link, offset, room, fresh)
         self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0, fresh)
         self._link, self._fresh = link, fresh
@@ -117,7 +118,8 @@ class PlacedGroups:
             (parameter, state)
             for group in plan.groups
             for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
-            if (known := self.places.get(id(parameter))) is None or parameter.requires_grad > known.trained
+            if (known := self.places.get(id(parameter))) is None
+            or (parameter.requires_grad, state) > (known.trained, known.state_bytes)
         ]
         self.base = max(self.base, self.fresh.end)
         if new and self.base:  # so that each lies in bytes that were secured at once

@@ -39,8 +39,8 @@ def placeable(tensor: torch.Tensor | None) -> bool:
 
 
 def unplaceable(state: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors of an optimizer's state of one parameter that are not placed: of one element, or in lists
-    or dictionaries."""
+    """Return the tensors of an optimizer's state of one parameter that are not placed: those of one element, and those
+    in lists or dictionaries."""
     found = []
     for value in state.values():
         if not isinstance(value, torch.Tensor) or value.numel() < 2:
