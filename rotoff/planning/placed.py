@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
@@ -14,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.chain import Chain, ParameterGroup
-from ..core.sequence import OpKind, Sequence, Value
+from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..core.steady_step import at_rest, group_bytes
@@ -25,6 +26,7 @@ from ..profile.profile import Profile
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
 from ..runtime.links.pinned import room_for_plan
+from ..runtime.placed.in_turn import bytes_in_turn
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
 from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
@@ -97,16 +99,17 @@ class PlacedPlanner:
         whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
             return plan_everything(profile, plain=True)
-        every = [id(parameter) for one in self.optimizers for parameter in parameters_of(one)]
-        if when(request) == "during" and len(every) > len({*every}):
+        updated = [id(parameter) for one in self.optimizers for parameter in parameters_of(one)]
+        if when(request) == "during" and len(updated) > len({*updated}):
             raise OptionError(
                 'a parameter belongs to several optimizers, and updates="during" updates each by one alone; plan with'
                 ' updates="after"'
             )
         request = _within_host(profile, request)
         ways = (False, True) if profile.device.type == "cpu" else (True,)  # a CPU shares its processor with the host
-        found = [self.groups(profile, host) for host in ways]
-        reused = list(_reused(profile, request, found[-1], near))
+        every = [self.groups(profile, host) for host in ways]
+        found = [groups.streaming(whole - request.mem_limit) for groups in every]
+        reused = list(_reused(profile, request, every[-1], near))
         if reused:
             return min(reused, key=lambda plan: plan.trace.makespan)
         if not thorough:
@@ -118,7 +121,7 @@ class PlacedPlanner:
         plans = (plan_groups(profile, how, groups, request.mem_limit) for how, groups in asked)
         plan, least = next(filter(None, plans), None), request.mem_limit
         if plan is None:  # bytes that the machine does not charge may be fewer in the plan of a smaller limit
-            least, plan = _least(profile, request, found, whole)
+            least, plan = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
         if plan is not None and least <= request.mem_limit:
             _report(request, plan, profile, time.perf_counter() - began)
             return plan
@@ -177,10 +180,10 @@ def _beside(profile: Profile, groups: FoundGroups, during: bool = False) -> int:
     """Bytes that the device holds throughout, beyond those of a step under a `mem_limit` and those of `groups`: the
     batch, the caller's loss and its gradient, what stays of the model, and, if the backward updates, what marks each
     gradient as used up until the caller clears it."""
-    every = itertools.chain(groups.outside, *(group.parameters for group in groups.placed))
+    every = itertools.chain(groups.staying, *(group.parameters for group in groups.placed))
     scalars = 2 + during * sum(p.requires_grad for p in every)
     small = scalars * rounded(8, block_bytes(profile.device))
-    return groups.outside_bytes - groups.twice_bytes + profile.batch_bytes + small
+    return groups.staying_bytes - groups.twice_bytes + profile.batch_bytes + small
 
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
@@ -232,6 +235,8 @@ def _plans(
         except InfeasibleError:
             return
         plan = _compiled(profile, request, groups, sequence, asked)
+        if groups.streamed and _peak(plan) < asked:
+            plan = _compiled(profile, request, groups.streaming_less(asked - _peak(plan)), sequence, asked)
         yield plan, less
         if _peak(plan) <= asked:
             return
@@ -242,16 +247,18 @@ def _reused(profile: Profile, request: Request, groups: FoundGroups, near: Sever
     """Those of the plans `near` for the same groups that fit `profile`, too."""
     placing = profile.placing(groups.costs)
     forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in placing.behaviours]
-    sequences: dict[Any, Sequence] = {}
+    found: dict[Any, tuple[Sequence, tuple[PlacedGroup, ...]]] = {}
+    before = {id(parameter) for group in groups.before for parameter in group.parameters}
     for other, plan in near:
-        if plan.placed is None:
+        if plan.placed is None or not before.issuperset(id(p) for one in plan.placed.before for p in one.parameters):
             continue
         if _members(plan.chain.parameters, plan.placed.groups) == _members(groups.costs, groups.placed):
             ops = in_forms_of(plan.sequence.ops, other, forms)
             if ops is not None:
-                sequences[ops, frozenset(plan.sequence.resident)] = replace(plan.sequence, ops=ops)
-    for sequence in sequences.values():
-        plan = _compiled(placing, request, groups, sequence, request.mem_limit)
+                sequence = replace(plan.sequence, ops=ops)
+                found[ops, frozenset(sequence.resident), plan.placed.before] = sequence, plan.placed.before
+    for sequence, streamed in found.values():
+        plan = _compiled(placing, request, replace(groups, streamed=streamed), sequence, request.mem_limit)
         if _peak(plan) <= request.mem_limit:
             yield plan
 
@@ -269,13 +276,13 @@ def _compiled(profile: Profile, request: Request, groups: FoundGroups, sequence:
     placed = _placed(profile, chain, groups, sequence, updates == "during")
     plan = compile_placed(chain, sequence, trace, placed)
     placed = replace(placed, levels=_levels(profile, groups, plan, placed))
-    room = asked - _constant(profile, request, groups) - _without_parameters(chain, placed)
+    room = asked - _constant(profile, request, groups) - _without_parameters(profile, chain, placed)
     return replace(plan, placed=replace(placed, room=max(0, room)))
 
 
-def _without_parameters(chain: Chain, placed: PlacedPlan) -> int:
+def _without_parameters(profile: Profile, chain: Chain, placed: PlacedPlan) -> int:
     """Peak of a forward without gradients, without the parameters that it fetches."""
-    most = 0
+    most = profile.prefix_peak_bytes
     for i, stage in enumerate(chain.stages, start=1):
         own = stage.output_bytes + stage.forward_transient_bytes + (stage.checkpoint_transient_bytes or 0)
         most = max(most, chain.output_bytes(i - 1) + own)
@@ -286,13 +293,16 @@ def _levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan, placed: 
     """The expected bytes of each operation. After the backward, a gradient stays for the caller to read, unless the
     host has a copy. On a CPU, the temporaries of the host's updates count, too."""
     levels, staying = _told(profile, groups, plan), 0
+    in_turn = 0 if profile.device.type == "cpu" else bytes_in_turn([group.parameters for group in placed.before])
     for n, op in enumerate(plan.sequence):
+        if op.kind in FORWARDS and any(profile.outside_bytes[op.stage - 1 : op.stage]):  # may call layers before it
+            levels[n] += in_turn
         levels[n] += staying + (groups.first_bytes[op.stage - 1] if op.kind is OpKind.H else 0)
         if op.kind is OpKind.U and op.stage in placed.keep_gradients and not placed.during:
             staying += profile.chain.group(op.stage).grad_bytes
     levels[-1] += groups.outside_update_bytes
     resting = sum(at_rest(profile.chain, plan.sequence, plan.sequence.resident).device.values())
-    before = profile.prefix_peak_bytes + resting + _beside(profile, groups, placed.during)
+    before = profile.prefix_peak_bytes + in_turn + resting + _beside(profile, groups, placed.during)
     return max(levels[0], before), *levels[1:]
 
 
@@ -316,8 +326,9 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
         moved=moved | {op.stage for op in sequence if op.of == "w"},
         keep_gradients=keep,
         early=early,
-        outside=groups.outside,
+        outside=groups.staying,
         during=during,
+        before=groups.streamed,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ class FoundGroups:
             unless host and device are one.
         outside: the parameters that stay on the device.
         twice_bytes: of gradients to which several stages add; they are also in the profile's `unmanaged_bytes`.
+        before: of `outside`, the frozen parameters of each layer before the chain.
+        streamed: those of `before` that lie on the host between their uses.
     """
 
     costs: tuple[ParameterGroup, ...]
@@ -42,11 +44,39 @@ class FoundGroups:
     first_bytes: tuple[int, ...]
     outside: tuple[nn.Parameter, ...]
     twice_bytes: int
+    before: tuple[PlacedGroup, ...] = ()
+    streamed: tuple[PlacedGroup, ...] = ()
 
     @property
     def placed_bytes(self) -> int:
-        """The bytes of all parameters, gradients and optimizer states that can be placed."""
+        """The bytes of all parameters, gradients and optimizer states that can be placed, but for those `before`."""
         return sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.costs)
+
+    @property
+    def staying(self) -> tuple[nn.Parameter, ...]:
+        """The parameters `outside` that are not `streamed`."""
+        away = {id(parameter) for group in self.streamed for parameter in group.parameters}
+        return tuple(parameter for parameter in self.outside if id(parameter) not in away)
+
+    @property
+    def staying_bytes(self) -> int:
+        """The `outside_bytes`, without those that are `streamed`."""
+        return self.outside_bytes - sum(group.nbytes for group in self.streamed)
+
+    def streaming(self, nbytes: float) -> FoundGroups:
+        """Return these with as many of the last groups `before` streamed as free `nbytes`. No other bytes cost the link
+        less: they are copied once a step, and in one direction."""
+        staying, freed = list(self.before), 0
+        while staying and freed < nbytes:
+            freed += staying.pop().nbytes
+        return replace(self, streamed=self.before[len(staying) :])
+
+    def streaming_less(self, nbytes: int) -> FoundGroups:
+        """Return these with as many of the first groups resident again as `nbytes` have room for."""
+        streamed = list(self.streamed)
+        while streamed and streamed[0].nbytes <= nbytes:
+            nbytes -= streamed.pop(0).nbytes
+        return replace(self, streamed=tuple(streamed))
 
 
 def find_groups(
@@ -69,24 +99,23 @@ def find_groups(
         may_move: whether a parameter can be placed.
     """
     stages, device = profile.stages, profile.device
-    readers = _readers(stages)
+    readers, block = _readers(stages), block_bytes(device)
     every = list({id(p): p for p in model.parameters()}.values())
     staying = _sharing(every, model.buffers()) | {id(module._parameters[name]) for module, name in profile.cast_again}
+    movable = [p for p in every if id(p) not in staying and may_move(p)]
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
-    outside = []
-    for parameter in every:
-        if id(parameter) not in readers or id(parameter) in staying or not may_move(parameter):
-            outside.append(parameter)
-        else:
-            key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)
-            members.setdefault(key, []).append(parameter)
+    for parameter in (p for p in movable if id(p) in readers):
+        key = tuple(readers[id(parameter)]), parameter.requires_grad, probe.updates(parameter)
+        members.setdefault(key, []).append(parameter)
+    grouped = {id(p) for several in members.values() for p in several}
+    outside = [p for p in every if id(p) not in grouped]
     costs, placed, first = [], [], []
     whole = sum(room_of(p) for several in members.values() for p in several)
     parts = [
         (key, part) for key in sorted(members) for part in in_parts(members[key], map(room_of, members[key]), whole)
     ]
     for (stages_of, needs, updated), parameters in parts:
-        nbytes = sum(rounded(room_of(p), block_bytes(device)) for p in parameters)
+        nbytes = sum(rounded(room_of(p), block) for p in parameters)
         states = tuple(probe.state_bytes(p) for p in parameters)
         costs.append(
             ParameterGroup(
@@ -108,7 +137,17 @@ def find_groups(
     outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
     updates = probe.update_bytes(outside), probe.update_bytes(every)
     twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))
-    return FoundGroups(tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside), twice)
+    groups = tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside), twice
+    return FoundGroups(*groups, _before(profile.prefix, (p for p in movable if id(p) not in grouped)))
+
+
+def _before(prefix: Sequence[StageModule], parameters: Iterable[nn.Parameter]) -> tuple[PlacedGroup, ...]:
+    """Return the frozen ones of `parameters` in groups, by the first stage of `prefix` that reads them."""
+    readers, found = _readers(prefix), dict[int, list[nn.Parameter]]()
+    for parameter in parameters:
+        if id(parameter) in readers and not parameter.requires_grad:
+            found.setdefault(readers[id(parameter)][0], []).append(parameter)
+    return tuple(PlacedGroup(tuple(found[i]), (0,) * len(found[i]), prefix[i - 1].name) for i in sorted(found))
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:

@@ -128,11 +128,12 @@ cdef class Follower:
             ):
                 row = self._expected(function, args, kwargs)
             stage = row[1]
-            if stage is not None:
-                if self._dying:
-                    self._let_go_all()
-                if stage != OUTSIDE and stage != self._stage:
-                    self._stages.enter(stage)
+            if stage is not None and self._dying:
+                self._let_go_all()
+            if stage is None and self._stage == OUTSIDE:
+                stage = 1  # an unexpected call belongs to the open stage
+            if stage is not None and stage != OUTSIDE and stage != self._stage:
+                self._stages.enter(stage)
             return self._followed(function, known, args, kwargs, row)
         finally:
             self.inside = False

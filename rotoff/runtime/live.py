@@ -33,6 +33,7 @@ from .arguments import NESTED, replaced, tensors_in, tensors_of
 from .hollowing import Frames
 from .on_course import OnCourse
 from .placed.brought import bring
+from .placed.in_turn import InTurn
 from .placed.lending import Lender
 from .reads import Reads, is_among
 from .stage_tape import Around, Seeded, StageTape
@@ -92,6 +93,7 @@ class LiveForward(OnCourse):
         self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
         self.newest: dict[int, torch.Tensor] = {}  # the last of those of all stages so far
         self.lender: Lender | None = None  # lends other parameters from the host
+        self._in_turn: InTurn | None = None  # brings those of layers before the chain
         self._token = object()  # identifies this forward
         self._origin: tuple[object, int] = (self._token, OUTSIDE)  # of what the open stage makes
         self._outside: tuple[object, int] = self._origin
@@ -105,10 +107,18 @@ class LiveForward(OnCourse):
             self.reads.note_resident(tensor)
             self._tag(tensor, self._outside).stays = True
 
+    def lend(self, lender: Lender | None, in_turn: InTurn | None) -> None:
+        """Let calls that the plan does not cover find parameters that lie on the host."""
+        self.lender, self._in_turn, self._unusual = lender, in_turn, bool(lender)
+        if in_turn is not None:
+            self.outside.brought = in_turn.all
+
     # -- stages
 
     def begin_stage(self, stage: int, tape: StageTape, begun: Callable[[], tuple[object, ...]]) -> None:
         """Open a stage; `begun` returns the mark of the generators at its start."""
+        if self._in_turn is not None:
+            self._in_turn.end()
         self._stage, self._origin = stage, (self._token, stage)
         self._drawn, self._begun = None, begun
         self.tape = self.reads.tape = tape
@@ -175,6 +185,8 @@ class LiveForward(OnCourse):
     def forget(self) -> None:
         """Remove this forward's marks from all tensors that are left."""
         self.instead, self.brought, self.newest = {}, {}, {}
+        if self._in_turn is not None:
+            self._in_turn.end()
         self.reads.forget()
         self._aliases, self.reads = {}, Reads({})  # hooks in the graph hold this forward
         self.tape = self.outside = StageTape("")
@@ -222,7 +234,7 @@ class LiveForward(OnCourse):
         if self.instead or self.newest or self.lender:
             if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
                 self.lender.lend(function.parameters())
-            args, kwargs = self._with_aliases(args, kwargs)
+            args, kwargs = self._with_aliases(args, kwargs, stage)
         versions = versions_of(given) if known.watched else ()
         written: Sequence[Tensor] = ()
         if known.writes or self.reads.changing or "out" in kwargs:
@@ -356,13 +368,17 @@ class LiveForward(OnCourse):
                     return one
         return result
 
-    def _with_aliases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _with_aliases(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def alias(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if (copy := self.brought.get(id(leaf))) is not None:
                 return copy
             if isinstance(leaf, nn.Parameter):  # the plan does not bring it to the device here
+                if stage == OUTSIDE and self._in_turn is not None and (copy := self._in_turn.bring(leaf)) is not None:
+                    return copy
                 earlier = self.newest.get(id(leaf))  # of an earlier stage that has read it
                 copy = self.lender.stand_in(leaf, earlier) if self.lender else None
                 if copy is None and earlier is not None:

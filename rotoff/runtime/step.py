@@ -72,10 +72,10 @@ class Step(BackwardPhase):
         try:
             try:
                 with following(live), self._checked():
-                    if course is not None:
-                        self.enter(1)
                     result = forward()
                     self._refuse_given_up()
+                    if self._open is None:
+                        self.enter(1)
                     live.inside = True
                     with without(live):
                         self._end_forward(live, result)
@@ -100,7 +100,8 @@ class Step(BackwardPhase):
         """Return the mode that records the forward's calls."""
         live = LiveForward(course, self, self._generators, given)
         if self._placement is not None:
-            live.lender = self._lender = self._placement.lender()
+            self._lender = self._placement.lender()
+            live.lend(self._lender, self._placement.in_turn())
         return live
 
     def _end_forward(self, live: LiveForward, result: Any) -> None:

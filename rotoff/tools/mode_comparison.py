@@ -64,8 +64,8 @@ def answer(
         placed: tuple[PlacedStep, ...] = ()
         usable = usable_bytes(target.memory_bytes)
         if asked.mem_limit is None and profile.chain.meta["parameter_bytes"]:
-            chain, constant = with_parameters(profile, target, asked.optimizer, asked.host_bandwidth)
-            placed = placed_steps(chain, constant, usable, MARGIN, _batch(sample, kwargs))
+            chain, constant, streamable = with_parameters(profile, target, asked.optimizer, asked.host_bandwidth)
+            placed = placed_steps(chain, constant, streamable, usable, MARGIN, _batch(sample, kwargs))
         resident = resident_bytes(profile, asked.optimizer)
         return planned_modes(profile, target, asked.mem_limit, resident, placed, asked.modes, asked.mem_slots)
 

@@ -128,7 +128,7 @@ def planned_pipeline(
     args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
     profile = estimated(model, args, named, device)
     chain = profile.chain
-    whole, _ = with_parameters(profile, device, optimizer, host_bandwidth)
+    whole, *_ = with_parameters(profile, device, optimizer, host_bandwidth)
     beside = profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
     pieces = cut(chain, asked.ranks * asked.chunks)
     pipeline = Pipeline(pieces, order, asked.ranks_per_link, beside=beside)

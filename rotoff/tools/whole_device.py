@@ -6,6 +6,7 @@ the bytes that it reads and writes, divided by the bandwidth of the memory where
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -57,8 +58,9 @@ class _OfStages(nn.Module):
         return iter({id(b): b for module in self._all for b in module.buffers(recurse)}.values())
 
 
-def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandwidth: float) -> tuple[Chain, int]:
-    """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not have."""
+def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandwidth: float) -> tuple[Chain, int, int]:
+    """The profile's chain with its groups of parameters, and the bytes on the device that the chain does not have. The
+    last number: those of them that may lie on the host, of frozen layers before the chain."""
     model = _OfStages((*profile.prefix, *profile.stages))
     trained = [p for p in model.parameters() if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
@@ -74,22 +76,27 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
     chain = profile.placing(tuple(timed(group) for group in found.costs)).chain
     unused = profile.chain.meta["parameter_bytes"] - sum(p.nbytes for p in model.parameters())
     constant = found.outside_bytes + found.outside_update_bytes + max(0, unused) - found.twice_bytes
-    return chain, constant + profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
+    constant += profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
+    return chain, constant, found.outside_bytes - found.streaming(math.inf).staying_bytes
 
 
-def placed_steps(chain: Chain, constant: int, usable: int, margin: float, batch: int | None) -> tuple[PlacedStep, ...]:
-    """The steps of `chain` within `usable` bytes, `constant` of which are not in the chain, with updates after the
-    backward and during it.
+def placed_steps(
+    chain: Chain, constant: int, streamable: int, usable: int, margin: float, batch: int | None
+) -> tuple[PlacedStep, ...]:
+    """The steps of `chain` within `usable` bytes, with updates after the backward and during it.
 
+    constant, streamable: as `with_parameters` returns them.
     margin: the share of a device that is not usable. batch: the sample's batch size, if it has one.
     """
     rows: list[PlacedStep] = []
     best: Candidate | None = None
-    limit, unit = usable - constant, chain.compute_time
+    unit = chain.compute_time
     for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
-        least = int((min_mem_limit(chain, "joint", updates) + constant) / (1 - margin)) + 1
+        least = int((min_mem_limit(chain, "joint", updates) + constant - streamable) / (1 - margin)) + 1
         everything = keep_all(chain, updates)
         trace, bound = simulate(chain, everything, updates=updates), unit
+        streamed = min(streamable, max(0, trace.peak_bytes + constant - usable))
+        limit = usable - constant + streamed
         if trace.peak_bytes > limit:  # else nothing moves, even if an update on the host would be faster
             if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
                 rows.append(PlacedStep(updates, None, None, None, None, None, least, None))
@@ -102,11 +109,13 @@ def placed_steps(chain: Chain, constant: int, usable: int, margin: float, batch:
                 updates=updates,
                 step_time=trace.makespan,
                 overhead=trace.makespan / unit - 1 if unit else 0.0,
-                peak_bytes=trace.peak_bytes + constant,
+                peak_bytes=trace.peak_bytes + constant - streamed,
                 host_bytes=trace.host_peak_bytes,
                 bound_time=bound,
                 min_device_bytes=least,
-                largest_batch=None if batch is None else _largest_batch(chain, limit, batch, updates),
+                largest_batch=None
+                if batch is None
+                else _largest_batch(chain, usable - constant + streamable, batch, updates),
             )
         )
     return tuple(rows)

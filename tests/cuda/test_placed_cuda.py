@@ -77,13 +77,20 @@ def adapted() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(*[nn.Sequential(LoRA(nn.Linear(64, 64)), nn.Tanh()) for _ in range(6)]), torch.randn(16, 64)
 
 
+def first_frozen() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh()) for _ in range(8)])
+    model[:5].requires_grad_(False)
+    return model, torch.randn(16, 64)
+
+
 def made(name: str) -> tuple[nn.Module, Any]:
     """On the host, with its batch on the device."""
     if name in ALL:
         model, batch = fresh(name)
         x = batch()
     else:
-        model, x = {"language": language, "adapted": adapted}[name]()
+        model, x = {"language": language, "adapted": adapted, "first frozen": first_frozen}[name]()
     x = torch.utils._pytree.tree_map(lambda t: t.to(CUDA) if isinstance(t, torch.Tensor) else t, x)
     return model, x
 
@@ -208,7 +215,7 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
 
 
 @pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
-@pytest.mark.parametrize("name", ["language", "adapted", *sorted(set(ALL) - NOT_THERE)])
+@pytest.mark.parametrize("name", ["language", "adapted", "first frozen", *sorted(set(ALL) - NOT_THERE)])
 def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
     compare(name, share, updates, usual, OPTIMIZERS["AdamW"], record_property)
 
@@ -265,14 +272,16 @@ def test_optimizers(optimizer: str, updates: str, record_property: Record) -> No
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-def test_no_step_holds_more_than_predicted(share: float, updates: str, record_property: Record) -> None:
+@pytest.mark.parametrize("frozen", [0, 5])
+def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: str, record_property: Record) -> None:
     """All that the device holds, of whole steps with their updates, and of forwards without gradients."""
     gc.collect()
     torch.cuda.synchronize()
     others = torch.cuda.memory_allocated()
     model, x = nn.Sequential(*[Residual(128) for _ in range(8)]), torch.randn(64, 128, device=CUDA)
+    model[:frozen].requires_grad_(False)
     wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x, repeats=1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     limit = within(wrapped, optimizer, share, updates)
     gc.collect()
     torch.cuda.reset_peak_memory_stats()

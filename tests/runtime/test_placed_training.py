@@ -8,6 +8,7 @@ import functools
 import gc
 import io
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -219,10 +220,23 @@ def mapped() -> tuple[nn.Module, Callable[[], Any]]:
     return Mapped(), lambda: torch.randn(24, 32)
 
 
+def first_frozen() -> tuple[nn.Module, Callable[[], Any]]:
+    """The frozen layers need more memory than the trained ones."""
+    layers = [
+        (nn.Linear(32, wide), nn.BatchNorm1d(wide), nn.GELU(), nn.Linear(wide, 32)) for wide in (256, 256, 64, 64)
+    ]
+    model = nn.Sequential(*(nn.Sequential(*one) for one in layers), nn.Linear(32, 4))
+    model[:2].requires_grad_(False)
+    return model, lambda: torch.randn(64, 32)
+
+
 RECORDED = {
     f.__name__: f
-    for f in (normalized, tied_language, untied, adapted, lends, recurring, recurring_inside, mapped, paused, repeated)
-}
+    for f in (
+        normalized, tied_language, untied, adapted, lends, recurring, recurring_inside, mapped, paused, repeated,
+        first_frozen,
+    )
+}  # fmt: skip
 
 
 def made(name: str) -> tuple[nn.Module, Callable[[], Any]]:
@@ -285,7 +299,7 @@ def force(
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
     request = model._courses.request
     planner, profile = request.planner, model.profile
-    groups = planner.groups(profile, host)
+    groups = planner.groups(profile, host).streaming(math.inf)
     chain = replace(profile.chain, parameters=groups.costs)
     low, high = rotoff.min_mem_limit(chain, "joint", updates), rotoff.simulate(chain, rotoff.keep_all(chain)).peak_bytes
     constant = placed_planner._constant(profile, request, groups)
@@ -692,6 +706,7 @@ SIZED: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
                           torch.randn(8, 16, 48)),
     "shared": lambda: (Shared(64), torch.randn(64, 64)),
     "no biases": lambda: (nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), torch.randn(8, 96)),
+    "first frozen": lambda: (first_frozen()[0], torch.randn(64, 32)),
     "small": lambda: (nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), torch.randn(64, 24)),
     "convolutions": lambda: (nn.Sequential(*(layer for n in (3, 16, 16) for layer in (
                                 nn.Conv2d(n, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()))),
@@ -1516,6 +1531,7 @@ def test_a_backward_that_fails_elsewhere_after_updates_warns() -> None:
     added_up(model, optimizers, x)
 
 
+@pytest.mark.slow
 def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
     """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
     example = Path(__file__).parents[2] / "examples" / "larger_than_memory.py"
@@ -1529,6 +1545,27 @@ def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "plain, limited     fails" in done.stdout, done.stdout
     assert "the losses are the same" in done.stdout, done.stdout
+
+
+def test_frozen_first_layers_lie_on_the_host() -> None:
+    """The smallest limit is that of a model that is trained as a whole, but for their output. Thawed, they are placed
+    as all others."""
+    model, batch = first_frozen()
+    x, optimizers = batch(), adamw(list(model.parameters()))
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    limit = place(wrapped, optimizers, 0.0)
+    frozen = {id(p) for p in model[:2].parameters()}
+    assert frozen == {id(p) for group in wrapped._plan.placed.before for p in group.parameters}
+    added_up(wrapped, optimizers, x)
+    whole, _ = first_frozen()
+    trained_whole = rotoff.Checkpointable(whole.requires_grad_(), cache_directory=None).measure(x, repeats=1)
+    assert limit <= place(trained_whole, adamw(list(whole.parameters())), 0.0) + x.nbytes
+    model.requires_grad_()
+    place(wrapped, optimizers, 0.0)
+    assert not wrapped._plan.placed.before
+    before = [p.clone() for p in model.parameters()]
+    added_up(wrapped, optimizers, x)
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 def test_a_state_that_an_optimizer_makes_later_is_said() -> None:

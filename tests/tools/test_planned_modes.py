@@ -318,6 +318,16 @@ def test_where_everything_fits_nothing_moves() -> None:
         assert row.largest_batch > 64
 
 
+def test_frozen_first_layers_may_lie_on_the_host() -> None:
+    model, x = wide(4)
+    (whole, _) = rotoff.plan(model, x, device=device_of(400)).placed
+    model[:3].requires_grad_(False)
+    (after, _) = rotoff.plan(model, x, device=device_of(400)).placed
+    assert after.min_device_bytes <= whole.min_device_bytes + x.nbytes
+    (less, _) = rotoff.plan(model, x, device=device_of(after.min_device_bytes / 2**20 + 1)).placed
+    assert less.step_time is not None and less.peak_bytes <= after.min_device_bytes + 2**20
+
+
 def test_frozen_parameters_have_no_update() -> None:
     model, x = wide(4)
     for parameter in model[:3].parameters():

@@ -110,13 +110,13 @@ class PlacedGroups:
     @property
     def numbers(self) -> range:
         """The groups."""
-        return range(1, len(self.plan.groups) + 1)
+        return range(1, len(self.plan.every) + 1)
 
     def follow(self, plan: PlacedPlan, host_bytes: int) -> None:
         """Take `plan`, and host bytes for all that it places. host_bytes: of activations, from `base` on."""
         new = [
             (parameter, state)
-            for group in plan.groups
+            for group in plan.every
             for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
             if (known := self.places.get(id(parameter))) is None
             or (parameter.requires_grad, state) > (known.trained, known.state_bytes)
@@ -186,11 +186,11 @@ class PlacedGroups:
 
     def every(self) -> list[nn.Parameter]:
         """Return the parameters of all groups."""
-        return [parameter for group in self.plan.groups for parameter in group.parameters]
+        return [parameter for group in self.plan.every for parameter in group.parameters]
 
     def parameters(self, k: int) -> tuple[nn.Parameter, ...]:
         """Return the parameters of group k."""
-        return self.plan.groups[k - 1].parameters
+        return self.plan.every[k - 1].parameters
 
     def tensors(self, v: Value) -> list[PlacedTensor]:
         """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
@@ -207,7 +207,7 @@ class PlacedGroups:
 
     def name(self, k: int) -> str:
         """Return what messages call group k."""
-        return f"group {k} ({self.plan.groups[k - 1].name})"
+        return f"group {k} ({self.plan.every[k - 1].name})"
 
     def with_autograd(self, tensor: PlacedTensor) -> bool:
         """Whether it is a gradient to which autograd may be adding on another thread."""

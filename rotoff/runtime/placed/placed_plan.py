@@ -10,7 +10,7 @@ from ...core.sequence import Value
 from .tensor import room_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlacedGroup:
     """The parameters of one group of the chain. state_bytes: of the optimizer's state of each parameter. name: for
     messages."""
@@ -19,12 +19,18 @@ class PlacedGroup:
     state_bytes: tuple[int, ...]
     name: str = ""
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
+
 
 @dataclass(frozen=True)
 class PlacedPlan:
     """How a plan places the parameters.
 
     groups: in the chain's order.
+    before: groups of frozen layers before the chain that lie on the host, in order.
     resident: the values that the device holds between steps.
     on_both: those of which the host has a valid copy, too.
     moved: the groups whose parameters are moved within a step.
@@ -46,6 +52,12 @@ class PlacedPlan:
     outside: tuple[nn.Parameter, ...] = ()
     during: bool = False
     room: int = 0
+    before: tuple[PlacedGroup, ...] = ()
+
+    @property
+    def every(self) -> tuple[PlacedGroup, ...]:
+        """All groups, those before the chain last."""
+        return *self.groups, *self.before
 
     @property
     def peak_bytes(self) -> int:
@@ -55,5 +67,5 @@ class PlacedPlan:
     @property
     def host_bytes(self) -> int:
         """Host bytes for parameters, gradients and optimizer state."""
-        pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
+        pairs = [pair for group in self.every for pair in zip(group.parameters, group.state_bytes, strict=True)]
         return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)

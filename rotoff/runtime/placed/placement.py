@@ -23,6 +23,7 @@ from .all_at_once import Guard
 from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
 from .groups import PlacedGroups
+from .in_turn import InTurn
 from .lending import Lender, Streamed
 from .placed_plan import PlacedPlan
 from .tensor import PlacedGradient, PlacedTensor, offload, prefetch, settle
@@ -214,6 +215,14 @@ class Placement:
         """Return the lender of parameters on the host, for calls outside of the plan; None if there are none."""
         gradients = {key: places.gradient for key, places in self._groups.places.items()}
         return Lender(self._groups.every(), self.link.device, gradients=gradients) or None
+
+    def in_turn(self) -> InTurn | None:
+        """Return what brings the parameters of frozen layers before the chain; None where calls read them from the
+        host's memory, or there are none."""
+        if not self.link.queues or not self._groups.plan.before:
+            return None
+        before = [group.parameters for group in self._groups.plan.before]
+        return InTurn([[self._groups.places[id(parameter)].weight for parameter in group] for group in before])
 
     def streamed(self) -> Streamed | None:
         """Return the context for a forward without a plan; None if it needs none."""
