@@ -26,7 +26,7 @@ else:
     # The same examples on every run unless asked otherwise, so that a red run is red again for whoever looks into it:
     # HYPOTHESIS_PROFILE=explore searches anew. No deadline: the first call of a kernel or of torch is slow.
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-    settings.register_profile("default", derandomize=True, max_examples=12, **_COMMON)
+    settings.register_profile("default", derandomize=True, max_examples=9, **_COMMON)
     settings.register_profile("thorough", derandomize=True, max_examples=100, **_COMMON)
     settings.register_profile("explore", max_examples=1000, **_COMMON)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (mark := item.get_closest_marker("grid")) is None:
             continue
-        first, part = item.function not in grids, crc32(item.name.encode()) % mark.kwargs.get("every", 5)
+        first, part = item.function not in grids, crc32(item.name.encode()) % mark.kwargs.get("every", 6)
         grids.add(item.function)
         if part and not first:
             item.add_marker(pytest.mark.slow)

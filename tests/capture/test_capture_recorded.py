@@ -117,7 +117,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]]
 
 @pytest.mark.parametrize("count", [2, 6, 40])
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_stages_in_sequence_equal_the_model(name: str, count: int) -> None:
     build, batch = MODELS[name]
     model, values = build(), batch()

@@ -81,7 +81,7 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]
 
 @pytest.mark.parametrize("block", [Sent, Shifted, Counter])
 @pytest.mark.parametrize("share", [0.0, 2.0])
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_data_dependent_modules_run_their_own_code(block: type[nn.Module], share: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), block(), nn.Linear(8, 8)) for _ in range(4)))

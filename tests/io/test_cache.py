@@ -132,7 +132,7 @@ def test_a_second_model_of_the_same_kind_is_planned_from_the_cache(
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "stateful"])  # which has a function of its own
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_a_profile_from_the_cache_is_the_measured_one(name: str, tmp_path: Path) -> None:
     """In all of its fields, of another instance of the model, and as good to train by."""
     model, batch = fresh(name)

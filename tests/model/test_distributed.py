@@ -17,7 +17,7 @@ from models import ALL  # noqa: E402
 from ranks import printed, torchrun  # noqa: E402
 
 pytestmark = pytest.mark.early
-FEW = ["mlp", "unet"]
+FEW = ["mlp"]
 STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp")}
 FAILURES = "2 distributed_failures"
 UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
@@ -32,12 +32,11 @@ SPLIT_FURTHER = {  # FSDP2 of what is tensor parallel takes four processes
     "sequence in the other modes": "2 distributed_tensor_parallel sequence joint offload",
     "sharded in the other modes": "4 distributed_tensor_parallel tensor remat offload",
 }
+MODES = "remat", "offload"
 OWN = ("gather", "functional", "ring", "context", "reduced_later", "gathered")  # in the code of the model itself
-COLLECTIVES = {kind: f"2 distributed_collectives {kind} {('remat', 'offload')[n % 2]}" for n, kind in enumerate(OWN)}
-COLLECTIVES_FURTHER = {
-    f"{kind} in the other mode": f"2 distributed_collectives {kind} {('offload', 'remat')[n % 2]}"
-    for n, kind in enumerate(OWN)
-}
+EVERY_OWN = {f"{kind} in {mode}": f"2 distributed_collectives {kind} {mode}" for kind in OWN for mode in MODES}
+COLLECTIVES = {name: EVERY_OWN[name] for name in ("gather in remat", "ring in offload")}
+COLLECTIVES_FURTHER = {name: case for name, case in EVERY_OWN.items() if name not in COLLECTIVES}
 REFUSED = {kind: f"2 distributed_collectives {kind}" for kind in ("alone", "context_alone", "exchanged")}
 CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values(), *COLLECTIVES.values(), *REFUSED.values())
 

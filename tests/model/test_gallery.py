@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gallery
 from gallery_models import LIBRARIES
 
-SAMPLE = [("torchvision", "mobilenet_v3_small"), ("transformers", "qwen3"), ("own", "unet")]
+SAMPLE = [("torchvision", "mobilenet_v3_small"), ("own", "unet")]
 FURTHER = [
+    ("transformers", "qwen3"),
     ("torchvision", "shufflenet_v2_x1_0"),
     ("timm", "levit_128s"),
     ("timm", "mobilenetv4_conv_small"),

@@ -94,7 +94,7 @@ def decided(profile: Profile) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_all_processes_have_the_same_and_decide_alike(name: str) -> None:
     """Where every number is another in each of three processes, and between those that one of them alone would keep
     within."""
@@ -110,7 +110,7 @@ def test_all_processes_have_the_same_and_decide_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_what_is_enough_for_all_is_enough_for_each(name: str) -> None:
     few, many = profile_of(name, 1), profile_of(name, 3)
     for profiles in ([few, many], [unequal(few, n) for n in range(3)]):

@@ -39,7 +39,7 @@ def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None
 
 @pytest.mark.parametrize("name", ["residual", "dropping", "unet"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_a_step_within_it_has_the_gradients_of_the_plain_model(name: str, mode: str) -> None:
     model, batch = made(name)
     again, _ = made(name)

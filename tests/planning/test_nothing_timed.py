@@ -60,7 +60,7 @@ def latest(wrapped: rotoff.Checkpointable) -> Specialization:
 
 
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_with_room_for_everything_nothing_is_timed_and_bytes_are_the_same(kind: str, calls: Counter[str]) -> None:
     model, batch = fresh(kind)
     plain = copy.deepcopy(model)

@@ -57,7 +57,7 @@ def test_options_of_another_kind_are_refused() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_a_model_trains_the_same_under_every_policy(policy: str) -> None:
     pytest.importorskip("torch")
     from models import fresh, plain, same, train

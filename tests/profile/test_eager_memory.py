@@ -160,7 +160,7 @@ class AsideDetached(Aside):
 
 @pytest.mark.parametrize("stages", [1, 3, None])
 @pytest.mark.parametrize("kind", [Aside, AsideDetached])
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_branch_used_only_for_its_draws_is_counted(kind: type[nn.Module], stages: int | None) -> None:
     assert over_plain(kind, stages) >= 1
 

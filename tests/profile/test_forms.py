@@ -79,7 +79,7 @@ def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
 
 @pytest.mark.usefixtures("as_measured")
 @pytest.mark.parametrize("name", WITH_FORMS)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_random_sequences_with_forms_train_bit_for_bit(name: str) -> None:
     expected = plain(name, steps=2)
     for seed in seeds(8):

@@ -186,7 +186,7 @@ def test_measuring_under_a_profiler_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_measuring_changes_no_user_state(name: str) -> None:
     model, batch = fresh(name)
     x = batch()

@@ -40,7 +40,7 @@ def many(name: str) -> tuple[torch.nn.Module, Any]:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     model, draw = many(name)
     wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
@@ -52,7 +52,7 @@ def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_sequences_under_autocast_hold_at_most_predicted_bytes(name: str) -> None:
     """Which keeps a cast of every weight from its first use on: as much as large weights take beside a small batch."""
     model, draw = fresh(name)
@@ -366,7 +366,7 @@ class Beside(Means):
 
 
 @pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen, Beside])
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)

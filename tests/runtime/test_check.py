@@ -19,7 +19,7 @@ from rotoff.runtime.step import Step
 
 
 @pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_what_is_held_is_what_is_charged(name: str) -> None:
     expected = plain(name, steps=1)
     for seed in seeds(4):

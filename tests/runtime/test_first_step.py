@@ -25,7 +25,7 @@ def limit_of(model: nn.Module, batch: Any) -> int:
 
 
 @pytest.mark.parametrize("kind", ALL)
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_the_first_step_is_planned_and_on_its_course(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     model, batch = fresh(kind)
     limit = limit_of(model, batch)

@@ -169,7 +169,7 @@ def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_t
 
 
 @pytest.mark.parametrize("name", sorted({*ALL} - {"stateful"}))  # whose graph keeps what no hook sees
-@pytest.mark.grid(every=3)
+@pytest.mark.grid
 def test_every_backward_through_one_graph_keeps_the_limit(name: str) -> None:
     """But for the gradient of the output, which is there while a later one makes the values again, and what is less
     than 1 KiB: statistics from before."""

@@ -245,9 +245,9 @@ REFUSED = "2 pipeline_steps refused"
 LINKS = "2 pipeline_links together", "2 pipeline_links late"
 IN_FLIGHT = {
     "2 pipeline_steps gpipe": [8, 8],
-    "2 pipeline_steps 1f1b": [2, 1],
 }
 FURTHER = {
+    "2 pipeline_steps 1f1b": [2, 1],
     "2 pipeline_steps interleaved": [5, 3],
     "4 pipeline_steps split": [2, 2, 1, 1],  # two processes run each stage together
     "4 pipeline_steps 1f1b": [4, 3, 2, 1],
