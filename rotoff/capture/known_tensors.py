@@ -54,8 +54,8 @@ class KnownTensors:
         owned = self._owned.get(id(tensor))
         if owned is not None:
             return owned
-        if (number := self.number(tensor)) is not None:
-            return Ref(number)
+        if (number := self.number(tensor)) is not None:  # ``set_``, which no mode sees, may have moved it
+            return Ref(number) if self.variables[number].storage == self.storage(tensor) else None
         storage = storage_key(tensor)
         of_batch = storage in self._batch  # such as a part of the last batch, which an attribute holds
         made_here = storage in self._storages and not of_batch and not isinstance(tensor, nn.Parameter)
@@ -117,6 +117,11 @@ class KnownTensors:
             self._storages[key] = (watch, len(self._storages))
             self._alive[self._storages[key][1]] = watch
         return self._storages[key][1]
+
+    def moved(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor may lie in another storage than before."""
+        if (number := self.number(tensor)) is not None:
+            self.variables[number] = self.variables[number]._replace(storage=self.storage(tensor, new=True))
 
     def knows(self, storage: StorageWeakRef) -> bool:
         """Whether the storage has a number."""

@@ -212,6 +212,8 @@ class Recorder(TorchFunctionMode):
         with self.casts.seen(function, name) as casts:
             result = run(*args, **kwargs)
         self._drawn = self._generators.states()
+        if name == "__set__":  # of ``data``, perhaps
+            self._tensors.moved(args[0])
         returned = self._returned(name, result)
         newer = versions_of(given)
         changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
@@ -410,8 +412,8 @@ class Recorder(TorchFunctionMode):
         if reference is None:
             self._refuse(
                 f"uses a tensor of shape {tuple(leaf.shape)} ({leaf.grad_fn or 'a view'}) that rotoff did not see being"
-                " made: by a hook that collects intermediate results (output_attentions=True), or by code outside of"
-                " torch"
+                " made: by a hook that collects intermediate results (output_attentions=True), by Tensor.set_ or"
+                " torch.load, or by code outside of torch"
             )
         return reference
 

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE
+from ..errors import ExecutionError
 from ..tensors.storage import copied, version_of
 from .hollowing import key_of, whole_base
 from .stage_tape import StageTape
@@ -43,6 +45,11 @@ class Reads:
     def note_resident(self, tensor: Tensor) -> None:
         if (key := key_of(tensor)) not in self.resident:
             strided = tensor.layout is torch.strided
+            if is_functorch_wrapped_tensor(tensor):
+                raise ExecutionError(
+                    "the forward calls torch under a transform of torch.func (vmap, jvp), which it did not when it was"
+                    " measured and rotoff cannot look through; do that after the forward, with what the model returns"
+                )
             self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if strided else None
             if not strided or (type(tensor) is not nn.Parameter and id(tensor) not in self.changing):
                 self._brief.append(key)

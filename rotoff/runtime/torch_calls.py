@@ -235,6 +235,16 @@ def _called(function: Any) -> Any:
     return function
 
 
+def _pickled(tensor: torch.Tensor, protocol: Any) -> Any:
+    """``tensor.__reduce_ex__``, without the attributes that rotoff has set."""
+    told = vars(tensor)
+    own = {name: told.pop(name) for name in [*told] if name.startswith("_rotoff")}
+    try:
+        return tensor.__reduce_ex__(protocol)
+    finally:
+        told.update(own)
+
+
 def _known(function: Any) -> Known:
     name = getattr(function, "__name__", "")
     if isinstance(collective := as_collective(function), Collective):
@@ -243,6 +253,8 @@ def _known(function: Any) -> Known:
         return Known(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
     if name in _FACTS:
         return Known(function, None, fact=True)
+    if function is torch.Tensor.__reduce_ex__:
+        return Known(function, None, instead=_pickled)
     if name == "__set__":
         return Known(function, _set)
     if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):

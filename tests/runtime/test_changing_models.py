@@ -14,11 +14,12 @@ from trunks import TABLE
 
 
 def cases() -> list[Any]:
-    """Every fourth row in one of the modes; slowly, its neighbours, which are like it, too, and each in the others."""
+    """Every fourth row in one of the modes; slowly, its neighbours, which are like it, too, and each in the others. In
+    joint, after others, the first step measures."""
     found = []
     for n, row in enumerate(TABLE):
         one = MODES[n // 3 % len(MODES)]
-        others = [mode for mode in MODES if mode != one]
+        others = [mode for mode in MODES if mode == "joint" or mode != one]
         found.append(pytest.param(row, [one], id=row.name, marks=[pytest.mark.slow] if n % 4 else []))
         found.append(pytest.param(row, others, id=f"{row.name}, in the other modes", marks=pytest.mark.slow))
     return found

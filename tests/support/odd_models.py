@@ -609,3 +609,31 @@ class OfGlobal(Trunk):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         TENSOR.add_(0.1)
         return torch.sin(x) * TENSOR.clone()
+
+
+def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+class Saves(Trunk, saves=lambda: False):
+    """Reads the first block's result from a file at the end: as a tensor, or a number of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = kept = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        if self.saves == "number":
+            x = x * saved_and_loaded(kept.detach()).sum().sin().item()
+        return self.head(x + saved_and_loaded(kept.detach()) if self.saves == "tensor" else x)
+
+
+row(
+    "a result saved to a file and loaded, of which a number is read in two steps",
+    sets("saves", lambda n: "number" if n in {2, 3} else ""),
+)(Saves)
+row("a result saved to a file and loaded", refused="Tensor.set_ or torch.load")(
+    type("SavesAlways", (Saves,), {}, saves=lambda: "tensor")
+)
