@@ -187,7 +187,7 @@ class CourseMeter:
                 stack.enter_context(undone(self.model))
             if wanted.captured is not None:
                 stack.enter_context(torch.enable_grad())
-            elif not self.model.training:
+            elif wanted.taped is None and not self.model.training:  # a step runs in the modes that the caller has set
                 self.model.train()
                 stack.callback(self.model.eval)
             stack.enter_context(without_checkpoints())
@@ -218,7 +218,8 @@ class CourseMeter:
         if taped is None:
             return strategy.capture(self.model, value, device, self.options.stages, forward, wanted.also, like)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*_args: Any, **_kwargs: Any) -> Any:
+            args, kwargs = taped.value
             taped.result = forward(*args, **kwargs)
             return taped.result
 

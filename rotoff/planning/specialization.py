@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from ..capture.recording import same_calls
 from ..capture.unrepeatable import UnrepeatableError
@@ -53,11 +54,13 @@ class Specializations(MeasuredCourses):
         """The planned course for the chain's input `value`, None for the plain model; and this step's recorded forward,
         if it was recorded to measure or extend the course."""
         taped: TapedForward | None = None
+        given = value
 
         @contextmanager
         def recording() -> Iterator[TapedForward]:
-            nonlocal taped
-            taped = TapedForward(self._model, value, self.meter.device_for(value))
+            nonlocal taped, value
+            taped = TapedForward(self._model, given, self.meter.device_for(given))
+            value = tree_map(lambda leaf: leaf, given)  # the forward may change the caller's lists and dictionaries
             try:
                 yield taped
             except MeasureError:
@@ -78,7 +81,8 @@ class Specializations(MeasuredCourses):
         try:
             course = self._taken(value, measured_here, looked_at)
             if taped is None and course is not None and self._group is None and course.wants_more:
-                taped = TapedForward(self._model, value, self.meter.device_for(value))
+                taped = TapedForward(self._model, given, self.meter.device_for(given))
+                value = tree_map(lambda leaf: leaf, given)
                 course.seen.append(self.meter.record(value, taped).tape)  # for the next plan
             return course, taped if taped is not None and taped.usable else None
         except BaseException:

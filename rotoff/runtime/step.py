@@ -121,6 +121,7 @@ class Step(BackwardPhase):
         try:
             # the first call may be made without gradients, and others of the stage with them
             with without(live), recording():
+                live.instead = {}  # views that hold the input's bytes, and the input
                 arriving = [] if self._outputs or self._open is None else live.crossing(stage - 1)
                 # also enter the stages that the forward leaves out
                 while self._open is None or self._open.stage < stage:
@@ -210,7 +211,7 @@ class Step(BackwardPhase):
         assert live is not None
         self._open = None
         i = op.stage
-        live.instead = {}  # views that hold the input's bytes
+        live.instead = {}
         run, behaviour = self._runs[i], self._behaviours[i - 1]
         v = abar(i) if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else a(i)
         if v.saved:

@@ -115,11 +115,12 @@ class TapedForward:
     Use it in a training step that has no plan: run the model's own code while it is `watched`; `let_go` releases its
     graph; and `again` makes the same calls in the graph of the planned step.
 
-    result: what the model's own code returned. usable: whether the tape is complete.
+    value: the input. result: what the model's own code returned. usable: whether the tape is complete.
     """
 
     def __init__(self, model: nn.Module, value: Any, device: torch.device) -> None:
         self.usable = False
+        self.value = value
         self.result: Any = None
         self._before = BeforeStep(model, device)
         self._device = device

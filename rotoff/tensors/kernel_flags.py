@@ -23,6 +23,7 @@ _FLAGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
+    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
     # of attention
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),

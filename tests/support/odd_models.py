@@ -637,3 +637,33 @@ row(
 row("a result saved to a file and loaded", refused="Tensor.set_ or torch.load")(
     type("SavesAlways", (Saves,), {}, saves=lambda: "tensor")
 )
+
+
+@row("a dict and a list of the caller's that the forward adds to", call=lambda n: (({"x": drawn(n)}, [drawn(n)]), {}))
+class Adds(Trunk):
+    def forward(self, batch: dict[str, torch.Tensor], rest: list[torch.Tensor]) -> torch.Tensor:
+        x = batch.pop("x")
+        for n, block in enumerate(self.blocks):
+            batch[str(n)] = x = block(x) + 0.1 * rest[-1]
+            rest.append(x)
+        return self.head(x)
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm, self.drop = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.norm(self.block(x)))
+
+
+row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0)(made_of(Dropped))
+
+
+def without_nnpack(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    with torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
+        return torch.tanh(net.conv(x.view(LENGTH, 1, 4, 4))).view(x.shape)
+
+
+row("convolutions without NNPACK")(along(without_nnpack, conv=lambda: nn.Conv2d(1, 1, 3, padding=1)))
