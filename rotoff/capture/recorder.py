@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.autocast import autocast_now
-from ..tensors.eager_mode import Unwatched, without
+from ..tensors.eager_mode import Unwatched, unseen, without
 from ..tensors.kernel_flags import kernel_flags
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
@@ -33,7 +33,7 @@ from .partition.weight_casts import WeightCasts
 from .places import Places, alone
 from .sharding import gathers
 from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, leaves, name_of, substitute
-from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled
+from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled, takes_fast_path
 
 # properties of a tensor that do not depend on its contents
 _FACTS = frozenset(
@@ -315,6 +315,8 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # these calls are not the model's
             call = self._begun(module, name, args, kwargs)
+        if takes_fast_path(module):
+            self.tape.opaque.add(module)
         whole = module in self.tape.opaque or one_call(module)
         try:
             result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
@@ -361,6 +363,8 @@ class Recorder(TorchFunctionMode):
                 kind=UncuttableError,
             )
         refuse_packed((args, kwargs), "an argument")
+        if takes_fast_path(module):
+            return self.call(module, args, kwargs, partial(unseen, module))
         return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
 
     def _ended(self, call: ModuleCall, result: Any) -> None:
@@ -490,4 +494,8 @@ def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
 
 def one_call(module: nn.Module) -> bool:
     """Whether a call of `module` is recorded as one operation."""
-    return compiled(module) or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
+    return (
+        compiled(module)
+        or takes_fast_path(module)
+        or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
+    )

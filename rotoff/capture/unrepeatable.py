@@ -23,6 +23,7 @@ from ..tensors.stage import StageModule
 from ..tensors.storage import key_of
 from .tape import name_of
 
+_FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 _RENORMALIZING = (torch.nn.functional.embedding, torch.nn.functional.embedding_bag)  # max_norm is their fourth argument
 
 
@@ -136,6 +137,14 @@ def compiled(module: nn.Module) -> bool:
     """Whether Python does not run the module's code, because it is compiled or scripted."""
     made: Any = type(module)
     return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(made)
+
+
+def takes_fast_path(module: nn.Module) -> bool:
+    """Whether PyTorch may run the module by kernels that it does not use, and with bits that it does not give, where a
+    function mode is on."""
+    if module.training or not isinstance(module, _FAST):
+        return False
+    return not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()))
 
 
 @lru_cache(maxsize=256)

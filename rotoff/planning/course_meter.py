@@ -27,6 +27,7 @@ from ..capture.recording import same_calls
 from ..capture.sharding import collectives_waited_for, tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
+from ..capture.unrepeatable import takes_fast_path
 from ..core.chain import LinkRates, Stage
 from ..errors import MeasureError
 from ..io.cache import Cache
@@ -256,7 +257,7 @@ class CourseMeter:
 
     def say_called_again(self, tape: Tape) -> None:
         """Log once which modules and Functions run their own code more often than in the plain model."""
-        names = {module: repr(name) for name, module in self.model.named_modules()}
+        names = {one: repr(name) for name, one in self.model.named_modules() if not takes_fast_path(one)}
         functions = {one.function for op in tape.operations for one in tape.inner.get(id(op), (op,))}
         told = sorted({names.get(one, "") if isinstance(one, nn.Module) else custom_function(one) for one in functions})
         told = [name for name in told if name]

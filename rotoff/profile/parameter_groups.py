@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..capture.unrepeatable import compiled
+from ..capture.unrepeatable import compiled, takes_fast_path
 from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placed_plan import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
@@ -154,11 +154,15 @@ def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
     """Return the stages that read each parameter (by id), except in compiled modules."""
     found: dict[int, list[int]] = {}
     for i, stage in enumerate(stages, start=1):
-        inside = {id(p) for module in stage.every_module() if compiled(module) for p in module.parameters()}
+        inside = {id(p) for module in stage.every_module() if _is_unseen(module) for p in module.parameters()}
         for key in dict.fromkeys(id(p) for module in stage.modules for p in module.parameters()):
             if key not in inside:
                 found.setdefault(key, []).append(i)
     return found
+
+
+def _is_unseen(module: nn.Module) -> bool:
+    return compiled(module) or takes_fast_path(module)
 
 
 def _sharing(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> set[int]:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.course import OUTSIDE, Course
-from ..capture.unrepeatable import compiled
+from ..capture.unrepeatable import compiled, takes_fast_path
 from ..tensors.autocast import Autocast
 from ..tensors.convolutions import Algorithms, forward_by
-from ..tensors.eager_mode import without
+from ..tensors.eager_mode import unseen, without
 from ..tensors.kernel_flags import kernel_flags
 from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
@@ -258,6 +258,8 @@ class LiveForward(OnCourse):
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(function, nn.Module):
+            if takes_fast_path(function):
+                return unseen(function, *args, **kwargs)
             with without(self):
                 return function(*args, **kwargs)
         if self.algorithms is None:

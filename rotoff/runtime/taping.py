@@ -43,10 +43,14 @@ class Span(NamedTuple):
     outputs: list[Var]
 
 
-def _once(module: nn.Module, drawn: tuple[Any, Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a module with the generators of Python and NumPy as they were in the first call."""
+def _once(
+    module: nn.Module, drawn: tuple[Any, Any], modes: Sequence[tuple[nn.Module, bool]], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a module with the generators of Python and NumPy, and in the modes, as they were in the first call."""
     now = other_generators()
     put_other_generators(drawn)
+    for one, training in modes:
+        one.training = training
     try:
         return module(*args, **kwargs)
     finally:
@@ -181,6 +185,7 @@ class Taping(LiveForward):
         given = tensors_of((args, kwargs))
         around = _Around(module, any(map(is_functorch_wrapped_tensor, given)))
         opaque = self._is_opaque(module)
+        modes = [(one, one.training) for one in module.modules()]
         self._around.append(around)
         try:
             result = super().called(module, args, kwargs, run)
@@ -197,7 +202,7 @@ class Taping(LiveForward):
             named = replaced(args, reference), replaced(kwargs, reference)
             self.tape.calls.append((module, *named, made, None, False))
         if opaque or hidden:
-            self.tape.calls[-1] = (partial(_once, module, drawn), *self.tape.calls[-1][1:])
+            self.tape.calls[-1] = (partial(_once, module, drawn, modes), *self.tape.calls[-1][1:])
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
         outputs = [var for var in found if var is not None]

@@ -81,6 +81,12 @@ class without:
             _push_mode(self._mode)
 
 
+def unseen(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run `function` as where no function mode is on."""
+    with torch._C.DisableTorchFunction():
+        return function(*args, **kwargs)
+
+
 class Unwatched:
     """Context in which the innermost mode does not see what is asked of tensors. A function that it must see is called
     as `watched`."""

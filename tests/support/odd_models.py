@@ -667,3 +667,25 @@ def without_nnpack(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 row("convolutions without NNPACK")(along(without_nnpack, conv=lambda: nn.Conv2d(1, 1, 3, padding=1)))
+
+
+class Encoded(Trunk):
+    """PyTorch runs a frozen encoder by kernels of its own, which leave out what is padded."""
+
+    frozen = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), 2)
+        self.enc.requires_grad_(not self.frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.enc.eval()
+        padded = torch.arange(4).expand(4, 4) > torch.tensor([[3], [1], [2], [2]])
+        with torch.set_grad_enabled(self.frozen):
+            x = x + self.enc(x.view(4, 4, WIDTH), src_key_padding_mask=padded).reshape(LENGTH, WIDTH)
+        return super().forward(x)
+
+
+row("a frozen encoder in eval mode, with a mask of what is padded")(Encoded)
+row("an encoder in eval mode under no_grad")(type("Ungraded", (Encoded,), {"frozen": False}))
