@@ -32,7 +32,7 @@ class FoundGroups:
             unless host and device are one.
         outside: the parameters that stay on the device.
         twice_bytes: of gradients to which several stages add; they are also in the profile's `unmanaged_bytes`.
-        before: of `outside`, the frozen parameters of each layer before the chain.
+        before: of `outside`, the frozen parameters of layers before the chain.
         streamed: those of `before` that lie on the host between their uses.
     """
 
@@ -142,12 +142,17 @@ def find_groups(
 
 
 def _before(prefix: Sequence[StageModule], parameters: Iterable[nn.Parameter]) -> tuple[PlacedGroup, ...]:
-    """Return the frozen ones of `parameters` in groups, by the first stage of `prefix` that reads them."""
-    readers, found = _readers(prefix), dict[int, list[nn.Parameter]]()
-    for parameter in parameters:
-        if id(parameter) in readers and not parameter.requires_grad:
-            found.setdefault(readers[id(parameter)][0], []).append(parameter)
-    return tuple(PlacedGroup(tuple(found[i]), (0,) * len(found[i]), prefix[i - 1].name) for i in sorted(found))
+    """Return the frozen ones of `parameters` that `prefix` reads, in the order in which it does, in groups of at most
+    the largest one's bytes: a recorded prefix is one stage."""
+    readers, frozen = _readers(prefix), {id(p): p for p in parameters if not p.requires_grad}
+    groups: list[list[nn.Parameter]] = []
+    most = max((p.nbytes for p in frozen.values()), default=0)
+    for parameter in (frozen[key] for key in readers if key in frozen):
+        if groups and sum(p.nbytes for p in groups[-1]) + parameter.nbytes <= most:
+            groups[-1].append(parameter)
+        else:
+            groups.append([parameter])
+    return tuple(PlacedGroup(tuple(g), (0,) * len(g), prefix[readers[id(g[0])][0] - 1].name) for g in groups)
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:
