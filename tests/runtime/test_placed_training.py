@@ -1547,17 +1547,36 @@ def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
     assert "the losses are the same" in done.stdout, done.stdout
 
 
-def test_frozen_first_layers_lie_on_the_host() -> None:
+class InOrder(nn.Module):
+    """A recorded model of the same layers as a sequential one."""
+
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_frozen_first_layers_lie_on_the_host(recorded: bool) -> None:
     """The smallest limit is that of a model that is trained as a whole, but for their output. Thawed, they are placed
     as all others."""
-    model, batch = first_frozen()
+
+    def made() -> tuple[nn.Module, Callable[[], Any]]:
+        model, batch = first_frozen()
+        return InOrder(model) if recorded else model, batch
+
+    model, batch = made()
     x, optimizers = batch(), adamw(list(model.parameters()))
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     limit = place(wrapped, optimizers, 0.0)
-    frozen = {id(p) for p in model[:2].parameters()}
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     assert frozen == {id(p) for group in wrapped._plan.placed.before for p in group.parameters}
     added_up(wrapped, optimizers, x)
-    whole, _ = first_frozen()
+    whole, _ = made()
     trained_whole = rotoff.Checkpointable(whole.requires_grad_(), cache_directory=None).measure(x, repeats=1)
     assert limit <= place(trained_whole, adamw(list(whole.parameters())), 0.0) + x.nbytes
     model.requires_grad_()

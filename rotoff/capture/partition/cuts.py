@@ -57,6 +57,9 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = (), like: Tap
     known = [] if like is None else [cut for cut in like.cuts if cut < len(costs) - 1 and costs[cut].alive is not None]
     if known and _most_made(costs, known) <= UNEVEN * _most_made(costs, positions):
         positions = known
+    frozen = _frozen(tape, operations)
+    if after is None and frozen and costs[frozen - 1].alive is not None:
+        positions = sorted({*positions, frozen - 1})
     tape.cuts = tuple(positions)
     first = _needed_early(tape, operations, early, positions)
     pieces = [first] if first else []
@@ -243,6 +246,14 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
         cuts.append(best)
     # the last stage needs an operation
     return [cut for cut in cuts if cut < len(costs) - 1]
+
+
+def _frozen(tape: Tape, operations: list[Operation]) -> int:
+    """Return the number of operations before the first whose result needs a gradient, if some of them read parameters.
+    As stages of their own they have no backward."""
+    grads = (k for k, op in enumerate(operations) if any(tape.variables[n].needs_grad for n in _made(op)))
+    first = next(grads, 0)
+    return first if any(o.table == "_parameters" for op in operations[:first] for o in op.owned()) else 0
 
 
 def _most_made(costs: list[_Cost], cuts: Sequence[int]) -> int:
