@@ -274,7 +274,8 @@ def test_optimizers(optimizer: str, updates: str, record_property: Record) -> No
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("frozen", [0, 5])
 def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: str, record_property: Record) -> None:
-    """All that the device holds, of whole steps with their updates, and of forwards without gradients."""
+    """All that the device holds, of whole steps with their updates. Forwards without gradients take what they can of
+    the limit."""
     gc.collect()
     torch.cuda.synchronize()
     others = torch.cuda.memory_allocated()
@@ -284,17 +285,23 @@ def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: s
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     limit = within(wrapped, optimizer, share, updates)
     gc.collect()
-    torch.cuda.reset_peak_memory_stats()
+    steps, forwards = [], []
     for _ in range(3):
+        torch.cuda.reset_peak_memory_stats()
         wrapped(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        torch.cuda.synchronize()
+        steps.append(torch.cuda.max_memory_allocated() - others)
+        torch.cuda.reset_peak_memory_stats()
         with torch.no_grad():
             wrapped(x)
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - others
-    record_property("measured and predicted bytes", f"{peak} {wrapped.get_expected_memory()} of {limit}")
-    assert peak <= wrapped.get_expected_memory() <= limit
+        torch.cuda.synchronize()
+        forwards.append(torch.cuda.max_memory_allocated() - others)
+    expected = wrapped.get_expected_memory()
+    record_property("measured and predicted bytes", f"{max(steps)} {expected}, and {max(forwards)} of {limit}")
+    assert max(steps) <= expected <= limit
+    assert max(forwards) <= limit
     wrapped.close()
 
 
