@@ -142,14 +142,17 @@ class MeasuredCourses:
             request: for the plan. If keeping everything fits it, no times are measured.
             room: what keeping everything has to fit instead of `request`.
         """
-        began, key = time.perf_counter(), signature(value, self._model)  # the forward may put modules in another mode
+        began, key = time.perf_counter(), None
+        if taped is not None:  # its forward may put modules in another mode
+            key = signature(value, self._model)
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
-        like = None if timed or also else self._sizes.told(*family_of(key))
+        like = None if timed or also else self._sizes.told(*family_of(key or signature(value, self._model)))
         wanted = Wanted(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
         room = room or request
-        surely = room is not None and self._sizes.exceeds(*family_of(key), room)
+        surely = room is not None and self._sizes.exceeds(*family_of(key or signature(value, self._model)), room)
         captured, profile = self.meter.measure(wanted, None if surely else untimed_if(room))
         course = Specialization(profile, captured, hint=constants(value))
+        key = key or signature(value, self._model)
         known = self._known.setdefault(key, deque(maxlen=OF_ONE_SIGNATURE))
         for one in also:
             known.remove(one)
