@@ -226,10 +226,14 @@ def _plans(
     profile = profile.placing(groups.costs)
     chain = profile.with_overhead().chain
     limit = asked - _constant(profile, request, groups) - less
+    options = {**request.options, "updates": when(request)}
+    if (room := options.get("host_limit")) is not None:
+        options["host_limit"] = parse_host_limit(room) - sum(group.nbytes for group in groups.streamed)
+        if options["host_limit"] < 0:
+            return
     for _ in range(TRIES):
         if limit < min_mem_limit(chain, request.mode, when(request)):
             return
-        options = {**request.options, "updates": when(request)}
         try:
             sequence = solve(chain, limit, mode=request.mode, mem_slots=request.mem_slots, **options)
         except InfeasibleError:

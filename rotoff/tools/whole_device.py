@@ -110,7 +110,7 @@ def placed_steps(
                 step_time=trace.makespan,
                 overhead=trace.makespan / unit - 1 if unit else 0.0,
                 peak_bytes=trace.peak_bytes + constant - streamed,
-                host_bytes=trace.host_peak_bytes,
+                host_bytes=trace.host_peak_bytes + streamed,
                 bound_time=bound,
                 min_device_bytes=least,
                 largest_batch=None

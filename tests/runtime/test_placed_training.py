@@ -1576,6 +1576,9 @@ def test_frozen_first_layers_lie_on_the_host(recorded: bool) -> None:
     frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     assert frozen == {id(p) for group in wrapped._plan.placed.before for p in group.parameters}
     added_up(wrapped, optimizers, x)
+    away = sum(group.nbytes for group in wrapped._plan.placed.before)
+    with pytest.raises(rotoff.InfeasibleError):
+        wrapped.compute_sequence(device_limit=limit, optimizer=optimizers, host_limit=away - 1, refine=False)
     whole, _ = made()
     trained_whole = rotoff.Checkpointable(whole.requires_grad_(), cache_directory=None).measure(x, repeats=1)
     assert limit <= place(trained_whole, adamw(list(whole.parameters())), 0.0) + x.nbytes
