@@ -177,7 +177,7 @@ cdef class Follower:
             if self._unusual or not known.ordinary or (kwargs and "out" in kwargs) or (
                 foreign and self.reads.changing and self.reads.are_changing(foreign)
             ):
-                result, written = self._carefully(function, known, args, kwargs, stage)
+                result, written = self._carefully(function, known, args, kwargs, stage, numbers is not None)
             else:
                 result = self._run(function, args, kwargs) if self._every else _plainly(function, args, kwargs)
         except BaseException:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from functools import cache, lru_cache
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.collectives import several_processes
 from ..tensors.storage import local
@@ -23,15 +25,18 @@ def key_of(tensor: torch.Tensor) -> int:
         return id(tensor)
 
 
-GEOMETRY = "_rotoff_geometry"  # the attribute of a hollow tensor that holds its offset, shape and strides
+# the attribute of a hollow tensor that holds a weak reference to its storage, its offset, shape and strides there
+GEOMETRY = "_rotoff_geometry"
 
 
 def empty(tensor: torch.Tensor) -> None:
     """Release a tensor's bytes."""
     shape = tensor.shape
-    if GEOMETRY not in tensor.__dict__:
-        setattr(tensor, GEOMETRY, (tensor.storage_offset(), shape, tensor.stride()))
-    tensor.data = _stub(shape, tensor.dtype, tensor.device)
+    stub = _stub(shape, tensor.dtype, tensor.device)
+    if key_of(tensor) != key_of(stub):
+        storage = StorageWeakRef(local(tensor).untyped_storage())
+        setattr(tensor, GEOMETRY, (storage, tensor.storage_offset(), shape, tensor.stride()))
+    tensor.data = stub
 
 
 def whole_base(tensor: torch.Tensor) -> None:
@@ -40,7 +45,14 @@ def whole_base(tensor: torch.Tensor) -> None:
     base = tensor._base
     if base is not None and (geometry := vars(base).pop(GEOMETRY, None)) is not None:
         with torch.no_grad():
-            base.data = torch.empty(0, dtype=base.dtype, device=base.device).set_(tensor.untyped_storage(), *geometry)
+            base.data = _laid(base, tensor.untyped_storage(), geometry)
+        if (var := vars(base).get(TAG)) is not None:
+            var.hollow = False
+
+
+def _laid(tensor: torch.Tensor, storage: torch.UntypedStorage, geometry: Sequence[Any]) -> torch.Tensor:
+    """Return what `tensor` was in its own storage, in this one."""
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *geometry[1:])
 
 
 @lru_cache(maxsize=1024)
@@ -95,6 +107,32 @@ class Frames:
                 var.gone = False
         var.hollow = False
 
+    def sharing(self, every: Sequence[Var]) -> list[Var]:
+        """Return `every`, and all hollow tensors that lay in a storage with one of these."""
+        found = dict.fromkeys(every)
+        storages = {key for var in every if (key := self.key(var)) is not None}
+        return [*found, *(v for v in self._hollowed if v.hollow and v not in found and self.key(v) in storages)]
+
+    def key(self, var: Var) -> int | None:
+        """Return the key of the storage in which the tensor of `var` lies, or lay before it was hollowed; None if the
+        tensor is gone."""
+        tensor = var()
+        if tensor is None:
+            return None
+        return vars(tensor)[GEOMETRY][0].cdata if var.hollow else key_of(tensor)
+
+    def put_back(self, var: Var) -> bool:
+        """Fill a hollow tensor from its own storage; returns False if that is gone. If something else holds the
+        storage, both are changed by a change of either, as in the plain model."""
+        tensor = var()
+        assert tensor is not None
+        geometry = vars(tensor)[GEOMETRY]
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(geometry[0].cdata)  # None if it is gone
+        if storage is None:
+            return False
+        self.fill(var, _laid(tensor, storage, geometry))
+        return True
+
     def held(self) -> list[Var]:
         """Return, at the end of the forward, the hollow tensors that something still holds."""
         self.every = [var for var in self.every if var() is not None]
@@ -102,8 +140,6 @@ class Frames:
             tensor = var()
             if tensor is not None and not var.gone and tensor._base is not None:  # its base shares its bytes
                 whole_base(tensor)
-                if (known := vars(tensor._base).get(TAG)) is not None:
-                    known.hollow = False
         if several_processes():  # the thread of a collective lets go of its tensors a moment after it has ended
             end = time.monotonic() + LETTING_GO
             while any(var.hollow and var() is not None for var in self._hollowed) and time.monotonic() < end:

@@ -40,7 +40,13 @@ class Interpreter:
         checker, times: check and time every operation, unless they are None.
         placement: of the parameters, if the plan moves them.
         take: returns a link for another backward through the same graph; None if the plan moves nothing.
+
+    Attributes:
+        more_bytes: what a value on the host, or all values on the device after the forward phase, take beyond the
+            machine's.
     """
+
+    more_bytes = 0
 
     def __init__(
         self,
@@ -124,6 +130,7 @@ class Interpreter:
         base, others = (0, 0) if self._placement is None else (self._placement.base, self._placement.end)
         if size <= place.room:
             return base + place.offset
+        self.more_bytes = max(self.more_bytes, size - place.room)
         if self._live is not None and self._live.astray is not None:
             return None
         start = max(base + self._plan.host_bytes, others, self._behind)

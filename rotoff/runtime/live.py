@@ -30,7 +30,7 @@ from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
 from ._follow import TAG, Var
 from .arguments import NESTED, replaced, tensors_in, tensors_of
-from .hollowing import Frames
+from .hollowing import Frames, key_of
 from .on_course import OnCourse
 from .placed.brought import bring
 from .placed.in_turn import InTurn
@@ -48,6 +48,9 @@ class Stages(Protocol):
 
     def restore(self, every: Sequence[Var]) -> list[torch.Tensor]:
         """Return the contents of hollow tensors."""
+
+    def keep_before(self, key: int, every: Sequence[Var]) -> None:
+        """Copy a storage that the open stage is about to change, for replays of earlier ones: `every` lies there."""
 
 
 RETURNED = "_rotoff_returned"  # set on the stand-in for a parameter if a call returned the stand-in itself
@@ -67,7 +70,7 @@ class LiveForward(OnCourse):
         inside: whether calls run without being recorded.
         reads: which tensors from before the stages the calls read and change.
         frames: the tensors that the calls make.
-        kept_more: whether something still held a hollow tensor when the forward ended.
+        kept_more: whether a hollow tensor was needed after all, or still held when the forward ended.
         fills: whether such tensors are filled again; False if the stages' modules are run one by one.
     """
 
@@ -103,6 +106,7 @@ class LiveForward(OnCourse):
         self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
         self._within = int(self.course is NOTHING_EXPECTED)
         self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
+        self._earlier: dict[int, list[Var]] | None = None  # tensors of other stages than the open one, by storage
         for tensor in given:
             self.reads.note_resident(tensor)
             self._tag(tensor, self._outside).stays = True
@@ -123,7 +127,7 @@ class LiveForward(OnCourse):
         self._drawn, self._begun = None, begun
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
-        self._aliases = {}
+        self._aliases, self._earlier = {}, None
         self._unusual = bool(self.instead or self.newest or self.lender or self.algorithms is not None)
         for copy in self.brought.values():
             self.reads.note_resident(copy)  # so that its bytes stay when a view of it is let go
@@ -171,9 +175,7 @@ class LiveForward(OnCourse):
         self._dying, self.instead = (), {}  # a view holds its base
         if self._position < len(self.course.calls):
             self._skip_to(len(self.course.calls))
-        held = self.frames.held()
-        self.kept_more = bool(held)
-        self._refill(held)
+        self._refill(self.frames.held())
         if self.astray is not None:  # what the plan has left to do drops values that the caller may hold now
             for var in self.frames.every:
                 var.stays = True
@@ -193,12 +195,15 @@ class LiveForward(OnCourse):
         self.frames.forget()
 
     def _refill(self, every: Sequence[Var]) -> None:
-        held = [(var, tensor) for var in every if (tensor := var()) is not None]
+        held = [(var, tensor) for var in self.frames.sharing(every) if (tensor := var()) is not None]
         if not held:
             return
         self.on_course = self.as_measured = False
-        for (var, _), content in zip(held, self._stages.restore([var for var, _ in held]), strict=True):
+        self.kept_more, self._earlier = True, None
+        gone = [var for var, _ in held if not self.frames.put_back(var)]
+        for var, content in zip(gone, self._stages.restore(gone) if gone else (), strict=True):
             self.frames.fill(var, content)
+        for var, _ in held:
             var.stays = True
 
     def _let_go(self, var: Var) -> None:
@@ -226,10 +231,16 @@ class LiveForward(OnCourse):
         return stage == OUTSIDE
 
     def _carefully(
-        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], stage: int
+        self,
+        function: Any,
+        known: Known,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        stage: int,
+        expected: bool,
     ) -> tuple[Any, bool]:
         """Run a call that may change tensors, draw random numbers or get other tensors than the model's own. Returns
-        its result, and whether it has changed anything."""
+        its result, and whether it has changed anything. expected: whether it is the next one of the course."""
         given = tensors_in(args, kwargs)
         if self.instead or self.newest or self.lender:
             if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
@@ -239,6 +250,8 @@ class LiveForward(OnCourse):
         written: Sequence[Tensor] = ()
         if known.writes or self.reads.changing or "out" in kwargs:
             written = self.reads.before_writing(known, args, kwargs, given, stage)
+            if written and known.content:
+                self._keep_earlier(written, expected)
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))
@@ -250,6 +263,27 @@ class LiveForward(OnCourse):
         if (self.instead or self.newest) and not written:
             result = self._unaliased(result, given)
         return result, bool(written)
+
+    def _keep_earlier(self, written: Sequence[Tensor], expected: bool) -> None:
+        """Before a call changes tensors of earlier stages: let replays of these find the old content, and let no tensor
+        in the same storages be made again from before the change. No course that was measured has such a call."""
+        if expected and self.astray is None:
+            bases = [self._known(tensor if tensor._base is None else tensor._base) for tensor in written]
+            if all(var is None or var.stage == self._stage for var in bases):
+                return
+        if self._earlier is None:
+            self._earlier = {}
+            for var in self.frames.every:
+                if var.stage != self._stage and (key := self.frames.key(var)) is not None:
+                    self._earlier.setdefault(key, []).append(var)
+        for key in {key_of(tensor) for tensor in written}:
+            if every := [var for var in self._earlier.get(key, ()) if var() is not None]:
+                for var in every:
+                    if var.hollow:
+                        self.frames.put_back(var)
+                    var.stays = True
+                if every := [var for var in every if var.stage != OUTSIDE]:
+                    self._stages.keep_before(key, every)
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:

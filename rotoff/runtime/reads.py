@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE
 from ..errors import ExecutionError
-from ..tensors.storage import copied, version_of
+from ..tensors.storage import View, copied, version_of
+from ._follow import Var
 from .hollowing import key_of, whole_base
 from .stage_tape import StageTape
 from .torch_calls import WRITERS, Known
@@ -114,17 +115,20 @@ class Reads:
     def _keep_before(self, tensor: Tensor) -> None:
         """Copy, for the replays that read them, all tensors in the storage of `tensor`, which a call will change."""
         key = key_of(tensor)
-        content = None
+        found: dict[StageTape, dict[int | Var, tuple[Any, Tensor]]] = {}
         for tape, constant in self._readers_of(key):
-            if id(constant) not in tape.before:
-                content = copied(constant) if content is None or content.shape != constant.shape else content
-                tape.before[id(constant)] = constant, content.requires_grad_(constant.requires_grad)
-        if key in self.places:
-            del self.places[key]
-            for var in self.tape.inputs:
-                one = var()
-                if one is not None and key_of(one) == key and var not in self.tape.before:
-                    self.tape.before[var] = var, copied(one).requires_grad_(one.requires_grad)
+            found.setdefault(tape, {})[id(constant)] = constant, constant
+        self.places.pop(key, None)
+        for var in self.tape.inputs:
+            if (one := var()) is not None and key_of(one) == key:
+                found.setdefault(self.tape, {})[var] = var, one
+        for tape, every in found.items():
+            # tensors that share a storage share it in a replay, too
+            storage = tensor.untyped_storage().clone() if len(every) > 1 else None
+            for name, (what, one) in every.items():
+                if name not in tape.before:
+                    content = copied(one) if storage is None else View.of(one).on(storage)
+                    tape.before[name] = what, content.requires_grad_(one.requires_grad)
 
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]

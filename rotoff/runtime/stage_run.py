@@ -113,6 +113,7 @@ class StageRun:
     _early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
     _dead = 0  # number of tensors saved by dead calls
     _as_measured = False  # whether autograd saved the same tensors as when the stage was measured
+    _taken = False  # whether a tensor stays in place only because one in its position did when the stage was measured
 
     def __init__(
         self,
@@ -197,6 +198,7 @@ class StageRun:
             if key in brought:
                 return BroughtRef(brought[key], View.of(tensor), brought[key].version)
             if place is None:
+                self._taken |= not (key in resident or key in kept_keys)
                 if type(tensor) is torch.Tensor or not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter)):
                     tensor = tensor.detach()
                 if kind is SavedKind.KEPT or key in kept_keys:
@@ -224,6 +226,12 @@ class StageRun:
             self._early_stop = self._behaviour.early_stop
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.kept = {n: outputs[n] for n in kept}
+
+    @property
+    def holds_more(self) -> bool:
+        """Whether a tensor of the stage's own may stay in place: autograd saved others than when it was measured, since
+        a part ran without gradients."""
+        return self._taken and not self._as_measured
 
     def cease(self) -> None:
         """Remove the saved-tensor hooks."""
@@ -258,7 +266,7 @@ class StageRun:
             self._make_all([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
             tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
-        if tensor._version != slot.version:
+        if tensor._version != slot.version or (isinstance(packed, InputRef) and slot.stale):  # type: ignore[union-attr]
             raise self._modified()
         if isinstance(packed, InputRef):
             return tensor if packed.view is None else packed.view.into(tensor)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ExecutionError
 from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.kernel_flags import KernelFlags, kernel_flags, kernels_as
-from ..tensors.storage import copied, version_of
+from ..tensors.storage import View, copied, storage_key, version_of
 from ._follow import Var
 from .arguments import NESTED, VALUES, replaced, tensors_of
 
@@ -112,9 +112,9 @@ class StageTape:
         """Return the tensors that a run starts from, and, by id of a constant, the tensors that replace it."""
         values: dict[Var, torch.Tensor] = dict(zip(self.inputs, given, strict=True))
         changed = self.brought()
+        storages: dict[int, torch.UntypedStorage] = {}
         for key, (what, content) in self.before.items():
-            # a clone, since the run changes it and another may follow
-            clone = copied(content).requires_grad_(content.requires_grad)
+            clone = _changeable(content, storages)
             if isinstance(what, Var):
                 values[what] = clone
             else:
@@ -185,6 +185,21 @@ class StageTape:
         if not everything:
             self._last, self._counted = found, len(self.calls)
         return found
+
+
+def _changeable(content: torch.Tensor, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Return a clone of `content`, since the run changes it and another may follow. storages: the clones so far, by the
+    key of the cloned storage."""
+    if content.layout is not torch.strided:
+        return copied(content).requires_grad_(content.requires_grad)
+    key = storage_key(content)
+    if key not in storages:
+        storages[key] = content.untyped_storage().clone()
+    clone = View.of(content).on(storages[key])
+    if not content.requires_grad or 0 in clone.stride():
+        return clone.requires_grad_(content.requires_grad)
+    with torch.enable_grad():  # autograd refuses in-place changes of leaves
+        return clone.copy_(View.of(content).on(storages[key]).requires_grad_())
 
 
 def _made(call: Call, values: dict[Var, torch.Tensor], changed: dict[int, torch.Tensor]) -> Any:

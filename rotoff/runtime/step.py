@@ -17,11 +17,12 @@ from ..core.sequence import FORWARDS, Op, OpKind, a, abar
 from ..errors import ExecutionError
 from ..tensors.eager_mode import without
 from ..tensors.grad_mode import recording
-from ..tensors.storage import storage_key
+from ..tensors.storage import View, storage_key
 from ..tensors.tree import flatten, look_into
 from ._follow import Var
 from .backward_phase import GIVEN_UP, BackwardPhase
 from .call_interception import following
+from .hollowing import key_of
 from .interpreter import has_own_bytes
 from .live import LiveForward
 from .placed.brought import bring
@@ -31,7 +32,7 @@ from .stage_run import StageRun
 from .stage_tape import StageTape
 from .values import Held, compact
 
-HELD = -1  # `Step.astray` if all calls were expected, but something held a tensor that no call needed any more
+HELD = -1  # `Step.astray` if all calls were expected, but a tensor was needed for longer
 
 
 class Step(BackwardPhase):
@@ -40,15 +41,14 @@ class Step(BackwardPhase):
     Attributes:
         astray: as of `LiveForward`, or `HELD`.
         unknown: whether it made calls that were not expected, or held more tensors.
-        more_bytes: that all values hold on the device after the forward phase, beyond the machine's.
     """
 
     astray: int | None = None
     unknown = False
-    more_bytes = 0
     _open: Op | None = None  # the forward operation of the open stage
     _outputs: Sequence[tuple[Var, int]] = ()  # the outputs of the stage that has just ended
     _weights: dict[int, PlacedTensor]  # by id, the parameters that the plan brings for the open stage
+    _before: dict[Var, list[tuple[int, torch.Tensor]]]  # content from before a later stage, named, changed it
 
     def forward(self, value: Any) -> Any:
         """Run the forward phase on the chain's input, stage by stage; returns the last stage's output, in the user's
@@ -68,6 +68,7 @@ class Step(BackwardPhase):
     def follow(self, course: Course | None, given: list[torch.Tensor], forward: Callable[[], Any]) -> Any:
         """Run the forward phase; `forward` calls the model's own code on the tensors `given`. Returns its result."""
         live = self._live = self._live_forward(course, given)
+        self._before = {}
         self._held[a(0)] = Held((a(0), "input"), [])
         try:
             try:
@@ -85,10 +86,11 @@ class Step(BackwardPhase):
                     self._runs[self._open.stage].cease()
                 live.forget()
                 self._copies.clear()
+                self._before.clear()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
             staying = [tensor for run in self._runs.values() for tensor in run.kept.values()]
-            self.more_bytes = self._held.device_bytes(staying) - self._plan.held_bytes
+            self.more_bytes = max(self.more_bytes, self._held.device_bytes(staying) - self._plan.held_bytes)
             return result
         except BaseException:
             self._give_up()
@@ -222,7 +224,13 @@ class Step(BackwardPhase):
             tensor = var()
             assert tensor is not None
             if var.stage == i and tensor.grad_fn is not None:
-                tensor.register_hook(partial(self.gradient_arrived, i))
+                hook = tensor.register_hook(partial(self.gradient_arrived, i))
+                if (hooks := tensor._backward_hooks) is not None and len(
+                    hooks
+                ) > 1:  # before the model's own, whose results are held till then
+                    every = {hook.id: hooks[hook.id], **hooks}
+                    hooks.clear()
+                    hooks.update(every)
             if made is not None:
                 at = made.get(var, -1)
             outputs.append(tensor.detach())
@@ -232,6 +240,7 @@ class Step(BackwardPhase):
             if at in behaviour.kept:
                 kept.append(n)
         run.close(outputs, kept)
+        live.kept_more |= run.holds_more
         run.own = own
         self._crossing[i] = crossing, needs
         self._held[v] = Held((v, self._stage_name(i)), outputs, own, run.saved() if v.saved else [])
@@ -241,6 +250,33 @@ class Step(BackwardPhase):
             self._hollow(i - 1)
         self._last = i
         self._done_with(op)
+
+    def keep_before(self, key: int, every: Sequence[Var]) -> None:
+        """Copy a storage that the open stage is about to change, for replays of earlier ones: `every` lies there."""
+        copy: torch.UntypedStorage | None = None
+
+        def old(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal copy
+            copy = copy or tensor.untyped_storage().clone()
+            return View.of(tensor).on(copy)
+
+        for held in self._held.values():
+            for slot in held.outputs:
+                if slot.tensor is not None and key_of(slot.tensor) == key:
+                    held.settle()
+                    slot.put(old(slot.tensor))
+                    slot.stale = True
+        for run in self._runs.values():
+            run.kept |= {n: old(tensor) for n, tensor in run.kept.items() if key_of(tensor) == key}
+        for var in every:
+            tensor = var()
+            assert self._open is not None
+            assert tensor is not None
+            self._before.setdefault(var, []).append((self._open.stage, old(tensor)))
+
+    def _content_before(self, var: Var, i: int) -> torch.Tensor | None:
+        """Return the tensor of `var` as stage i found it, if a later stage, or i itself, has changed it since."""
+        return next((content for stage, content in self._before.get(var, ()) if stage >= i), None)
 
     def restore(self, every: Sequence[Var]) -> list[torch.Tensor]:
         """Return the contents of hollow tensors, by one replay of each stage that made them or, if inputs are gone,
@@ -252,7 +288,7 @@ class Step(BackwardPhase):
         last_use = dict.fromkeys(every, len(self._stages) + 1)
         for i in range(max(wanted), OUTSIDE, -1):
             for one in self._runs[i].tape.inputs if i in wanted else ():
-                if one in last_use:
+                if one in last_use or self._content_before(one, i) is not None:
                     continue
                 last_use[one] = i
                 if (tensor := one()) is None or one.hollow:
@@ -264,7 +300,11 @@ class Step(BackwardPhase):
                 assert self._live is not None
                 made = self._live.outside.run([], wanted[i])
             else:
-                made = self._runs[i].restored([content[one] for one in self._runs[i].tape.inputs], wanted[i])
+                given = [
+                    content[one] if (old := self._content_before(one, i)) is None else old
+                    for one in self._runs[i].tape.inputs
+                ]
+                made = self._runs[i].restored(given, wanted[i])
             content.update(zip(wanted[i], made, strict=True))
             content = {one: tensor for one, tensor in content.items() if last_use[one] > i}
         return [content[var] for var in every]

@@ -21,12 +21,13 @@ class Slot:
     """A mutable reference to one tensor.
 
     Autograd owns the slots of saved tensors, so that their memory is freed with the graph; the interpreter owns the
-    slots of outputs.
+    slots of outputs. stale: whether the forward has changed the tensor in place since; the slot keeps its old content.
     """
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "stale", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.stale = False
         self.tensor = tensor
         self.version = 0 if tensor is None else tensor._version
 

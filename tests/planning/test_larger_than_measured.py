@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
+from planned_steps import smallest
 from torch import nn
 from torch.nn import functional as F
 
@@ -146,6 +147,37 @@ def test_the_first_step_after_measuring_may_be_the_larger_one(caplog: pytest.Log
         trained.step(x, torch.tensor([512]))
     assert "made tensors larger" in caplog.text
     assert trained.peak(x, torch.tensor([512])) <= KEPT
+
+
+class Inner(nn.Module):
+    """One block works on `times` copies of its rows and returns their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 1
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(self.blocks):
+            times = self.times if n == 2 else 1
+            x = block(x.repeat(times, 1, 1)).unflatten(0, (times, len(x))).mean(0)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mode", ["offload", "joint"])
+def test_a_value_that_is_larger_on_the_host_is_said(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """After the forward, the device holds no more than expected."""
+    torch.manual_seed(0)
+    model = Inner()
+    planned = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 64, WIDTH), repeats=1)
+    planned.compute_sequence(smallest(planned, mode), mode=mode, refine=False)
+    step(planned, torch.randn(4, 64, WIDTH))
+    assert not caplog.messages
+    model.times = 4
+    step(planned, torch.randn(4, 64, WIDTH))
+    assert "made tensors larger" in caplog.text
 
 
 def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:

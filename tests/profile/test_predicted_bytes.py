@@ -130,6 +130,28 @@ def test_the_copy_of_a_batch_that_the_forward_changes_is_charged(mode: str) -> N
         assert step_peak(wrapped, draw) <= wrapped.get_expected_memory() <= limit
 
 
+class Hooked(nn.Module):
+    """Each result has a hook of the model's own, which makes another gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 1.5)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+def test_gradients_of_the_models_own_hooks_are_not_held_while_a_stage_is_recomputed(mode: str) -> None:
+    model = rotoff.Checkpointable(Hooked(), cache_directory=None).measure(torch.randn(256, 64), repeats=1)
+    model.compute_sequence(smallest(model, mode), mode=mode, refine=False)
+    assert step_peak(model, lambda: torch.randn(256, 64)) <= model.get_expected_memory()
+
+
 @pytest.mark.parametrize("times", [2, 3, 6])
 def test_gradients_of_shared_parameters_and_sums_are_charged(times: int) -> None:
     tied = nn.Linear(256, 256)

@@ -926,6 +926,65 @@ class SkipInPlace(Trunk):
         return self.head(self.blocks[3](h))
 
 
+class Wide(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+
+row("an activation in place, in some steps", sets("on", lambda n: n % 2 == 1), stages=12)(
+    along(lambda net, x, n: F.relu(x, inplace=net.on) * 1.5, of=made_of(Wide, Long), on=bool)
+)
+
+
+@row("residuals added in place, others in each step", sets("odd", lambda n: n % 2), stages=8)
+class ResidualInPlace(Trunk):
+    many = 8
+    made_of = Wide
+    odd = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        for k, block in enumerate(self.blocks[1:]):
+            y = torch.tanh(block(x * 1.0))
+            if k % 2 == self.odd:
+                x += y
+            else:
+                x = x + y
+        return self.head(x)
+
+
+class Earlier(Trunk):
+    """Changes the first block's output in place, in some steps, after later blocks have read it."""
+
+    on = False
+
+    def change(self, whole: torch.Tensor, view: torch.Tensor, k: int) -> None: ...
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        view, y = x[:, :8], x * 2.0
+        for k, block in enumerate(self.blocks[1:]):
+            y = block(y)
+            if self.on:
+                self.change(x, view, k)
+            y = y + x + view.mean()
+        return self.head(y)
+
+
+for how, change in {
+    "itself": lambda net, whole, view, k: whole.mul_(0.5),
+    "by a view": lambda net, whole, view, k: view.mul_(0.5),
+    "by a view of a view": lambda net, whole, view, k: view.t()[k].zero_(),
+    "the whole and a view": lambda net, whole, view, k: (view if k % 2 else whole).mul_(0.5),
+    "by what is detached": lambda net, whole, view, k: whole.detach().mul_(0.5),
+    "without gradients": torch.no_grad()(lambda net, whole, view, k: whole.clamp_(-0.1, 0.1)),
+    "by a mask": lambda net, whole, view, k: whole.__setitem__(whole.detach() > 0.2, 0.0),
+}.items():
+    row(f"an earlier result changed in place, in some steps: {how}", sets("on", lambda n: n % 2 == 1), room=0.3)(
+        type("Changes", (Earlier,), {"change": change})
+    )
+
+
 @row("a view changed in place", sets("width", lambda n: 4 + n))
 class View(Trunk):
     width = 4
