@@ -21,7 +21,7 @@ from ..errors import ExecutionError
 from ..tensors.saved_tensors import saved_hooks
 from .interpreter import Interpreter
 from .placed.lending import Lender
-from .values import Held, HeldValues, Slot
+from .values import Held, HeldValues, Slot, as_made
 
 AGAIN = (
     "this step's backward has run already and released its saved tensors; a second one needs retain_graph=True in the"
@@ -88,7 +88,7 @@ class BackwardPhase(Interpreter):
                 raise ExecutionError(f"a gradient reached stage {i} after the backward of stage {op.stage} had begun")
             if self._runs[i].recipe is not None:
                 self._held[abar(i)].check_unmodified()
-                self._runs[i].redo(self._held[self._held.input_of(i)].tensors())
+                self._runs[i].redo(as_made(self.input_slots(i), self._stage_name(i)))
             self._algorithms.begin_backward(i)
         except BaseException as error:
             if self._placement is not None:

@@ -28,7 +28,7 @@ from .memory_check import MemoryChecker
 from .placed.placement import Placement
 from .stage_run import StageRun
 from .step_times import StepTimes
-from .values import Held, HeldValues
+from .values import Held, HeldValues, as_made
 
 
 class Interpreter:
@@ -166,7 +166,7 @@ class Interpreter:
         """Run stage i again. keep: keep what autograd saves; only a part of it if `recipe` is given."""
         i = op.stage
         source = self._held.input_of(i)
-        given = self._held[source].tensors()
+        given = as_made(self._held[source].outputs, self._stage_name(i))
         outputs = self._runs[i].again(given, keep, recipe, alone=self._next in self._plan.early)
         v = abar(i) if keep else a(i)
         if (held := self._held.get(v)) is not None:
@@ -231,7 +231,7 @@ class Interpreter:
         if self._checker is not None:
             if self._live is not None and self._live.astray is not None:
                 self._checker.leave_course()
-            self._checker.after(op, self._held, [t for run in self._runs.values() for t in run.kept.values()])
+            self._checker.after(op, self._held, self._kept())
 
     # -- small things
 
@@ -257,6 +257,10 @@ class Interpreter:
             for var, at in self._crossing.get(i, ((), ()))[0]:
                 if var not in onward and has_own_bytes(self._behaviours[i - 1], at):
                     self._live.frames.hollow(var)
+
+    def _kept(self) -> list[torch.Tensor]:
+        """Return the tensors in skip connections that are kept in place."""
+        return [slot.tensor for run in self._runs.values() for slot in run.kept.values() if slot.tensor is not None]
 
     def _need_link(self) -> Link:
         assert self._link is not None, "a plan that moves values needs a link"

@@ -27,7 +27,7 @@ from .placed.tensor import PlacedTensor
 from .replay import ReplayState
 from .selective import OtherOperations, Redone, redo
 from .stage_tape import StageTape
-from .values import Slot
+from .values import Slot, as_made
 
 BESIDE = (
     "a gradient entered the graph of a stage's replay: the replay made a tensor again that the stage leaves outside of"
@@ -125,7 +125,7 @@ class StageRun:
     ) -> None:
         self.i = i
         self.stored: dict[int, Slot] = {}
-        self.kept: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, Slot] = {}
         self.tape = tape
         self._behaviour = behaviour
         self._requires_grad = requires_grad
@@ -225,7 +225,7 @@ class StageRun:
         if self._as_measured:
             self._early_stop = self._behaviour.early_stop
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
-        self.kept = {n: outputs[n] for n in kept}
+        self.kept = {n: Slot(outputs[n]) for n in kept}
 
     @property
     def holds_more(self) -> bool:
@@ -263,7 +263,7 @@ class StageRun:
             return packed.view.into(now)
         slot = step.input_slots(self.i)[packed.place] if isinstance(packed, InputRef) else packed
         if (tensor := slot.tensor) is None:  # it was not kept, because its graph was gone in the measured run
-            self._make_all([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
+            self._make_all(as_made(step.input_slots(self.i), self.tape.name))
             tensor = slot.tensor
         assert tensor is not None, f"the machine made no value for what stage {self.i} saved"
         if tensor._version != slot.version or (isinstance(packed, InputRef) and slot.stale):  # type: ignore[union-attr]
@@ -282,7 +282,7 @@ class StageRun:
 
     def _made_for_nothing(self, packed: Dead, step: Backward) -> torch.Tensor:
         """Return a saved tensor of a dead call, by a replay of the whole stage."""
-        inputs, _ = self._detached([one.tensor for one in step.input_slots(self.i) if one.tensor is not None])
+        inputs, _ = self._detached(as_made(step.input_slots(self.i), self.tape.name))
         found: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> None:
@@ -335,8 +335,8 @@ class StageRun:
         if count != len(saved) or [(tensor.shape, tensor.dtype) for tensor in made] != self._made:
             raise self._changed()
         outputs = [tensor.detach() for tensor in made]
-        for n, tensor in self.kept.items():
-            outputs[n] = tensor  # a skip connection kept in place is there already
+        for n, slot in self.kept.items():
+            (outputs[n],) = as_made([slot], self.tape.name)  # a skip connection kept in place is there already
         return outputs
 
     def redo(self, given: list[torch.Tensor]) -> None:

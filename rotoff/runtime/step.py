@@ -89,8 +89,7 @@ class Step(BackwardPhase):
                 self._before.clear()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
-            staying = [tensor for run in self._runs.values() for tensor in run.kept.values()]
-            self.more_bytes = max(self.more_bytes, self._held.device_bytes(staying) - self._plan.held_bytes)
+            self.more_bytes = max(self.more_bytes, self._held.device_bytes(self._kept()) - self._plan.held_bytes)
             return result
         except BaseException:
             self._give_up()
@@ -261,13 +260,13 @@ class Step(BackwardPhase):
             return View.of(tensor).on(copy)
 
         for held in self._held.values():
-            for slot in held.outputs:
-                if slot.tensor is not None and key_of(slot.tensor) == key:
-                    held.settle()
-                    slot.put(old(slot.tensor))
-                    slot.stale = True
-        for run in self._runs.values():
-            run.kept |= {n: old(tensor) for n, tensor in run.kept.items() if key_of(tensor) == key}
+            if any(slot.tensor is not None and key_of(slot.tensor) == key for slot in held.outputs):
+                held.settle()
+        outputs = [slot for held in self._held.values() for slot in held.outputs]
+        for slot in (*outputs, *(slot for run in self._runs.values() for slot in run.kept.values())):
+            if slot.tensor is not None and key_of(slot.tensor) == key:
+                slot.put(old(slot.tensor))
+                slot.stale = True
         for var in every:
             tensor = var()
             assert self._open is not None

@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 
 from ..core.sequence import Op, Value, a, abar
+from ..errors import ExecutionError
 from ..tensors.storage import View, bytes_of, storage_key
 from .links.base import Link, Ticket
 
@@ -38,6 +39,26 @@ class Slot:
     def modified(self) -> bool:
         """Whether the tensor was changed in place after it was put here."""
         return self.tensor is not None and self.tensor._version != self.version
+
+
+def as_made(slots: Iterable[Slot], stage: str) -> list[torch.Tensor]:
+    """Return the tensors in `slots`, which a replay of `stage` reads or returns.
+
+    Raises:
+        ExecutionError: if one was changed in place since.
+    """
+    found = []
+    for slot in slots:
+        if slot.tensor is None:
+            continue
+        found.append(slot.tensor)
+        if slot.modified():
+            raise ExecutionError(
+                f"a tensor of shape {tuple(slot.tensor.shape)} that the forward left somewhere was changed in place"
+                f" between the forward and the backward, and stage {stage!r} recomputes from it; change it after the"
+                " last backward, or change a clone"
+            )
+    return found
 
 
 class Held:

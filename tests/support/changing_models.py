@@ -1279,6 +1279,24 @@ class Towers(nn.Module):
         return [tower(x) for tower in self.towers]
 
 
+def emptied(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    for result in net.left:
+        result.detach().zero_()
+    loss.backward()
+    return loss
+
+
+@row("results left in an attribute, changed before the backward", step=emptied, may_refuse="changed in place between")
+class Leaves(Trunk, left=list):
+    def begin(self) -> None:
+        self.left = []
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        self.left = [*self.left, x]
+        return x * 1.5
+
+
 def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     loss = error_of(run(*call[0]))
     if n != 2:
