@@ -117,18 +117,25 @@ class Reads:
         key = key_of(tensor)
         found: dict[StageTape, dict[int | Var, tuple[Any, Tensor]]] = {}
         for tape, constant in self._readers_of(key):
-            found.setdefault(tape, {})[id(constant)] = constant, constant
+            if id(constant) not in tape.before:
+                found.setdefault(tape, {})[id(constant)] = constant, constant
         self.places.pop(key, None)
         for var in self.tape.inputs:
-            if (one := var()) is not None and key_of(one) == key:
+            if (one := var()) is not None and key_of(one) == key and var not in self.tape.before:
                 found.setdefault(self.tape, {})[var] = var, one
+        whole: torch.UntypedStorage | None = None
+        alone: list[tuple[Tensor, Tensor]] = []  # tensors that a tape reads by themselves, and their copies
         for tape, every in found.items():
-            # tensors that share a storage share it in a replay, too
-            storage = tensor.untyped_storage().clone() if len(every) > 1 else None
             for name, (what, one) in every.items():
-                if name not in tape.before:
-                    content = copied(one) if storage is None else View.of(one).on(storage)
-                    tape.before[name] = what, content.requires_grad_(one.requires_grad)
+                if len(every) > 1:  # tensors that share a storage share it in a replay, too
+                    whole = whole or tensor.untyped_storage().clone()
+                    content = View.of(one).on(whole)
+                elif (copy := next((copy for other, copy in alone if _lie_alike(one, other)), None)) is not None:
+                    content = copy
+                else:
+                    content = copied(one)
+                    alone.append((one, content))
+                tape.before[name] = what, content.requires_grad_(one.requires_grad)
 
     def note_changed(
         self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
@@ -145,6 +152,11 @@ class Reads:
             for tape in (*([self.tape] if key in self.places else ()), *(tape for tape, _ in self._readers_of(key))):
                 tape.lost = known.name
         return [*expected, *changed]
+
+
+def _lie_alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have the same content, and may have the same copy."""
+    return one is other or (one.layout is torch.strided and View.of(one) == View.of(other))
 
 
 def is_among(tensor: Tensor, tensors: Sequence[Tensor]) -> bool:

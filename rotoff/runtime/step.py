@@ -48,7 +48,8 @@ class Step(BackwardPhase):
     _open: Op | None = None  # the forward operation of the open stage
     _outputs: Sequence[tuple[Var, int]] = ()  # the outputs of the stage that has just ended
     _weights: dict[int, PlacedTensor]  # by id, the parameters that the plan brings for the open stage
-    _before: dict[Var, list[tuple[int, torch.Tensor]]]  # content from before a later stage, named, changed it
+    # of each tensor that a later stage has changed: this stage, the content from before, and the tensor, kept alive
+    _before: dict[Var, list[tuple[int, torch.Tensor, torch.Tensor]]]
 
     def forward(self, value: Any) -> Any:
         """Run the forward phase on the chain's input, stage by stage; returns the last stage's output, in the user's
@@ -223,13 +224,7 @@ class Step(BackwardPhase):
             tensor = var()
             assert tensor is not None
             if var.stage == i and tensor.grad_fn is not None:
-                hook = tensor.register_hook(partial(self.gradient_arrived, i))
-                if (hooks := tensor._backward_hooks) is not None and len(
-                    hooks
-                ) > 1:  # before the model's own, whose results are held till then
-                    every = {hook.id: hooks[hook.id], **hooks}
-                    hooks.clear()
-                    hooks.update(every)
+                _register_first(tensor, partial(self.gradient_arrived, i))
             if made is not None:
                 at = made.get(var, -1)
             outputs.append(tensor.detach())
@@ -271,11 +266,11 @@ class Step(BackwardPhase):
             tensor = var()
             assert self._open is not None
             assert tensor is not None
-            self._before.setdefault(var, []).append((self._open.stage, old(tensor)))
+            self._before.setdefault(var, []).append((self._open.stage, old(tensor), tensor))
 
     def _content_before(self, var: Var, i: int) -> torch.Tensor | None:
         """Return the tensor of `var` as stage i found it, if a later stage, or i itself, has changed it since."""
-        return next((content for stage, content in self._before.get(var, ()) if stage >= i), None)
+        return next((content for stage, content, _ in self._before.get(var, ()) if stage >= i), None)
 
     def restore(self, every: Sequence[Var]) -> list[torch.Tensor]:
         """Return the contents of hollow tensors, by one replay of each stage that made them or, if inputs are gone,
@@ -307,6 +302,16 @@ class Step(BackwardPhase):
             content.update(zip(wanted[i], made, strict=True))
             content = {one: tensor for one, tensor in content.items() if last_use[one] > i}
         return [content[var] for var in every]
+
+
+def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+    """Register a hook that runs before the model's own: what those return is held while the hooks after them run."""
+    key = tensor.register_hook(hook).id
+    hooks = tensor._backward_hooks
+    if hooks is not None and len(hooks) > 1:
+        every = {key: hooks[key], **hooks}  # `move_to_end` does not change the order in which C++ code goes through it
+        hooks.clear()
+        hooks.update(every)
 
 
 def _content(weights: dict[int, PlacedTensor]) -> dict[int, torch.Tensor]:
