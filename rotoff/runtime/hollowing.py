@@ -50,6 +50,28 @@ def whole_base(tensor: torch.Tensor) -> None:
             var.hollow = False
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Whether another tensor may lie in the storage of this one."""
+    if tensor._base is not None or tensor.layout is not torch.strided:
+        return True
+    storage = local(tensor).untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _HOLDERS
+
+
+_HOLDERS = 2  # of the storage of a lone tensor: this tensor, and the object that stands for the storage in Python
+
+
+def renew_graph(view: torch.Tensor) -> None:
+    """Before a view is read: after an in-place change of what it shares a storage with, autograd makes its graph anew,
+    from the shape and strides of its base, which may be hollow."""
+    base = view._base
+    if base is not None and (geometry := vars(base).get(GEOMETRY)) is not None and key_of(base) != key_of(view):
+        stub = base.data
+        base.data = _laid(base, view.untyped_storage(), geometry)
+        view.grad_fn  # noqa: B018  (this makes it)
+        base.data = stub
+
+
 def _laid(tensor: torch.Tensor, storage: torch.UntypedStorage, geometry: Sequence[Any]) -> torch.Tensor:
     """Return what `tensor` was in its own storage, in this one."""
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *geometry[1:])

@@ -30,7 +30,7 @@ from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
 from ._follow import TAG, Var
 from .arguments import NESTED, replaced, tensors_in, tensors_of
-from .hollowing import Frames, key_of
+from .hollowing import Frames, is_shared, key_of, renew_graph
 from .on_course import OnCourse
 from .placed.brought import bring
 from .placed.in_turn import InTurn
@@ -72,6 +72,7 @@ class LiveForward(OnCourse):
         frames: the tensors that the calls make.
         kept_more: whether a hollow tensor was needed after all, or still held when the forward ended.
         fills: whether such tensors are filled again; False if the stages' modules are run one by one.
+        stale: whether a tensor that shares its storage was changed in place, so that graphs of views are made anew.
     """
 
     timed = False  # whether `_run` makes every call, since a subclass times them there
@@ -90,7 +91,7 @@ class LiveForward(OnCourse):
         self.kernels_before = kernel_flags()  # when the stage began
         self.saved = []
         self._every = self.timed
-        self.kept_more = False
+        self.kept_more = self.stale = False
         self.algorithms: Algorithms | None = None  # of convolutions
         self.instead: dict[Var, torch.Tensor] = {}  # the tensor that calls get in place of a stage's input
         self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
@@ -128,7 +129,7 @@ class LiveForward(OnCourse):
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases, self._earlier = {}, None
-        self._unusual = bool(self.instead or self.newest or self.lender or self.algorithms is not None)
+        self._unusual = bool(self.instead or self.newest or self.lender or self.algorithms is not None or self.stale)
         for copy in self.brought.values():
             self.reads.note_resident(copy)  # so that its bytes stay when a view of it is let go
             if vars(copy).pop(TAG, None) is not None:  # another stage's
@@ -242,6 +243,9 @@ class LiveForward(OnCourse):
         """Run a call that may change tensors, draw random numbers or get other tensors than the model's own. Returns
         its result, and whether it has changed anything. expected: whether it is the next one of the course."""
         given = tensors_in(args, kwargs)
+        if self.stale:
+            for tensor in given:
+                renew_graph(tensor)
         if self.instead or self.newest or self.lender:
             if self.lender and isinstance(function, nn.Module):  # the calls in it are not recorded
                 self.lender.lend(function.parameters())
@@ -252,6 +256,8 @@ class LiveForward(OnCourse):
             written = self.reads.before_writing(known, args, kwargs, given, stage)
             if written and known.content:
                 self._keep_earlier(written, expected)
+                if not self.stale and any(is_shared(tensor) for tensor in written):
+                    self.stale = self._unusual = True
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))

@@ -22,7 +22,7 @@ from ..tensors.tree import flatten, look_into
 from ._follow import Var
 from .backward_phase import GIVEN_UP, BackwardPhase
 from .call_interception import following
-from .hollowing import key_of
+from .hollowing import key_of, renew_graph
 from .interpreter import has_own_bytes
 from .live import LiveForward
 from .placed.brought import bring
@@ -223,6 +223,8 @@ class Step(BackwardPhase):
         for n, (var, at) in enumerate(crossing):
             tensor = var()
             assert tensor is not None
+            if live.stale:
+                renew_graph(tensor)
             if var.stage == i and tensor.grad_fn is not None:
                 _register_first(tensor, partial(self.gradient_arrived, i))
             if made is not None:

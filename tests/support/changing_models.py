@@ -997,6 +997,22 @@ class View(Trunk):
         return y
 
 
+@row("views changed in place and read when their base is needed no more")
+class ViewsOutlive(Trunk):
+    many = 6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        rows, column = x.unflatten(0, (-1, 4))[1], x[:, 3]
+        rows.add_(1.0)
+        y = self.blocks[1](x * 2.0) + x
+        column.mul_(0.2)
+        y = torch.sin(y + x + rows.mean() + column.mean())
+        for block in self.blocks[2:]:
+            y = block(y)
+        return self.head(y)
+
+
 row("scatter_ into what was computed")(
     along(lambda net, x, n: torch.zeros_like(x).scatter_(1, x.detach().argsort(1), torch.sin(x)) + x)
 )
