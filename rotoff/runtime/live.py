@@ -72,7 +72,7 @@ class LiveForward(OnCourse):
         frames: the tensors that the calls make.
         kept_more: whether a hollow tensor was needed after all, or still held when the forward ended.
         fills: whether such tensors are filled again; False if the stages' modules are run one by one.
-        stale: whether a tensor that shares its storage was changed in place, so that graphs of views are made anew.
+        views_changed: whether a tensor that shares its storage was changed in place; graphs of views are made anew.
     """
 
     timed = False  # whether `_run` makes every call, since a subclass times them there
@@ -91,7 +91,7 @@ class LiveForward(OnCourse):
         self.kernels_before = kernel_flags()  # when the stage began
         self.saved = []
         self._every = self.timed
-        self.kept_more = self.stale = False
+        self.kept_more = self.views_changed = False
         self.algorithms: Algorithms | None = None  # of convolutions
         self.instead: dict[Var, torch.Tensor] = {}  # the tensor that calls get in place of a stage's input
         self.brought: dict[int, torch.Tensor] = {}  # by id of a placed parameter, the copy on the device that calls get
@@ -129,7 +129,9 @@ class LiveForward(OnCourse):
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases, self._earlier = {}, None
-        self._unusual = bool(self.instead or self.newest or self.lender or self.algorithms is not None or self.stale)
+        self._unusual = bool(
+            self.instead or self.newest or self.lender or self.algorithms is not None or self.views_changed
+        )
         for copy in self.brought.values():
             self.reads.note_resident(copy)  # so that its bytes stay when a view of it is let go
             if vars(copy).pop(TAG, None) is not None:  # another stage's
@@ -243,7 +245,7 @@ class LiveForward(OnCourse):
         """Run a call that may change tensors, draw random numbers or get other tensors than the model's own. Returns
         its result, and whether it has changed anything. expected: whether it is the next one of the course."""
         given = tensors_in(args, kwargs)
-        if self.stale:
+        if self.views_changed:
             for tensor in given:
                 renew_graph(tensor)
         if self.instead or self.newest or self.lender:
@@ -256,8 +258,8 @@ class LiveForward(OnCourse):
             written = self.reads.before_writing(known, args, kwargs, given, stage)
             if written and known.content:
                 self._keep_earlier(written, expected)
-                if not self.stale and any(is_shared(tensor) for tensor in written):
-                    self.stale = self._unusual = True
+                if not self.views_changed and any(is_shared(tensor) for tensor in written):
+                    self.views_changed = self._unusual = True
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))

@@ -223,7 +223,7 @@ class Step(BackwardPhase):
         for n, (var, at) in enumerate(crossing):
             tensor = var()
             assert tensor is not None
-            if live.stale:
+            if live.views_changed:
                 renew_graph(tensor)
             if var.stage == i and tensor.grad_fn is not None:
                 _register_first(tensor, partial(self.gradient_arrived, i))

@@ -180,6 +180,33 @@ def test_a_value_that_is_larger_on_the_host_is_said(mode: str, caplog: pytest.Lo
     assert "made tensors larger" in caplog.text
 
 
+class Picks(nn.Module):
+    """Each block doubles another row in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row = 0
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.row += 1
+        for block in self.blocks:
+            rows = list(block(x).unbind(0))
+            rows[self.row] = rows[self.row] * 2
+            x = torch.stack(rows).tanh()
+        return x.square().mean()
+
+
+def test_a_result_that_is_read_for_longer_than_expected_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """The calls are those that were measured."""
+    torch.manual_seed(0)
+    planned = rotoff.Checkpointable(Picks(), cache_directory=None).measure(torch.randn(64, WIDTH), repeats=1)
+    planned.compute_sequence(smallest(planned, "offload"), mode="offload", refine=False)
+    for _ in range(3):
+        step(planned, torch.randn(64, WIDTH))
+    assert "another course" in caplog.text
+
+
 def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """The first one is smaller, so that the second one takes more; nothing is measured again."""
     x = torch.randn(4, 512, WIDTH)
