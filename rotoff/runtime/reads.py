@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.course import OUTSIDE
 from ..errors import ExecutionError
-from ..tensors.storage import View, copied, version_of
+from ..tensors.storage import View, copied, copy_of, version_of
 from ._follow import Var
 from .hollowing import key_of, whole_base
 from .stage_tape import StageTape
@@ -128,7 +128,7 @@ class Reads:
         for tape, every in found.items():
             for name, (what, one) in every.items():
                 if len(every) > 1:  # tensors that share a storage share it in a replay, too
-                    whole = whole or tensor.untyped_storage().clone()
+                    whole = whole or copy_of(tensor.untyped_storage())
                     content = View.of(one).on(whole)
                 elif (copy := next((copy for other, copy in alone if _lie_alike(one, other)), None)) is not None:
                     content = copy

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ..errors import ExecutionError
 from ..tensors.autocast import Autocast, autocast_as, autocast_now
 from ..tensors.kernel_flags import KernelFlags, kernel_flags, kernels_as
-from ..tensors.storage import View, copied, storage_key, version_of
+from ..tensors.storage import View, copied, copy_of, storage_key, version_of
 from ._follow import Var
 from .arguments import NESTED, VALUES, replaced, tensors_of
 
@@ -194,7 +194,7 @@ def _changeable(content: torch.Tensor, storages: dict[int, torch.UntypedStorage]
         return copied(content).requires_grad_(content.requires_grad)
     key = storage_key(content)
     if key not in storages:
-        storages[key] = content.untyped_storage().clone()
+        storages[key] = copy_of(content.untyped_storage())
     clone = View.of(content).on(storages[key])
     if not content.requires_grad or 0 in clone.stride():
         return clone.requires_grad_(content.requires_grad)

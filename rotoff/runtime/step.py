@@ -17,7 +17,7 @@ from ..core.sequence import FORWARDS, Op, OpKind, a, abar
 from ..errors import ExecutionError
 from ..tensors.eager_mode import without
 from ..tensors.grad_mode import recording
-from ..tensors.storage import View, storage_key
+from ..tensors.storage import View, copy_of, storage_key
 from ..tensors.tree import flatten, look_into
 from ._follow import Var
 from .backward_phase import GIVEN_UP, BackwardPhase
@@ -253,7 +253,7 @@ class Step(BackwardPhase):
 
         def old(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal copy
-            copy = copy or tensor.untyped_storage().clone()
+            copy = copy or copy_of(tensor.untyped_storage())
             return View.of(tensor).on(copy)
 
         for held in self._held.values():

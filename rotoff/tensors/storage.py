@@ -161,6 +161,11 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of `storage`."""
+    return bytes_of(storage).clone().untyped_storage()
+
+
 CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
 
 
