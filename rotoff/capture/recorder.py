@@ -54,6 +54,12 @@ class UnrecordableError(MeasureError):
     """The model itself, outside of its submodules, does what cannot be recorded."""
 
 
+SEEDS = (
+    "calls torch.seed(), whose number no replay gets again",
+    "; call torch.manual_seed with a number that torch.randint has drawn",
+)
+
+
 class _HiddenError(Exception):
     """Raised to stop recording inside a module's call. made: what the current call has returned."""
 
@@ -105,6 +111,9 @@ class Recorder(TorchFunctionMode):
         self.casts = WeightCasts(self._tensors)
         self._hooks: list[Any] = []  # handles of hooks that the forward registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
+        self._applied: set[int] | None = None  # ids of the arguments of the custom Function that runs
+        self._seeding: set[int] = set()  # numbers of the calls of modules in which ``torch.seed`` was called
+        self._reaches = False  # whether it has used modules or parameters that are not among them
 
     def begin(self, given: list[torch.Tensor]) -> None:
         self.tape.inputs = self._tensors.inputs(given)
@@ -161,6 +170,8 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._passes():
+            if self._applied is not None and any(map(self._reached_by, _all_leaves(args, kwargs))):
+                self._reaches = True
             return func(*args, **kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
@@ -259,7 +270,7 @@ class Recorder(TorchFunctionMode):
         if any(tensor.is_nested for tensor in returned):
             self._refuse("makes a nested tensor, whose bytes rotoff cannot see", "; pad its rows")
         if any(map(is_functorch_wrapped_tensor, returned)):
-            self._hide_transformed(name, result)
+            self._hide(_transformed(name), result)
         return returned
 
     def _hooked(self, handle: Any) -> Any:
@@ -280,11 +291,9 @@ class Recorder(TorchFunctionMode):
     def _looked_at(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among the arguments of a call; refuse one that cannot be recorded."""
         found = _all_leaves(args, kwargs)
-        if not isinstance(function, nn.Module) and any(isinstance(leaf, nn.Module) for leaf in found):
-            self._refuse(f"runs modules inside of a custom autograd Function ({name_of(function)})")
         tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
         if any(map(is_functorch_wrapped_tensor, tensors)):
-            self._hide_transformed(name)
+            self._hide(_transformed(name))
         for one in (*args, *kwargs.values()):
             if isinstance(one, torch.Generator) and all(one is not known for known, _ in self.tape.generators):
                 self.tape.generators.append((one, one.get_state()))
@@ -312,6 +321,7 @@ class Recorder(TorchFunctionMode):
         """Replaces ``nn.Module.__call__``."""
         name = self._names.get(module)
         if self._passes() or name is None:
+            self._reaches |= name is not None
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # these calls are not the model's
             call = self._begun(module, name, args, kwargs)
@@ -406,7 +416,33 @@ class Recorder(TorchFunctionMode):
         """Replaces the call of a custom Function or a scripted function."""
         if self._passes():
             return original(*args, **kwargs)
-        return self.call(apply, args, kwargs, original)
+        self._applied, self._reaches = {id(leaf) for leaf in _all_leaves(args, kwargs)}, False
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._reaches:
+                self._hide(f"uses modules or parameters inside of {name_of(function)}, an autograd.Function", result)
+            return result
+
+        try:
+            return self.call(apply, args, kwargs, run)
+        finally:
+            self._applied = None
+
+    def seeding(self, seed: Callable[[], int]) -> Callable[[], int]:
+        """Return what replaces ``torch.seed`` meanwhile."""
+
+        def noted() -> int:
+            self._seeding |= {call.number for call in self._open}
+            if self._inside or self._hidden is not None:
+                self._refuse(*SEEDS, UnrepeatableError)
+            return seed()
+
+        return noted
+
+    def _reached_by(self, leaf: Any) -> bool:
+        """Whether a custom Function reads a parameter that it was not given."""
+        return isinstance(leaf, nn.Parameter) and self._applied is not None and id(leaf) not in self._applied
 
     def _reference(self, leaf: Any, detached: bool = False) -> Any:
         """Return what stands for `leaf` in an argument. detached: of a call that continues no graph."""
@@ -454,13 +490,15 @@ class Recorder(TorchFunctionMode):
         elif what:
             self._refuse(what, kind=kind)
 
-    def _hide_transformed(self, name: str, *made: Any) -> None:
-        """Stop recording in the innermost module around that is not itself transformed."""
+    def _hide(self, what: str, *made: Any) -> None:
+        """Stop recording in the innermost module around that is not itself transformed; refuse `what` if there is none
+        but the model. made: what the current call has returned."""
         for call in reversed(self._open):
             if call.name and not call.transformed:
+                if call.number in self._seeding:
+                    self._refuse(*SEEDS, UnrepeatableError)
                 self.tape.opaque.add(call.module)
                 raise _HiddenError(call, made)
-        what = f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
         self._refuse(what, kind=UnrecordableError)
 
     def _settings(self) -> Settings:
@@ -485,6 +523,10 @@ class Recorder(TorchFunctionMode):
 
 def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     return pytree.tree_leaves((args, kwargs)) if kwargs else pytree.tree_leaves(args)
+
+
+def _transformed(name: str) -> str:
+    return f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
 
 
 def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:

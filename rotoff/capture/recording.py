@@ -29,7 +29,7 @@ from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
 from ..tensors.tree import flatten
 from .collectives import collectives_visible, several_processes
-from .interception import intercept_calls, other_generators, put_other_generators
+from .interception import Patches, intercept_calls, other_generators, put_other_generators
 from .recorder import Recorder
 from .tape import NOTHING, Tape
 from .union import union
@@ -171,6 +171,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
                 nullcontext() if call.in_step is None else call.in_step.watched(),
                 saved_hooks(recorder.saves, _never),
                 intercept_calls(recorder.called, recorder.applied),
+                Patches((torch, "seed", recorder.seeding)),
                 recorder.casts.counting(),
                 collectives_visible() if several_processes() else nullcontext(),
                 recorder,

@@ -263,11 +263,24 @@ def _walked(
 
 @contextmanager
 def _running(stage: StageModule, meter: Meter) -> Iterator[None]:
-    """Make `stage` runnable; restore its buffers and the generators afterwards."""
+    """Make `stage` runnable; restore its buffers, the generators and ``.grad`` afterwards."""
     if meter.context.lender is not None:
         meter.context.lender.keep(p for module in stage.modules for p in module.parameters())
-    with preserved(list(stage.buffers()), meter.context.device), torch.enable_grad():
+    with preserved(list(stage.buffers()), meter.context.device), _gradients_aside(stage), torch.enable_grad():
         yield
+
+
+@contextmanager
+def _gradients_aside(stage: StageModule) -> Iterator[None]:
+    """Have no parameter of `stage` a ``.grad`` in the block: the backward of a custom Function may add to it."""
+    gradients = [(p, p.grad) for module in stage.modules for p in module.parameters()]
+    try:
+        for p, _ in gradients:
+            p.grad = None
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
 
 
 def _link(measured: Sequence[Measured], bandwidth: Callable[[int], LinkRates], known: KnownTimes | None) -> LinkRates:

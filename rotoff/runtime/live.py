@@ -327,8 +327,10 @@ class LiveForward(OnCourse):
         if not self._is_whole(module):
             return own(*args, **kwargs)
         if self._is_opaque(module):
+            self.inside = True  # what is asked here are not the model's calls
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
+            self.inside = False
             return self.call(module, args, kwargs)
         row = self._rows[self._position]
         expected = self.on_course and not self._within and row[0] is module
