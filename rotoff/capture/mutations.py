@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -9,7 +11,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..errors import MeasureError
 from ..tensors.buffers import restorable, same_content
 from ..tensors.stage import StageModule
+from .undo import content_of, is_as_before
 from .unrepeatable import NO_BUFFER
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class ChangedBuffers:
@@ -40,19 +45,23 @@ class ChangedBuffers:
 
 
 class ChangedAttributes:
-    """Watches attributes of a stage's modules between two runs: numbers, strings, and tensors without a graph.
+    """Watches attributes of a stage's modules between two runs: numbers, strings, tensors without a graph, and what
+    containers and generators hold.
 
     Create it after a first run, because a cache that the first run fills is no change.
     """
 
     def __init__(self, stage: StageModule) -> None:
         self._stage = stage
-        self._before = [
-            (module, name, value, value._version if isinstance(value, torch.Tensor) else 0)
-            for module in stage.every_module()
-            for name, value in vars(module).items()
-            if restorable(value)
-        ]
+        self._before: list[tuple[nn.Module, str, Any, Any]] = []  # and a tensor's version, or what a container holds
+        for module in stage.every_module():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self._before += [(module, name, value, value._version)] if restorable(value) else []
+                elif restorable(value):
+                    self._before.append((module, name, value, None))
+                elif name not in _OF_EVERY_MODULE and (content := content_of(value)) is not None:
+                    self._before.append((module, name, value, content))
 
     def look(self) -> tuple[tuple[nn.Module, str, int], ...]:
         """Return (module, name, bytes) of every attribute that has another value now.
@@ -61,14 +70,19 @@ class ChangedAttributes:
             MeasureError: if a tensor was changed in place.
         """
         found = []
-        for module, name, value, version in self._before:
-            now = vars(module).get(name)
-            if now is value:
-                if isinstance(value, torch.Tensor) and value._version != version:
+        for module, name, value, before in self._before:
+            now: Any = vars(module).get(name)
+            if isinstance(value, torch.Tensor):
+                if now is value and value._version != before:
                     raise MeasureError(
                         f"stage {self._stage.name!r} changes its attribute {name!r} in place, a tensor that is not a"
                         f" buffer{NO_BUFFER}"
                     )
-            elif isinstance(value, torch.Tensor) or isinstance(now, torch.Tensor) or now != value:
-                found.append((module, name, value.nbytes if isinstance(value, torch.Tensor) else 0))
+                if now is not value:
+                    found.append((module, name, value.nbytes))
+            elif before is not None:
+                if now is not value or not is_as_before(value, before):
+                    found.append((module, name, 0))
+            elif now is not value and (isinstance(now, torch.Tensor) or now != value):
+                found.append((module, name, 0))
         return tuple(found)

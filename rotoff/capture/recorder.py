@@ -54,6 +54,8 @@ class UnrecordableError(MeasureError):
     """The model itself, outside of its submodules, does what cannot be recorded."""
 
 
+_ASKED = ("__get__", "detach")  # what rotoff itself calls, too
+
 SEEDS = (
     "calls torch.seed(), whose number no replay gets again",
     "; call torch.manual_seed with a number that torch.randint has drawn",
@@ -170,9 +172,10 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._passes():
-            if self._applied is not None and any(map(self._reached_by, _all_leaves(args, kwargs))):
-                self._reaches = True
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if self._applied is not None and isinstance(result, torch.Tensor) and func.__name__ not in _ASKED:
+                self._reaches |= any(map(self._reached_by, _all_leaves(args, kwargs)))
+            return result
         if func is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
         if func == SET_REQUIRES_GRAD:

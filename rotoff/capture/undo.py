@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
+import pickle
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -47,7 +48,7 @@ class _Before:
     def _put_back(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:
             for held, content in self._held.get(module, {}).values():
-                _put_back(held, content)
+                put_back(held, content)
 
 
 class BeforeStep(_Before):
@@ -75,29 +76,30 @@ def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
     """Note in `before` the content of `value` and of what it holds."""
     if type(value) in _FIXED or id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
         return
-    content = _content(value)
+    content = content_of(value)
     if content is not None:
         before[id(value)] = value, content
     for one in _held_by(value):
         _note(one, before, depth + 1)
 
 
-def _content(value: Any) -> Any:
-    """Return what `_put_back` needs to restore `value`; None if it cannot change or must not be restored."""
+def content_of(value: Any) -> Any:
+    """Return what `put_back` needs to restore `value`; None if it cannot change or must not be restored."""
     if isinstance(value, torch.Tensor):
         plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
         return (version_of(value), value.detach().clone()) if plain and not value.requires_grad else None
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
     if _is_generator(value):
         return value.get_state()
     for kind, copied in ((dict, dict), (list, list), (deque, list), (set, set)):
         if isinstance(value, kind):
             return copied(value)
-    if type(value).__module__ in ("builtins", "torch") or isinstance(value, type):
+    if type(value) is np.ndarray:
+        return value.copy()
+    if type(value).__module__ in ("builtins", "torch", "numpy") or isinstance(value, type):
         return None
-    if _is_random(value):
-        return value.getstate()
-    numpy = sys.modules.get("numpy")
-    return value.copy() if numpy is not None and type(value) is numpy.ndarray else None
+    return value.getstate() if _is_random(value) else None
 
 
 def _held_by(value: Any) -> tuple[Any, ...]:
@@ -114,8 +116,8 @@ def _held_by(value: Any) -> tuple[Any, ...]:
 
 
 def _is_generator(value: Any) -> bool:
-    """Whether it is a ``torch.Generator``, without the metaclass's own ``isinstance``, which is slow."""
-    return issubclass(type(value), torch.Generator)
+    """Whether it is a generator of torch or NumPy, without the metaclass's own ``isinstance``, which is slow."""
+    return issubclass(type(value), (torch.Generator, np.random.RandomState, np.random.Generator))
 
 
 def _is_random(value: Any) -> bool:
@@ -123,12 +125,15 @@ def _is_random(value: Any) -> bool:
     return hasattr(value, "getstate") and hasattr(value, "setstate")
 
 
-def _put_back(held: Any, content: Any) -> None:
+def put_back(held: Any, content: Any) -> None:
+    """Restore the `content_of` what is `held`."""
     if isinstance(held, torch.Tensor):
         version, numbers = content
         if version_of(held) != version:
             with torch.no_grad():
                 as_large_as(held, numbers).copy_(numbers)
+    elif isinstance(held, np.random.Generator):
+        held.bit_generator.state = content
     elif _is_generator(held):
         held.set_state(content)
     elif isinstance(held, (dict, set)):
@@ -142,6 +147,16 @@ def _put_back(held: Any, content: Any) -> None:
         held.setstate(content)
     else:
         held[:] = content
+
+
+def is_as_before(held: Any, content: Any) -> bool:
+    """Whether a container or generator holds the `content` that it held before."""
+    now = content_of(held)
+    if isinstance(held, dict):
+        return not _differs(now, content)
+    if isinstance(held, (list, deque)):
+        return len(now) == len(content) and all(a is b for a, b in zip(now, content, strict=True))
+    return now == content if isinstance(held, set) else pickle.dumps(now) == pickle.dumps(content)
 
 
 def _differs(held: dict[Any, Any], content: dict[Any, Any]) -> bool:

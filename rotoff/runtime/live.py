@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.course import OUTSIDE, Course
+from ..capture.interception import other_generators, put_other_generators
 from ..capture.unrepeatable import compiled, takes_fast_path
 from ..tensors.autocast import Autocast
 from ..tensors.convolutions import Algorithms, forward_by
@@ -263,6 +264,9 @@ class LiveForward(OnCourse):
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))
+        if isinstance(function, nn.Module) and stage != OUTSIDE:  # a replay runs its code, which may draw from these
+            others = partial(put_other_generators, other_generators())
+            self.tape.calls.append((others, (), {}, (), None, False))
         result = self._run(function, args, kwargs)
         if versions and versions != versions_of(given):
             written = self.reads.note_changed(known, given, versions, written)

@@ -171,6 +171,7 @@ class Step(BackwardPhase):
             behaviour.changed_buffers if opaque else (),
             behaviour.changed_attributes if opaque else (),
             behaviour.modes if opaque else (),
+            others=opaque,
         )
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run

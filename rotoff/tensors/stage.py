@@ -123,7 +123,8 @@ class Behaviour:
     saved: the kind of each saved tensor, in the order of saving.
     own_outputs: for each output tensor, whether the stage made its bytes (else it is a mask passed on, a table).
     changed_buffers: (module, name) of each buffer that the forward changes, or reads and another stage changes.
-    changed_attributes: (module, name, bytes) of other attributes of its modules that it sets, such as counters.
+    changed_attributes: (module, name, bytes) of other attributes of its modules that it sets, such as counters, and of
+        containers and generators that it changes.
     draws: whether it draws random numbers. modes: of `StageModule`.
     unmanaged_bytes: held by its graph past all hooks. cast_bytes: held by autocast's cache of its weights.
     overwritten_bytes: of the batch, if the stage changes it in place; a step keeps a copy for replays.

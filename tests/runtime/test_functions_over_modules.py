@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from allocated import peak_bytes
@@ -137,6 +139,60 @@ def test_their_parameters_are_there_where_others_are_moved(how: str, updates: st
         model.compute_sequence(device_limit=1, **options)
     model.compute_sequence(device_limit=refused.value.min_mem_limit, **options)
     assert all(map(torch.equal, expected, trained(model, optimizer, 1)))
+
+
+class Drawing(Layer):
+    """Its own code, which replays run, draws from generators of all kinds and counts."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("module")
+        self.what = what
+        self.number, self.seen, self.table = 0, [], {"calls": 0}
+        self.own, self.of_numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
+        self.of_python, self.array = random.Random(0), np.zeros(1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * DRAWN[self.what](self))
+
+
+def counted(layer: Any) -> float:
+    layer.number += 1
+    layer.seen.append(layer.number)
+    layer.table["calls"] += 1
+    layer.array += 1
+    return 1 + 0.1 * layer.number + 0.1 * len(layer.seen) + 0.1 * layer.table["calls"] + float(layer.array[0])
+
+
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "Python's generator": lambda layer: 0.5 + random.random(),
+    "NumPy's generator": lambda layer: 0.5 + np.random.rand(),
+    "a generator of Python's of its own": lambda layer: 0.5 + layer.of_python.random(),
+    "a generator of NumPy's of its own": lambda layer: 0.5 + layer.of_numpy.random(),
+    "a torch.Generator of its own": lambda layer: 0.5 + torch.rand((), generator=layer.own),
+    "counters": counted,
+}
+
+
+@pytest.mark.parametrize("what", DRAWN)
+def test_a_replay_of_such_a_module_finds_the_state_of_its_first_run(what: str) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        wide = [nn.Sequential(Drawing(what), nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(8, 32), *wide)
+
+    def run(model: Any) -> list[torch.Tensor]:
+        random.seed(0)
+        np.random.seed(0)
+        return [*trained(model, optimizer_of(model), 1), torch.tensor([random.random(), np.random.rand()])]
+
+    plain, model = made(), rotoff.Checkpointable(made(), cache_directory=None)
+    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
+    assert all(map(torch.equal, run(plain), run(model)))
+    own, others = (
+        [(layer.number, layer.seen, layer.table, layer.of_python.random(), layer.of_numpy.random()) for layer in found]
+        for found in ([one for one in m.modules() if isinstance(one, Drawing)] for m in (plain, model))
+    )
+    assert own == others
 
 
 class AtTheTop(nn.Module):
