@@ -184,6 +184,7 @@ class CourseMeter:
     def _surroundings(self, wanted: Wanted) -> Iterator[tuple[Lender | None, Progress | None]]:
         """Prepare the model for measuring within the block, and restore it after."""
         with ExitStack() as stack:
+            stack.callback(_put_back, [(p, p.grad) for p in self.model.parameters()])
             if wanted.taped is None:
                 stack.enter_context(undone(self.model))
             if wanted.captured is not None:
@@ -432,6 +433,12 @@ class _Measurement:
             kept = HeldLate(0, len(profile.stages), tape.unsaved_cast_bytes)
             profile = replace(profile, held_late=(*profile.held_late, kept))
         return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
+
+
+def _put_back(gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:
+    for parameter, gradient in gradients:
+        if parameter.grad is not gradient:
+            parameter.grad = gradient
 
 
 @contextmanager

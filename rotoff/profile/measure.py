@@ -263,24 +263,22 @@ def _walked(
 
 @contextmanager
 def _running(stage: StageModule, meter: Meter) -> Iterator[None]:
-    """Make `stage` runnable; restore its buffers, the generators and ``.grad`` afterwards."""
+    """Make `stage` runnable; restore its buffers and the generators afterwards. Its parameters have no ``.grad``, to
+    which the backward of a custom Function may add; the caller restores them."""
+    parameters = [p for module in stage.modules for p in module.parameters()]
     if meter.context.lender is not None:
-        meter.context.lender.keep(p for module in stage.modules for p in module.parameters())
-    with preserved(list(stage.buffers()), meter.context.device), _gradients_aside(stage), torch.enable_grad():
-        yield
-
-
-@contextmanager
-def _gradients_aside(stage: StageModule) -> Iterator[None]:
-    """Have no parameter of `stage` a ``.grad`` in the block: the backward of a custom Function may add to it."""
-    gradients = [(p, p.grad) for module in stage.modules for p in module.parameters()]
+        meter.context.lender.keep(parameters)
+    _without_gradients(parameters)
     try:
-        for p, _ in gradients:
-            p.grad = None
-        yield
+        with preserved(list(stage.buffers()), meter.context.device), torch.enable_grad():
+            yield
     finally:
-        for p, gradient in gradients:
-            p.grad = gradient
+        _without_gradients(parameters)
+
+
+def _without_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _link(measured: Sequence[Measured], bandwidth: Callable[[int], LinkRates], known: KnownTimes | None) -> LinkRates:
