@@ -43,8 +43,8 @@ SETTLED = 6  # recordings in a row without a new call, after which recording sto
 class InStep(Protocol):
     """The forward of a training step, which runs once and whose side effects stay."""
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Return the context in which its calls are made."""
+    def watched(self, opaque: Collection[nn.Module]) -> AbstractContextManager[None]:
+        """Return the context in which its calls are made. opaque: as of `Tape`; modules are added meanwhile."""
 
     def put_back(self) -> None:
         """Restore the state before the step."""
@@ -168,7 +168,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
         recorder.begin(given)
         try:
             with (
-                nullcontext() if call.in_step is None else call.in_step.watched(),
+                nullcontext() if call.in_step is None else call.in_step.watched(recorder.tape.opaque),
                 saved_hooks(recorder.saves, _never),
                 intercept_calls(recorder.called, recorder.applied),
                 Patches((torch, "seed", recorder.seeding)),

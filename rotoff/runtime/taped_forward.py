@@ -139,12 +139,13 @@ class TapedForward:
         self._before.put_back()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Record the calls of the model's own forward on a new tape."""
+    def watched(self, opaque: Collection[nn.Module]) -> Iterator[None]:
+        """Record the calls of the model's own forward on a new tape. opaque: modules that are found meanwhile to be
+        called as a whole."""
         generators = Generators(self._device)
         self._replay = ReplayState(generators, ())
         self._tape = _WholeTape("of the whole model")
-        self._live = Taping(self._replay, generators, self._given, self._tape)
+        self._live = Taping(self._replay, generators, self._given, self._tape, opaque)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
         with following(self._live), self._live.regions():

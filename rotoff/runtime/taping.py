@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
@@ -113,7 +113,14 @@ class Taping(LiveForward):
     untaped: why the tape is incomplete; "" if it is complete. opaque: modules each of whose calls is recorded as one.
     """
 
-    def __init__(self, replay: ReplayState, generators: Generators, given: list[Tensor], tape: StageTape) -> None:
+    def __init__(
+        self,
+        replay: ReplayState,
+        generators: Generators,
+        given: list[Tensor],
+        tape: StageTape,
+        found: Collection[nn.Module] = (),
+    ) -> None:
         nobody: Any = None  # no stage is entered, and no tensor is hollow
         super().__init__(NOTHING_EXPECTED, nobody, generators, given)
         self.reads: _Reads = _Reads()
@@ -124,6 +131,7 @@ class Taping(LiveForward):
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""
         self.opaque: set[nn.Module] = set()
+        self._found = found  # modules that the recorder, which sees the same calls, has found to be opaque
         self._entered = 0  # number of calls of modules so far
         self._around: list[_Around] = []
         self._hidden: _Around | None = None  # the call whose inner calls are not recorded, because it uses torch.func
@@ -191,8 +199,10 @@ class Taping(LiveForward):
             result = super().called(module, args, kwargs, run)
         finally:
             self._around.pop()
-            if hidden := self._hidden is around:
+            if self._hidden is around:
                 self._hidden, self.inside = None, False
+                self.opaque.add(module)
+        hidden = not opaque and (module in self.opaque or module in self._found)
         if hidden:
             self.opaque.add(module)
             del self.tape.calls[begin:]

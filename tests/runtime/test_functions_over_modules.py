@@ -119,6 +119,15 @@ def test_gradients_and_statistics_are_the_plain_models(how: str, mode: str) -> N
 
 
 @pytest.mark.parametrize("how", HOWS)
+def test_a_first_step_may_measure_them(how: str) -> None:
+    plain, model = made(how), rotoff.Checkpointable(made(how), cache_directory=None)
+    expected = trained(plain, optimizer_of(plain), 2)
+    probe = rotoff.Checkpointable(made(how), cache_directory=None).measure(torch.zeros(64, 8))
+    model.compute_sequence(probe.min_mem_limit("remat"), mode="remat")
+    assert all(map(torch.equal, expected, trained(model, optimizer_of(model), 2)))
+
+
+@pytest.mark.parametrize("how", HOWS)
 def test_a_step_stays_within_its_prediction(how: str) -> None:
     model, x = rotoff.Checkpointable(made(how), cache_directory=None), torch.randn(64, 8)
     model.compute_sequence(model.measure(x).min_mem_limit())
@@ -174,7 +183,8 @@ DRAWN: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", DRAWN)
-def test_a_replay_of_such_a_module_finds_the_state_of_its_first_run(what: str) -> None:
+@pytest.mark.parametrize("first", [False, True], ids=["measured before", "measured in the first step"])
+def test_a_replay_of_such_a_module_finds_the_state_of_its_first_run(what: str, first: bool) -> None:
     def made() -> nn.Sequential:
         torch.manual_seed(0)
         wide = [nn.Sequential(Drawing(what), nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(3)]
@@ -186,7 +196,8 @@ def test_a_replay_of_such_a_module_finds_the_state_of_its_first_run(what: str) -
         return [*trained(model, optimizer_of(model), 1), torch.tensor([random.random(), np.random.rand()])]
 
     plain, model = made(), rotoff.Checkpointable(made(), cache_directory=None)
-    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
+    measured = rotoff.Checkpointable(made(), cache_directory=None) if first else model
+    model.compute_sequence(measured.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
     assert all(map(torch.equal, run(plain), run(model)))
     own, others = (
         [(layer.number, layer.seen, layer.table, layer.of_python.random(), layer.of_numpy.random()) for layer in found]
