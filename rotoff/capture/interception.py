@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -38,6 +39,32 @@ APPLIES = SimpleNamespace(
 )
 _OWN_APPLY = APPLIES.now
 APPLY.__globals__["_rotoff_applied"] = lambda cls, args, kwargs: APPLIES.now(cls, *args, **kwargs)
+
+
+# custom Functions and operators that have drawn from the generators of Python or NumPy
+DRAWERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_CALLING = (torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_)  # call a function of the caller's
+_NATIVE = frozenset(["aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "quantized"])
+
+
+def code_of(function: Any) -> Any:
+    """Return what has code of its own that `function`, a call that is recorded as one, runs: a custom or scripted
+    Function, a custom operator, ``Tensor.apply_``; None for all other functions of torch."""
+    if type(function) is partial:  # a scripted function
+        return function.args[0]
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return owner
+    if isinstance(function, torch._ops.OpOverload):
+        return None if function.namespace in _NATIVE else function
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return None if function._qualified_op_name.partition("::")[0] in _NATIVE else function
+    return function if any(function is one for one in _CALLING) else None
+
+
+def may_draw(code: Any) -> bool:
+    """Whether a call that runs this `code_of` its own may draw from the generators of Python and NumPy."""
+    return code in _CALLING or code in DRAWERS
 
 
 def custom_function(function: Any) -> str:
@@ -172,3 +199,19 @@ def put_other_generators(states: tuple[Any, Any]) -> None:
     random.setstate(states[0])
     kind, keys, *rest = states[1]
     np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))
+
+
+def noting_draws(function: Any, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what does `run`, a call of `function`, and adds to `DRAWERS` its code if that draws."""
+    code = code_of(function)
+    if code is None or may_draw(code):
+        return run
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        before = other_generators()
+        result = run(*args, **kwargs)
+        if other_generators() != before:
+            DRAWERS.add(code)
+        return result
+
+    return noted

@@ -11,10 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from ..errors import MeasureError
 from ..tensors.buffers import restorable, same_content
 from ..tensors.stage import StageModule
-from .undo import content_of, is_as_before
+from .undo import OF_EVERY_MODULE, content_of, is_as_before
 from .unrepeatable import NO_BUFFER
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class ChangedBuffers:
@@ -60,7 +58,7 @@ class ChangedAttributes:
                     self._before += [(module, name, value, value._version)] if restorable(value) else []
                 elif restorable(value):
                     self._before.append((module, name, value, None))
-                elif name not in _OF_EVERY_MODULE and (content := content_of(value)) is not None:
+                elif name not in OF_EVERY_MODULE and (content := content_of(value)) is not None:
                     self._before.append((module, name, value, content))
 
     def look(self) -> tuple[tuple[nn.Module, str, int], ...]:

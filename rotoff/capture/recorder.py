@@ -25,7 +25,7 @@ from ..tensors.storage import versions_of
 from ..tensors.tree import look_into, refuse_packed
 from .collectives import Collective, as_collective
 from .graph_attributes import GraphAttributes
-from .interception import without_interception
+from .interception import noting_draws, without_interception
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
 from .partition.data_sizes import DataSizes
@@ -195,7 +195,7 @@ class Recorder(TorchFunctionMode):
         self._inside = True
         try:
             with Unwatched() as unwatched:
-                return self._noted(function, args, kwargs, unwatched.watched(run or function))
+                return self._noted(function, args, kwargs, unwatched.watched(noting_draws(function, run or function)))
         except _HiddenError as hidden:
             self._hidden, made = hidden.call, hidden.made
         finally:

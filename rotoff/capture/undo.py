@@ -18,6 +18,7 @@ from ..tensors.storage import version_of
 from .interception import other_generators, put_other_generators
 from .unrepeatable import compiled
 
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
 _DEPTH = 4  # nesting of containers and objects that is followed
 _FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
 

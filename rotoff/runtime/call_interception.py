@@ -49,6 +49,8 @@ def _call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     compiled = torch.compiler.is_dynamo_compiling()  # 2.11's compiler cannot read thread-locals
     live = None if compiled else _rotoff_followed.live  # type: ignore[name-defined]  # noqa: F821
     if live is None or live.inside:
+        if live is not None and live.applying:
+            live.reached(self)
         return (self._compiled_call_impl or self._call_impl)(*args, **kwargs)
     return live.called(self, args, kwargs)
 

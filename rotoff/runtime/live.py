@@ -37,6 +37,7 @@ from .placed.brought import bring
 from .placed.in_turn import InTurn
 from .placed.lending import Lender
 from .reads import Reads, is_among
+from .replay import ReplayState
 from .stage_tape import Around, Seeded, StageTape
 from .torch_calls import Known
 
@@ -68,7 +69,7 @@ class LiveForward(OnCourse):
         seen: whether a replay will save again what autograd saves now.
         dead: whether the course expects nobody to need the result of the present call.
         saved: for each tensor that autograd saved in the open stage, as of `StageRun`.
-        inside: whether calls run without being recorded.
+        inside: whether calls run without being recorded. applying: whether that is because a custom Function runs.
         reads: which tensors from before the stages the calls read and change.
         frames: the tensors that the calls make.
         kept_more: whether a hollow tensor was needed after all, or still held when the forward ended.
@@ -76,6 +77,7 @@ class LiveForward(OnCourse):
         views_changed: whether a tensor that shares its storage was changed in place; graphs of views are made anew.
     """
 
+    applying = _unsaved = False
     timed = False  # whether `_run` makes every call, since a subclass times them there
 
     def __init__(
@@ -105,7 +107,7 @@ class LiveForward(OnCourse):
         self._stages = stages
         self._generators = generators
         self._drawn: tuple[object, ...] | None = None  # mark of the generators after the stage's last random call
-        self._begun: Callable[[], tuple[object, ...]]  # their mark when the stage began
+        self._replay: ReplayState  # of the open stage
         self._within = int(self.course is NOTHING_EXPECTED)
         self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
         self._earlier: dict[int, list[Var]] | None = None  # tensors of other stages than the open one, by storage
@@ -121,12 +123,12 @@ class LiveForward(OnCourse):
 
     # -- stages
 
-    def begin_stage(self, stage: int, tape: StageTape, begun: Callable[[], tuple[object, ...]]) -> None:
-        """Open a stage; `begun` returns the mark of the generators at its start."""
+    def begin_stage(self, stage: int, tape: StageTape, replay: ReplayState) -> None:
+        """Open a stage; `replay` is the state at its start."""
         if self._in_turn is not None:
             self._in_turn.end()
         self._stage, self._origin = stage, (self._token, stage)
-        self._drawn, self._begun = None, begun
+        self._drawn, self._replay = None, replay
         self.tape = self.reads.tape = tape
         self.entered = set(tape.inputs)
         self._aliases, self._earlier = {}, None
@@ -264,10 +266,10 @@ class LiveForward(OnCourse):
         draws = known.draws is not None and stage != OUTSIDE and known.draws(args, kwargs)
         if draws and self._mark() != self._drawn:  # the model's own code has set the generators
             self.tape.calls.append((put, (self._generators, self._generators.copies()), {}, (), None, False))
-        if isinstance(function, nn.Module) and stage != OUTSIDE:  # a replay runs its code, which may draw from these
-            others = partial(put_other_generators, other_generators())
-            self.tape.calls.append((others, (), {}, (), None, False))
-        result = self._run(function, args, kwargs)
+        if stage != OUTSIDE and (known.code is not None or isinstance(function, nn.Module)):
+            result = self._run_code(function, known, args, kwargs, expected)
+        else:
+            result = self._run(function, args, kwargs)
         if versions and versions != versions_of(given):
             written = self.reads.note_changed(known, given, versions, written)
         if draws:
@@ -275,6 +277,42 @@ class LiveForward(OnCourse):
         if (self.instead or self.newest) and not written:
             result = self._unaliased(result, given)
         return result, bool(written)
+
+    def _run_code(
+        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
+    ) -> Any:
+        """Run a call whose own code a replay runs again, in the same state."""
+        if known.code is None:
+            self._put_before_replay(self._replay.calls(function).put)
+            result = self._run(function, args, kwargs)
+            if self._replay.changed():
+                self.tape.lost = f"the code of {type(function).__name__}"
+            return result
+        self._unsaved = True
+        if self._replay.runs(known.code) or not expected:
+            self._save_others()
+        self.applying = True
+        try:
+            return self._run(function, args, kwargs)
+        finally:
+            self.applying = False
+
+    def _save_others(self) -> None:
+        """Let replays find the generators of Python and NumPy, at the present call, as they are now."""
+        self._unsaved, self._replay.others = False, True
+        self._put_before_replay(partial(put_other_generators, other_generators()))
+
+    def _put_before_replay(self, state: Callable[[], None]) -> None:
+        self.tape.calls.append((state, (), {}, (), None, False))
+
+    def reached(self, module: nn.Module) -> None:
+        """Note that a custom Function, which the course calls without any module, is about to call one."""
+        if self._unsaved:
+            self._save_others()
+        if self.lender:
+            self.lender.lend(module.parameters())
+        self._put_before_replay(self._replay.calls(module, buffers=True).put)
+        self._leave_course(module)
 
     def _keep_earlier(self, written: Sequence[Tensor], expected: bool) -> None:
         """Before a call changes tensors of earlier stages: let replays of these find the old content, and let no tensor
@@ -299,7 +337,7 @@ class LiveForward(OnCourse):
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:
-            self._drawn = self._begun()
+            self._drawn = self._replay.mark()
         return self._generators.mark()
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -317,20 +355,22 @@ class LiveForward(OnCourse):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
     ) -> Any:
         """Run a call of a module that is not the next of the course, or that is called as a whole."""
-        own = run or module._compiled_call_impl or module._call_impl
         if self._within or module not in self.course.modules:
-            return self._enter(own, module, args, kwargs)
+            return self._enter(module, args, kwargs, run)
         try:
             if self._enter_module(module):
                 self._begin_next()
-            return self._enter(own, module, args, kwargs)
+            return self._enter(module, args, kwargs, run)
         finally:
             self._log.append(None)
 
-    def _enter(self, own: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None
+    ) -> Any:
+        own = run or module._compiled_call_impl or module._call_impl
         if not self._is_whole(module):
             return own(*args, **kwargs)
-        if self._is_opaque(module):
+        if run is None and self._is_opaque(module):  # a tape may have the calls in a module that is opaque elsewhere
             self.inside = True  # what is asked here are not the model's calls
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)

@@ -1,12 +1,14 @@
 """Lets a replay run in the state that the first run had, and restores the present state afterwards.
 
 Before its first run, a stage saves the states of the random number generators, the buffers that its forward changes,
-the autocast settings and the flags that choose kernels.
+the autocast settings and the flags that choose kernels. What the code of a module that is called as a whole finds is
+saved at the call (`ModuleState`), and its replay finds the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,15 +16,48 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..capture.interception import other_generators, put_other_generators
-from ..capture.undo import content_of, put_back
+from ..capture.interception import DRAWERS, may_draw, other_generators, put_other_generators
+from ..capture.undo import OF_EVERY_MODULE, content_of, put_back
+from ..errors import ExecutionError
 from ..tensors.autocast import autocast_as, autocast_now
 from ..tensors.buffers import restorable
 from ..tensors.kernel_flags import kernel_flags, kernels_as
 from ..tensors.rng import Generators
 from ..tensors.stage import TRAINING
+from ..tensors.storage import version_of
 
-_Attribute = tuple[dict[str, Any], str, Any]  # (where it is held, its name, its value)
+_Mode = tuple[nn.Module, str, bool]  # of `StageModule.modes`
+_Buffer = tuple[nn.Module, str]
+# names of the buffers that calls of a module as a whole have changed, and no measured run had
+_CHANGED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+
+class ModuleState:
+    """What the code of a module and its submodules finds: their modes and attributes, what their containers and
+    generators hold, and the generators of Python and NumPy. Buffers and parameters are not part of it."""
+
+    def __init__(self, outer: nn.Module) -> None:
+        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # where it is held, its name, its value
+        self._contents: list[tuple[Any, Any]] = []
+        self._modes: list[_Mode] = []
+        for module in outer.modules():
+            held = vars(module)
+            every = [(held, name, held[name]) for name in held.keys() - OF_EVERY_MODULE if not _has_graph(held[name])]
+            contents = [(value, None if restorable(value) else content_of(value)) for *_, value in every]
+            self._attributes += every
+            self._contents += [(value, content) for value, content in contents if content is not None]
+            parameters = [(module, name, p.requires_grad) for name, p in module._parameters.items() if p is not None]
+            self._modes += [(module, TRAINING, module.training), *parameters]
+        self._others = other_generators()
+
+    def put(self) -> None:
+        for held, name, value in self._attributes:
+            if held.get(name) is not value:
+                held[name] = value
+        for container, content in self._contents:
+            put_back(container, content)
+        _switch(self._modes)
+        put_other_generators(self._others)
 
 
 class ReplayState:
@@ -31,45 +66,72 @@ class ReplayState:
     Args:
         generators: the random number generators that the stage may use.
         buffers: (module, name) of every buffer that the stage's forward changes.
-        attributes: (module, name, bytes) of every other attribute that it sets.
-        others: whether the stage's code may draw from Python's and NumPy's generators.
-        modes: the measured modes (`StageModule.modes`), which the first run had too. They may change before the replay:
-            a GAN thaws its discriminator before the backward of the generator's loss.
+        modes: as of `StageModule.modes`.
+        modules: those that replays find as they are now.
     """
 
     __slots__ = (
-        "_attributes",
         "_buffers",
         "_cached",
-        "_contents",
+        "_called",
+        "_first",
+        "_functions",
         "_generators",
         "_modes",
-        "_others",
         "_rng",
+        "_versions",
         "autocast",
         "kernels",
+        "others",
     )
 
     def __init__(
         self,
         generators: Generators,
-        buffers: Sequence[tuple[nn.Module, str]],
-        attributes: Sequence[tuple[nn.Module, str, int]] = (),
-        modes: Sequence[tuple[nn.Module, str, bool]] = (),
-        others: bool = False,
+        buffers: Sequence[_Buffer],
+        modes: Sequence[_Mode] = (),
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self._modes = modes
-        self._others = others
-        values = [(vars(module), name, vars(module).get(name)) for module, name, _ in attributes]
-        contents = [(held, None if restorable(held) or _has_graph(held) else content_of(held)) for *_, held in values]
-        self._contents = [(held, content) for held, content in contents if content is not None]
-        containers = {id(held) for held, _ in self._contents}
-        self._attributes: list[_Attribute] = [one for one in values if restorable(one[2]) or id(one[2]) in containers]
+        self._called: dict[nn.Module, None] = {}
+        self._functions: set[Any] = set()  # that have not been run again yet
+        self.others = False  # whether a replay changes the generators of Python and NumPy
         self._generators = generators
         self._rng = generators.begin()
-        self._buffers = [(module, name, _buffer(module, name).clone()) for module, name in buffers]
+        self._buffers = {key: _buffer(key).clone() for key in buffers}
+        self._versions: dict[_Buffer, tuple[torch.Tensor, int]] = {}
         self.autocast, self._cached = autocast_now(), torch.is_autocast_cache_enabled()
         self.kernels = kernel_flags()
+        self._first = [self.calls(module) for module in modules]
+
+    def runs(self, code: Any) -> bool:
+        """Note that the stage makes a call that runs `code_of` its own; returns whether that may draw from Python's and
+        NumPy's generators."""
+        if may_draw(code):
+            return True
+        self._functions.add(code)
+        return False
+
+    def calls(self, outer: nn.Module, buffers: bool = False) -> ModuleState:
+        """Note that code that a replay runs again is about to call a module; returns its state. buffers: whether it is
+        not known which of its buffers that changes, so that all are saved."""
+        self._called[outer] = None
+        for module in outer.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or (key := (module, name)) in self._buffers:
+                    continue
+                if buffers or name in _CHANGED.get(module, ()):
+                    self._buffers[key] = _buffer(key).clone()
+                else:
+                    self._versions[key] = buffer, version_of(buffer)
+        return ModuleState(outer)
+
+    def changed(self) -> bool:
+        """Whether calls have changed buffers that are not saved. From now on they are."""
+        found = [key for key, (buffer, version) in self._versions.items() if version_of(buffer) != version]
+        for module, name in found:
+            _CHANGED.setdefault(module, set()).add(name)
+        return bool(found)
 
     def mark(self) -> tuple[object, ...]:
         """Return the mark of the generators before the first run."""
@@ -77,21 +139,23 @@ class ReplayState:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Set the state from before the first run; at the end, restore the present one."""
+        """Set the state from before the first run; at the end, restore the present one.
+
+        Raises:
+            ExecutionError: if a custom Function or operator draws from Python's or NumPy's generator, and did not when
+                measured.
+        """
         rng, grad_enabled = self._generators.copies(), torch.is_grad_enabled()
-        buffers = [(module, name, module._buffers[name]) for module, name, _ in self._buffers]
-        attributes = [(held, name, held.get(name)) for held, name, _ in self._attributes]
-        modes: Sequence[tuple[nn.Module, str, bool]] = ()
-        others = other_generators() if self._others else None
-        contents = [(held, content_of(held)) for held, _ in self._contents]
+        buffers = {key: key[0]._buffers[key[1]] for key in self._buffers}
+        called = [ModuleState(module) for module in self._called]
+        modes: Sequence[_Mode] = ()
+        others = other_generators() if self.others or self._functions else None
         try:
-            for held, name, value in self._attributes:
-                held[name] = value
-            for container, content in self._contents:
-                put_back(container, content)
             # clones, because the run changes them and another replay may follow
-            _put_buffers([(module, name, saved.clone()) for module, name, saved in self._buffers])
+            _put_buffers({key: saved.clone() for key, saved in self._buffers.items()})
             modes = _switch(self._modes)
+            for one in self._first:
+                one.put()
             self._generators.put(self._rng)
             # the setter, because a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
@@ -101,13 +165,23 @@ class ReplayState:
             torch._C._set_grad_enabled(grad_enabled)
             _switch(modes)
             _put_buffers(buffers)
-            for container, content in contents:
-                put_back(container, content)
-            for held, name, value in attributes:
-                held[name] = value
+            for one in called:
+                one.put()
             self._generators.put(rng)
-            if others is not None:
+            if others is not None and (self.others or other_generators() != others):
                 put_other_generators(others)
+                self._refuse_new_drawers()
+            self._functions.clear()
+
+    def _refuse_new_drawers(self) -> None:
+        if not self.others:
+            DRAWERS.update(self._functions)
+            names = " or ".join(sorted(function.__name__ for function in self._functions))
+            raise ExecutionError(
+                f"{names}, a custom Function or operator, draws from the generator of Python or NumPy, which it did not"
+                " when it was measured, so a replay cannot draw the same numbers; run the step again: rotoff then saves"
+                " the generator before each call"
+            )
 
 
 def _has_graph(value: Any) -> bool:
@@ -115,18 +189,19 @@ def _has_graph(value: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
 
 
-def _buffer(module: nn.Module, name: str) -> torch.Tensor:
+def _buffer(key: _Buffer) -> torch.Tensor:
+    module, name = key
     buffer = module._buffers[name]
     assert buffer is not None
     return buffer.detach()
 
 
-def _put_buffers(buffers: Sequence[tuple[nn.Module, str, torch.Tensor | None]]) -> None:
-    for module, name, buffer in buffers:
+def _put_buffers(buffers: Mapping[_Buffer, torch.Tensor | None]) -> None:
+    for (module, name), buffer in buffers.items():
         module._buffers[name] = buffer
 
 
-def _switch(modes: Sequence[tuple[nn.Module, str, bool]]) -> list[tuple[nn.Module, str, bool]]:
+def _switch(modes: Sequence[_Mode]) -> list[_Mode]:
     """Set all `modes`; returns the old values of those that differed."""
     before = []
     for module, name, value in modes:

@@ -166,13 +166,7 @@ class Step(BackwardPhase):
                 live.instead[var] = own = tensor.view_as(tensor)
                 own.register_hook(compact)
         opaque = i in live.course.opaque_stages
-        replay = ReplayState(
-            self._generators,
-            behaviour.changed_buffers if opaque else (),
-            behaviour.changed_attributes if opaque else (),
-            behaviour.modes if opaque else (),
-            others=opaque,
-        )
+        replay = ReplayState(self._generators, behaviour.changed_buffers if opaque else ())
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
         if self._placement is not None:
@@ -181,7 +175,7 @@ class Step(BackwardPhase):
         live.kernels_before = replay.kernels
         changed = behaviour.changed_buffers
         live.reads.changing = {id(module._buffers[name]) for module, name in changed} if changed else set()
-        live.begin_stage(i, tape, replay.mark)
+        live.begin_stage(i, tape, replay)
         kept = self._behaviours[i - 2].kept if i > 1 else ()
         staying = [n for n, (_, at) in enumerate(crossing) if at in kept] if kept else ()
         self._open = op

@@ -136,7 +136,7 @@ class Taping(LiveForward):
         self._around: list[_Around] = []
         self._hidden: _Around | None = None  # the call whose inner calls are not recorded, because it uses torch.func
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
-        self.begin_stage(FIRST, tape, replay.mark)
+        self.begin_stage(FIRST, tape, replay)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.inside:
@@ -218,6 +218,16 @@ class Taping(LiveForward):
         outputs = [var for var in found if var is not None]
         self.spans.append(Span(module, number, self._entered, begin, len(self.tape.calls), outputs))
         return result
+
+    def _run_code(
+        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
+    ) -> Any:
+        if known.code is None:  # `_once` sets the state of a module
+            return self._run(function, args, kwargs)
+        return super()._run_code(function, known, args, kwargs, expected)
+
+    def reached(self, module: nn.Module) -> None:
+        """The recorder, too, sees that a custom Function calls a module, and the module around becomes opaque."""
 
     def _is_whole(self, module: nn.Module) -> bool:
         return self._is_opaque(module)

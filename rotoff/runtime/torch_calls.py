@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..capture.collectives import Collective, as_collective
+from ..capture.interception import code_of
 
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
@@ -71,13 +72,14 @@ class Known:
     returns_itself: returns whether a call returns its tensor itself, such as ``x.to(x.dtype)``, or only its type.
     ordinary: whether none of the above concerns its calls, unless they have an ``out``.
     owner: the custom or scripted Function that it calls; None for all others.
+    code: what has the `code_of` its own that it runs; None for most.
     instead: the function that is called in its place; None: itself.
     name: for messages.
     """
 
-    def __init__(
-        self, function: Any, written: Written | None, fact: bool = False, owner: Any = None, instead: Any = None
-    ) -> None:
+    def __init__(self, function: Any, written: Written | None, fact: bool = False, instead: Any = None) -> None:
+        self.code = code = code_of(function)
+        self.owner = owner = None if code is function else code
         self.fact = fact
         self.instead = instead
         self.written = written
@@ -85,9 +87,8 @@ class Known:
         self.watched = self.vague and not _is_said_to_change_nothing(function)
         self.writes = (written is not None and not self.vague) or owner is not None
         self.content = function not in _NO_CONTENT
-        self.draws = _chance(function)
+        self.draws = _chance(function) if code is None else _surely
         self.returns_itself = _CONVERSIONS.get(function)
-        self.owner = owner
         self.ordinary = not (fact or self.watched or self.writes or instead or function is torch.Tensor.__iter__) and (
             self.draws is None is self.returns_itself
         )
@@ -201,7 +202,11 @@ def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] 
         return partial(_likely, 1, "p")
     if function is torch.nn.functional.scaled_dot_product_attention:
         return partial(_likely, 4, "dropout_p")
-    return lambda args, kwargs: True
+    return _surely
+
+
+def _surely(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return True
 
 
 def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -215,24 +220,12 @@ WRITERS: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 def find(function: Any) -> Known:
     """Return the properties of a function that is not in `KNOWN`."""
-    owner = _called(function)
-    if isinstance(function, nn.Module) or owner is not function:
-        # not stored in `KNOWN`, which must hold nothing of a model
-        return Known(function, _out, owner=None if owner is function else owner)
+    if isinstance(function, nn.Module) or code_of(function) not in (None, function):
+        return Known(function, _out)  # not stored in `KNOWN`, which must hold nothing of a model
     known = _known(function)
     with suppress(TypeError):  # not hashable
         KNOWN[function] = known
     return known
-
-
-def _called(function: Any) -> Any:
-    """Return the custom or scripted Function that `function` calls, or `function` itself if it is torch's own."""
-    if type(function) is partial:  # a scripted function
-        return function.args[0]
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
-        return owner
-    return function
 
 
 def _pickled(tensor: torch.Tensor, protocol: Any) -> Any:

@@ -237,3 +237,243 @@ def test_a_seed_that_no_replay_gets_again_is_refused(kind: type[Layer]) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.Sequential(kind("module"), nn.Linear(32, 32)), nn.Linear(32, 8))
     with pytest.raises(rotoff.MeasureError, match=r"calls torch.seed\(\), whose number no replay gets again.*randint"):
         rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 8))
+
+
+class Switched(Layer):
+    """Runs its module through a custom Function while it is on."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.on = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.on:
+            return super().forward(x)
+        a, b = x.chunk(2, -1)
+        return x if "adjoint" in self.how else torch.cat([a + b.tanh(), b], -1)
+
+
+class Within(torch.autograd.Function):
+    """Calls its module while the layer is on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        return x + layer.f(x.chunk(2, -1)[0]).repeat(1, 2) if layer.on else x + x.tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class SwitchedWithin(Switched):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Within.apply(x, self)
+
+
+class Counting(nn.Module):
+    """Draws from Python's and NumPy's generators, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen = 0, []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return x * (random.random() + np.random.rand() + 0.1 * len(self.seen))
+
+
+CHANGES = [*((Switched, how) for how in HOWS), *((SwitchedWithin, how) for how in HOWS[1:3])]
+
+
+def switched(kind: type[Switched], how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [kind(how) for _ in range(3)]
+    for layer in layers:
+        layer.f.append(Counting())
+    wide = [nn.Sequential(layer, nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for layer in layers]
+    return nn.Sequential(nn.Linear(8, 32), *wide)
+
+
+def switched_run(model: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
+    random.seed(0)
+    np.random.seed(0)
+    layers = [layer for layer in model.modules() if isinstance(layer, Switched)]
+    found = []
+    for n in range(5):
+        for layer in layers:
+            layer.on = n in (1, 3, 4)
+        found += trained(model, optimizer, 1)
+    return [*found, *(torch.tensor([random.random(), np.random.rand(), *layer.f[-1].seen]) for layer in layers)]
+
+
+@pytest.mark.parametrize(("kind", "how"), CHANGES)
+@pytest.mark.parametrize("mode", ["remat", "joint"])
+def test_a_course_without_them_may_come_to_have_them(kind: type[Switched], how: str, mode: str) -> None:
+    plain = switched(kind, how)
+    model, other = (rotoff.Checkpointable(switched(kind, how), cache_directory=None) for _ in range(2))
+    for layer in other.modules():
+        layer.on = True
+    limits = [one.measure(torch.zeros(64, 8)).min_mem_limit(mode) for one in (model, other)]
+    model.compute_sequence(max(limits), mode=mode)
+    expected = switched_run(plain, optimizer_of(plain))
+    assert all(map(torch.equal, expected, switched_run(model, optimizer_of(model))))
+
+
+class Later(Layer):
+    """Changes what it holds while it is on, in code that replays run."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("module")
+        self.what, self.on = what, False
+        self.number, self.seen = 0, []
+        self.register_buffer("table", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.on and self.what == "attributes":
+            self.number += 1
+            self.seen.append(self.number)
+        elif self.on:
+            self.table.mul_(1.5)
+        return super().forward(x * (self.table + self.number + len(self.seen)))
+
+
+@pytest.mark.parametrize("what", ["attributes", "a buffer"])
+def test_a_module_that_runs_as_a_whole_may_come_to_change(what: str) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        wide = [nn.Sequential(Later(what), nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(8, 32), *wide)
+
+    plain, model, x = made(), rotoff.Checkpointable(made(), cache_directory=None), torch.randn(64, 8)
+    model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
+    assert all(map(torch.equal, trained(plain, optimizer_of(plain), 1), trained(model, optimizer_of(model), 1)))
+    for one in (*plain.modules(), *model.modules()):
+        one.on = True
+    if what == "a buffer":
+        before = [tensor.clone() for tensor in model.state_dict().values()]
+        with pytest.raises(rotoff.ExecutionError, match="the code of Later changed in place.*run the forward again"):
+            model(x).sum().backward()
+        model.load_state_dict(dict(zip(model.state_dict(), before, strict=True)))
+        model.zero_grad()
+    assert all(map(torch.equal, trained(plain, optimizer_of(plain), 1), trained(model, optimizer_of(model), 1)))
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_a_course_may_come_to_have_them_where_parameters_are_moved(updates: str) -> None:
+    plain, model = (
+        switched(Switched, "module"),
+        rotoff.Checkpointable(switched(Switched, "module"), cache_directory=None),
+    )
+    optimizer = optimizer_of(model)
+    options: dict[str, Any] = {"optimizer": optimizer, "updates": updates, "refine": False}
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        model.measure(torch.zeros(64, 8)).compute_sequence(device_limit=1, **options)
+    model.compute_sequence(device_limit=2 * refused.value.min_mem_limit, **options)
+    assert all(map(torch.equal, switched_run(plain, optimizer_of(plain)), switched_run(model, optimizer)))
+
+
+class Noise(torch.autograd.Function):
+    """Its own code draws the factor of its input."""
+
+    drawn: Callable[[], float] | None = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.factor = 1.0 if Noise.drawn is None else 0.5 + Noise.drawn()
+        return x * ctx.factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.factor
+
+
+@torch.library.custom_op("rotoff_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    assert Noise.drawn is not None
+    return x * (0.5 + Noise.drawn())
+
+
+noise.register_fake(torch.empty_like)
+noise.register_autograd(
+    lambda ctx, gradient: gradient * ctx.factor,
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", output / inputs[0]),
+)
+
+
+def filled(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.empty(x.shape[-1]).apply_(lambda _: 0.5 + Noise.drawn())  # type: ignore[misc]
+
+
+CALLED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a Function": lambda x: Noise.apply(x),
+    "an operator": noise,
+    "apply_": filled,
+}
+
+
+class Noisy(nn.Module):
+    what = "a Function"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.on = nn.Linear(32, 128), nn.Linear(128, 32), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x * random.random())
+        return self.last(torch.tanh(CALLED[self.what](x) if self.on else x))
+
+
+def noisy_run(model: Any, on: bool = True) -> list[torch.Tensor]:
+    random.seed(0)
+    np.random.seed(0)
+    optimizer, found = optimizer_of(model), []
+    for n in range(2):
+        for layer in model.modules():
+            if isinstance(layer, Noisy):
+                layer.on = on or n > 0
+        found += trained(model, optimizer, 1)
+    return [*found, torch.tensor([random.random(), np.random.rand()])]
+
+
+def noisy() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), *[Noisy() for _ in range(4)])
+
+
+@pytest.mark.parametrize("drawn", [random.random, np.random.rand], ids=["Python", "NumPy"])
+@pytest.mark.parametrize("when", ["measured before", "measured in the first step", "not measured"])
+@pytest.mark.parametrize("what", CALLED)
+def test_replays_of_code_that_is_not_seen_draw_what_its_first_run_drew(
+    drawn: Callable[[], float], when: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Noise, "drawn", drawn)
+    monkeypatch.setattr(Noisy, "what", what)
+    model, other = (rotoff.Checkpointable(noisy(), cache_directory=None) for _ in range(2))
+    on, x = when != "not measured", torch.zeros(64, 8)
+    for layer in model.modules():
+        layer.on = on
+    limits = [one.measure(x).min_mem_limit("remat") for one in ([other] if "first step" in when else [model, other])]
+    model.compute_sequence(max(limits), mode="remat")
+    assert all(map(torch.equal, noisy_run(noisy(), on), noisy_run(model, on)))
+
+
+def test_a_function_that_begins_to_draw_ends_in_an_error_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type("Later", (Noise,), {})  # of which nothing is known yet
+    monkeypatch.setattr(Noisy, "forward", lambda self, x: self.last(torch.tanh(kind.apply(self.first(x)))))
+    x, plain, model = torch.randn(64, 8), noisy(), rotoff.Checkpointable(noisy(), cache_directory=None)
+    model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
+    model(x).sum().backward()
+    monkeypatch.setattr(Noise, "drawn", random.random)
+    random.seed(0)
+    with pytest.raises(rotoff.ExecutionError, match="Later.*generator of Python or NumPy.*run the step again"):
+        model(x).sum().backward()
+    left = random.random()
+    random.seed(0)
+    assert left == [random.random() for _ in range(5)][-1]
+    for one in (plain, model):
+        one.zero_grad()
+        random.seed(0)
+        one(x).sum().backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))

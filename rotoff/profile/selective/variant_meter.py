@@ -180,7 +180,7 @@ class FormMeter:
         run, repeats = stage.run, self.context.repeats.at_least(2)
         behaviour = stage.behaviour
         # the state before the run that redos are compared with
-        state = ReplayState(Generators(self.context.device), behaviour.changed_buffers, behaviour.changed_attributes)
+        state = ReplayState(Generators(self.context.device), behaviour.changed_buffers, modules=run.stage.modules)
         saved = _saved(run)
         proven = [_reproduces(stage, recipe, saved, state) for recipe in recipes]
         if not any(proven):
