@@ -54,8 +54,6 @@ class UnrecordableError(MeasureError):
     """The model itself, outside of its submodules, does what cannot be recorded."""
 
 
-_ASKED = ("__get__", "detach")  # what rotoff itself calls, too
-
 SEEDS = (
     "calls torch.seed(), whose number no replay gets again",
     "; call torch.manual_seed with a number that torch.randint has drawn",
@@ -156,7 +154,8 @@ class Recorder(TorchFunctionMode):
 
     def saves(self, tensor: torch.Tensor) -> None:
         """Note what autograd saves, instead of keeping it."""
-        storage = self._tensors.storage(tensor, new=True)
+        with torch._C.DisableTorchFunction():  # these calls are not the model's
+            storage = self._tensors.storage(tensor, new=True)
         if storage is not None:
             self._saves.append((storage, tensor.untyped_storage().nbytes()))
 
@@ -173,7 +172,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._passes():
             result = func(*args, **kwargs)
-            if self._applied is not None and isinstance(result, torch.Tensor) and func.__name__ not in _ASKED:
+            if self._applied is not None and isinstance(result, torch.Tensor):
                 self._reaches |= any(map(self._reached_by, _all_leaves(args, kwargs)))
             return result
         if func is torch.Tensor.__iter__:

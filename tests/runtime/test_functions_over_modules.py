@@ -206,19 +206,28 @@ def test_a_replay_of_such_a_module_finds_the_state_of_its_first_run(what: str, f
     assert own == others
 
 
+READ: dict[str, Callable[[nn.Linear, torch.Tensor], torch.Tensor]] = {
+    "a module": lambda f, x: f(x),
+    "a parameter": lambda f, x: nn.functional.linear(x, f.weight),
+    "its transpose": lambda f, x: x @ f.weight.T,
+    "its data": lambda f, x: x * f.weight.detach().sum(),
+}
+
+
 class AtTheTop(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.f = nn.Linear(16, 16)
+        self.f, self.what = nn.Linear(16, 16), what
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Reversible.apply(x * 2, lambda x: self.f(x))
+        return Reversible.apply(x * 2, lambda x: READ[self.what](self.f, x))
 
 
-def test_in_the_models_own_forward_they_are_refused_with_a_cure() -> None:
+@pytest.mark.parametrize("what", READ)
+def test_in_the_models_own_forward_they_are_refused_with_a_cure(what: str) -> None:
     said = "uses modules or parameters inside of Reversible, an autograd.Function.*in a submodule"
     with pytest.raises(rotoff.MeasureError, match=said):
-        rotoff.Checkpointable(AtTheTop(), cache_directory=None).measure(torch.randn(4, 32))
+        rotoff.Checkpointable(AtTheTop(what), cache_directory=None).measure(torch.randn(4, 32))
 
 
 class Seeding(Layer):
