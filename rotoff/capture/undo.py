@@ -20,7 +20,7 @@ from .unrepeatable import compiled
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
 _DEPTH = 4  # nesting of containers and objects that is followed
-_FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
+FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
 
 
 @contextmanager
@@ -40,7 +40,7 @@ class _Before:
         self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
         for module in model.modules():
             if not compiled(module):
-                _note(vars(module), self._held.setdefault(module, {}), 0)
+                note(vars(module), self._held.setdefault(module, {}))
 
     def put_back(self) -> None:
         self._put_back(self._held)
@@ -73,15 +73,16 @@ class BeforeStep(_Before):
         self._buffers.put_back(inner)
 
 
-def _note(value: Any, before: dict[int, tuple[Any, Any]], depth: int) -> None:
-    """Note in `before` the content of `value` and of what it holds."""
-    if type(value) in _FIXED or id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
+def note(value: Any, before: dict[int, tuple[Any, Any]], tensors: bool = True, depth: int = 0) -> None:
+    """Note in `before` the content of `value` and of what it holds. tensors: whether numbers in tensors are copied."""
+    kind = type(value)
+    if kind in FIXED or id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
         return
-    content = content_of(value)
+    content = None if not tensors and isinstance(value, torch.Tensor) else content_of(value)
     if content is not None:
         before[id(value)] = value, content
     for one in _held_by(value):
-        _note(one, before, depth + 1)
+        note(one, before, tensors, depth + 1)
 
 
 def content_of(value: Any) -> Any:
@@ -100,7 +101,13 @@ def content_of(value: Any) -> Any:
         return value.copy()
     if type(value).__module__ in ("builtins", "torch", "numpy") or isinstance(value, type):
         return None
-    return value.getstate() if _is_random(value) else None
+    return value.getstate() if _is_random(value) else _slots(value) or None
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """Return what an object holds in ``__slots__``, by name."""
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if name[:2] != "__"]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _held_by(value: Any) -> tuple[Any, ...]:
@@ -112,8 +119,10 @@ def _held_by(value: Any) -> tuple[Any, ...]:
     if isinstance(value, (torch.Tensor, set, type)) or _is_generator(value) or _is_random(value):
         return ()
     of = type(value).__module__.partition(".")[0]
-    held = None if of in ("builtins", "torch", "numpy") else getattr(value, "__dict__", None)
-    return (held,) if isinstance(held, dict) else ()
+    if of in ("builtins", "torch", "numpy"):
+        return ()
+    held = getattr(value, "__dict__", None)
+    return (*([held] if isinstance(held, dict) else ()), *_slots(value).values())
 
 
 def _is_generator(value: Any) -> bool:
@@ -146,6 +155,10 @@ def put_back(held: Any, content: Any) -> None:
         held.extend(content)
     elif hasattr(held, "setstate"):
         held.setstate(content)
+    elif isinstance(content, dict):  # `_slots`
+        for name, value in content.items():
+            if getattr(held, name, None) is not value:
+                setattr(held, name, value)
     else:
         held[:] = content
 

@@ -8,7 +8,7 @@ saved at the call (`ModuleState`), and its replay finds the same.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..capture.interception import DRAWERS, may_draw, other_generators, put_other_generators
-from ..capture.undo import OF_EVERY_MODULE, content_of, put_back
+from ..capture.undo import FIXED, OF_EVERY_MODULE, note, put_back
 from ..errors import ExecutionError
 from ..tensors.autocast import autocast_as, autocast_now
-from ..tensors.buffers import restorable
 from ..tensors.kernel_flags import kernel_flags, kernels_as
 from ..tensors.rng import Generators
 from ..tensors.stage import TRAINING
@@ -33,29 +32,42 @@ _CHANGED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 
 class ModuleState:
-    """What the code of a module and its submodules finds: their modes and attributes, what their containers and
-    generators hold, and the generators of Python and NumPy. Buffers and parameters are not part of it."""
+    """What the code of a module and its submodules finds: their modes and attributes, what these hold (containers,
+    objects, generators), and the generators of Python and NumPy. Buffers and parameters are not part of it, nor are
+    the numbers in tensors.
 
-    def __init__(self, outer: nn.Module) -> None:
-        self._attributes: list[tuple[dict[str, Any], str, Any]] = []  # where it is held, its name, its value
-        self._contents: list[tuple[Any, Any]] = []
+    graphs: whether attributes that hold tensors with a graph are part of it.
+    """
+
+    def __init__(self, outer: nn.Module, graphs: bool = False) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any], Set[str]]] = []  # where, which, all names
+        self._held: dict[int, tuple[Any, Any]] = {}
         self._modes: list[_Mode] = []
         for module in outer.modules():
-            held = vars(module)
-            every = [(held, name, held[name]) for name in held.keys() - OF_EVERY_MODULE if not _has_graph(held[name])]
-            contents = [(value, None if restorable(value) else content_of(value)) for *_, value in every]
-            self._attributes += every
-            self._contents += [(value, content) for value, content in contents if content is not None]
+            own = vars(module)
+            names, every = own.keys() - OF_EVERY_MODULE, {}
+            for name in names:
+                if type(value := own[name]) not in FIXED:
+                    if _has_graph(value):
+                        if graphs:
+                            every[name] = value
+                        continue
+                    note(value, self._held, tensors=False)
+                every[name] = value
+            self._attributes.append((own, every, names | OF_EVERY_MODULE))
             parameters = [(module, name, p.requires_grad) for name, p in module._parameters.items() if p is not None]
             self._modes += [(module, TRAINING, module.training), *parameters]
         self._others = other_generators()
 
     def put(self) -> None:
-        for held, name, value in self._attributes:
-            if held.get(name) is not value:
-                held[name] = value
-        for container, content in self._contents:
-            put_back(container, content)
+        for held, every, names in self._attributes:
+            for name in held.keys() - names:
+                del held[name]
+            for name, value in every.items():
+                if held.get(name, held) is not value:
+                    held[name] = value
+        for held, content in self._held.values():
+            put_back(held, content)
         _switch(self._modes)
         put_other_generators(self._others)
 
@@ -147,7 +159,7 @@ class ReplayState:
         """
         rng, grad_enabled = self._generators.copies(), torch.is_grad_enabled()
         buffers = {key: key[0]._buffers[key[1]] for key in self._buffers}
-        called = [ModuleState(module) for module in self._called]
+        called = [ModuleState(module, graphs=True) for module in self._called]
         modes: Sequence[_Mode] = ()
         others = other_generators() if self.others or self._functions else None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,16 @@ def test_their_parameters_are_there_where_others_are_moved(how: str, updates: st
     assert all(map(torch.equal, expected, trained(model, optimizer, 1)))
 
 
+@dataclass
+class Box:
+    number: int = 0
+
+
+@dataclass(slots=True)
+class Slotted:
+    number: int = 0
+
+
 class Drawing(Layer):
     """Its own code, which replays run, draws from generators of all kinds and counts."""
 
@@ -159,6 +170,7 @@ class Drawing(Layer):
         self.number, self.seen, self.table = 0, [], {"calls": 0}
         self.own, self.of_numpy = torch.Generator().manual_seed(0), np.random.default_rng(0)
         self.of_python, self.array = random.Random(0), np.zeros(1)
+        self.box, self.slotted, self.nested = Box(), Slotted(), {"a": [{"b": 0}]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x * DRAWN[self.what](self))
@@ -172,6 +184,14 @@ def counted(layer: Any) -> float:
     return 1 + 0.1 * layer.number + 0.1 * len(layer.seen) + 0.1 * layer.table["calls"] + float(layer.array[0])
 
 
+def counted_within(layer: Any) -> float:
+    layer.box.number += 1
+    layer.slotted.number += 1
+    layer.nested["a"][0]["b"] += 1
+    layer.new = getattr(layer, "new", 0) + 1
+    return 1 + 0.1 * (layer.box.number + layer.slotted.number + layer.nested["a"][0]["b"] + layer.new)
+
+
 DRAWN: dict[str, Callable[[Any], Any]] = {
     "Python's generator": lambda layer: 0.5 + random.random(),
     "NumPy's generator": lambda layer: 0.5 + np.random.rand(),
@@ -179,6 +199,7 @@ DRAWN: dict[str, Callable[[Any], Any]] = {
     "a generator of NumPy's of its own": lambda layer: 0.5 + layer.of_numpy.random(),
     "a torch.Generator of its own": lambda layer: 0.5 + torch.rand((), generator=layer.own),
     "counters": counted,
+    "counters in objects and containers, and an attribute that the first call makes": counted_within,
 }
 
 
@@ -200,7 +221,11 @@ def test_a_replay_of_such_a_module_finds_the_state_of_its_first_run(what: str, f
     model.compute_sequence(measured.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
     assert all(map(torch.equal, run(plain), run(model)))
     own, others = (
-        [(layer.number, layer.seen, layer.table, layer.of_python.random(), layer.of_numpy.random()) for layer in found]
+        [
+            (layer.number, layer.seen, layer.table, layer.of_python.random(), layer.of_numpy.random())
+            + (layer.box, layer.slotted, layer.nested, getattr(layer, "new", 0))
+            for layer in found
+        ]
         for found in ([one for one in m.modules() if isinstance(one, Drawing)] for m in (plain, model))
     )
     assert own == others
