@@ -27,12 +27,17 @@ class CallersGradients:
         self._await_step: dict[Optimizer, list[Any]] = {}
         self.marks = Marks()
         self._used_up: set[int] = set()  # by id, the parameters that the last backward has updated
+        self._zeros: set[int] = set()  # by id, the parameters whose gradients before it were zeros
 
     def use_up(self, updated: set[int]) -> None:
-        """After a backward: mark the gradients of the parameters that it has updated, given by id."""
+        """After a backward: mark the gradients of the parameters that it has updated, given by id. The others that had
+        zeros get them back: plain PyTorch updates these, too."""
         owners = (one for one in self._groups.optimizers if not updated.isdisjoint(map(id, parameters_of(one))))
         self._await_step = {one: read_by(one) for one in owners}
         self._used_up = updated & self._groups.places.keys()
+        for parameter in (self._groups.places[key].parameter for key in self._zeros - updated):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         places = [self._groups.places[key] for key in self._used_up]
         for one in places:
             one.gradient.mark()
@@ -42,11 +47,14 @@ class CallersGradients:
     def refuse_earlier(self) -> None:
         """Raise if there are gradients before a backward that updates parameters."""
         updated = {id(p) for one in self._groups.optimizers for p in parameters_of(one)}
-        for gradient in (self._groups.places[id(p)].gradient for p in self._groups.every() if id(p) in updated):
+        self._zeros = set()
+        for key in (id(p) for p in self._groups.every() if id(p) in updated):
+            gradient = self._groups.places[key].gradient
             if (earlier := gradient.get()) is not None:
                 if earlier.any() or not placeable(earlier):  # part of a tensor that the caller may read or scale
                     raise _accumulates("parameters have gradients before the backward")
-                gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)`` after a step without a plan
+                gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)``
+                self._zeros.add(key)
 
     def watch(self, result: Any) -> None:
         """Have the backward of a step without a plan, whose forward has returned `result`, begin as a planned one's:
@@ -62,10 +70,12 @@ class CallersGradients:
         Raises:
             ExecutionError: if not, since plain PyTorch would add to them.
         """
-        coming = [places.gradient for places in self._groups.places.values() if places.parameter.requires_grad]
-        if any(gradient.stale for gradient in coming):
+        coming = {key: one.gradient for key, one in self._groups.places.items() if one.parameter.requires_grad}
+        if any(gradient.stale for gradient in coming.values()):
             raise _accumulates("the gradients of the step before are gone, but have not been cleared")
-        for gradient in coming:
+        for key, gradient in coming.items():
+            if gradient.marked:  # and zeroed since
+                self._zeros.add(key)
             gradient.unmark()
         self.marks.note(self.marks.left())  # each takes a few bytes
 

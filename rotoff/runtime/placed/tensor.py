@@ -19,10 +19,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ExecutionError
-from ...tensors.storage import View, bytes_of, rounded, storage_key, uses_of
+from ...tensors.storage import View, bytes_of, rounded, storage_key, uses_of, version_of
 from ..links.base import Link, Ticket
 
 ALIGNMENT = 64  # bytes; kernels may take another path, and round otherwise, on tensors that begin elsewhere
+BLOCKS = 16  # of a checksum, which shows that numbers have moved from one to another
 
 
 def room_of(tensor: torch.Tensor) -> int:
@@ -268,13 +269,13 @@ class PlacedTensor(ABC):
             self._same = self._content(counted)
 
     def _content(self, counted: bool) -> tuple[int, ...]:
-        """What changes with the caller's tensor: its checksum, or, if `counted`, the tensor and its version."""
+        """What changes with the caller's tensor: its checksum and version, or, if `counted`, the tensor and that."""
         tensor = self.get()
         assert tensor is not None
         if counted and not tensor.is_inference():
             return id(tensor), tensor._version
         assert self.device is not None
-        return (_sum(self.device),)
+        return (hash((_sum(self.device), version_of(tensor))),)
 
     def _have_host(self, like: torch.Tensor) -> torch.Tensor:
         if self.host is None or View.of(self.host) != View.of(like):
@@ -335,10 +336,11 @@ def _is_kept(own: torch.Tensor) -> bool:
 
 def _sum(tensor: torch.Tensor) -> int:
     """Return a checksum of a tensor. It also shows changes that autograd's version counter does not count, such as
-    ``parameter.data.mul_``."""
+    ``parameter.data.mul_``; of those that only move numbers, it shows moves between its blocks."""
     content = bytes_of(tensor.untyped_storage())
-    whole = content.numel() // 8 * 8
-    return int(content[:whole].view(torch.int64).sum()) + int(content[whole : tensor.nbytes].sum())
+    whole = content.numel() // (8 * BLOCKS) * 8 * BLOCKS
+    blocks = content[:whole].view(torch.int64).view(BLOCKS, -1).sum(1)
+    return int(blocks.cumsum_(0).sum()) + int(content[whole : tensor.nbytes].sum())
 
 
 class PlacedParameter(PlacedTensor):

@@ -1,0 +1,98 @@
+"""What the caller does to parameters and gradients between steps where parameters move."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+
+
+class Heads(nn.Module):
+    """A trunk with two heads, which steps use in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
+        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](self.trunk(x))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+def made(name: str, updates: str, share: float) -> list[tuple[Any, nn.Module, torch.optim.Optimizer]]:
+    """The plain model, and the same one with a plan; each with its optimizer. share: of the smallest limit."""
+    torch.manual_seed(0)
+    plain = Heads()
+    model = copy.deepcopy(plain)
+    placed, optimizer, x = (
+        rotoff.Checkpointable(model, cache_directory=None),
+        OPTIMIZERS[name](model.parameters()),
+        rows(),
+    )
+    for head in range(2):
+        placed.measure(x, head, repeats=1)
+    options: dict[str, Any] = {"optimizer": optimizer, "updates": updates, "refine": False}
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        placed.compute_sequence(device_limit=1, **options)
+    placed.compute_sequence(device_limit=int(share * refused.value.min_mem_limit), **options)
+    return [(plain, plain, OPTIMIZERS[name](plain.parameters())), (placed, model, optimizer)]
+
+
+def rows() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(16, 32)
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_zero_gradient_of_what_a_step_does_not_use_is_one(name: str, updates: str) -> None:
+    """Momentum and weight decay go on."""
+    x, pairs = rows(), made(name, updates, 2)
+    for n in range(6):
+        for run, _, optimizer in pairs:
+            run(x, n % 2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters())), n
+
+
+def turned(parameters: list[nn.Parameter], states: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for one in parameters:
+            one.copy_(one.flip(0))
+
+
+def turned_data(parameters: list[nn.Parameter], states: list[torch.Tensor]) -> None:
+    for one in parameters:
+        one.data.copy_(one.data.flip(0))
+
+
+def turned_states(parameters: list[nn.Parameter], states: list[torch.Tensor]) -> None:
+    for one in states:
+        one.copy_(one.flip(0))
+
+
+@pytest.mark.parametrize("change", [turned, turned_data, turned_states])
+@pytest.mark.parametrize("share", [1, 1.7, 3])
+def test_numbers_that_change_places_are_seen(change: Callable[..., None], share: float) -> None:
+    x, pairs = rows(), made("AdamW", "after", share)
+    for _ in range(4):
+        for run, model, optimizer in pairs:
+            run(x, 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            states = [state["exp_avg"] for state in optimizer.state.values()]
+            change([p for p in model.trunk.parameters() if p.dim() == 2], states)
+    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
