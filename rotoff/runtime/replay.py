@@ -8,13 +8,13 @@ saved at the call (`ModuleState`), and its replay finds the same.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..capture.interception import DRAWERS, may_draw, other_generators, put_other_generators
 from ..capture.undo import FIXED, OF_EVERY_MODULE, note, put_back
@@ -196,9 +196,16 @@ class ReplayState:
             )
 
 
-def _has_graph(value: Any) -> bool:
-    """Whether it is, or a container of, tensors with a graph, whose bytes a step must not hold."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value))
+def _has_graph(value: Any, depth: int = 4) -> bool:
+    """Whether it is, or a container of, tensors with a graph, whose bytes a step must not hold. depth: of containers
+    that are looked into."""
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, (list, tuple, deque)):
+        return False
+    return depth > 0 and any(type(one) not in FIXED and _has_graph(one, depth - 1) for one in value)
 
 
 def _buffer(key: _Buffer) -> torch.Tensor:

@@ -24,7 +24,7 @@ from ..tensors.rng import Generators
 from ..tensors.tree import flatten
 from ._follow import TAG, Var
 from .call_interception import as_call_of, following
-from .replay import ReplayState
+from .replay import ModuleState, ReplayState
 from .stage_tape import Call, StageTape
 from .taping import Span, Taping
 
@@ -127,6 +127,7 @@ class TapedForward:
         self._given = flatten(value)[0]
         self._live: Taping | None = None
         self._opaque: Collection[nn.Module] = ()
+        self._after: list[ModuleState] = []  # of these, when the model's own code had run
         self._leaves: list[Any] = []
         self._told: dict[Var, dict[str, Any]] = {}  # attributes that the model's own code set on tensors it returned
         self._spec: pytree.TreeSpec | None = None
@@ -170,6 +171,7 @@ class TapedForward:
         if why:
             raise UntapedError(why)
         self.usable, self._opaque = True, live.opaque
+        self._after = [ModuleState(module) for module in live.opaque]
         self._attributes = attributes = recorded.attributes
         left = self.result, [vars(module)[name] for module, name in attributes]
         self.result = None
@@ -200,6 +202,8 @@ class TapedForward:
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
         with self._replay.again():
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
+        for state in self._after:
+            state.put()
         for var, told in self._told.items():
             vars(made[var]).update(told)
         leaves = [made[leaf] if isinstance(leaf, Var) else leaf for leaf in self._leaves]

@@ -24,7 +24,7 @@ from .arguments import replaced, tensors_of
 from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
-from .replay import ReplayState
+from .replay import ModuleState, ReplayState
 from .stage_tape import Call, StageTape
 from .torch_calls import WRITERS, Known
 
@@ -43,14 +43,10 @@ class Span(NamedTuple):
     outputs: list[Var]
 
 
-def _once(
-    module: nn.Module, drawn: tuple[Any, Any], modes: Sequence[tuple[nn.Module, bool]], *args: Any, **kwargs: Any
-) -> Any:
-    """Call a module with the generators of Python and NumPy, and in the modes, as they were in the first call."""
+def _once(module: nn.Module, state: ModuleState, *args: Any, **kwargs: Any) -> Any:
+    """Call a module in the state of the first call."""
     now = other_generators()
-    put_other_generators(drawn)
-    for one, training in modes:
-        one.training = training
+    state.put()
     try:
         return module(*args, **kwargs)
     finally:
@@ -188,12 +184,13 @@ class Taping(LiveForward):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None
     ) -> Any:
         """Replaces the call of a module."""
-        begin, drawn, number = len(self.tape.calls), other_generators(), self._entered
+        begin, number = len(self.tape.calls), self._entered
+        with torch._C.DisableTorchFunction():  # these calls are not the model's
+            state = ModuleState(module)
         self._entered += 1
         given = tensors_of((args, kwargs))
         around = _Around(module, any(map(is_functorch_wrapped_tensor, given)))
         opaque = self._is_opaque(module)
-        modes = [(one, one.training) for one in module.modules()]
         self._around.append(around)
         try:
             result = super().called(module, args, kwargs, run)
@@ -212,7 +209,7 @@ class Taping(LiveForward):
             named = replaced(args, reference), replaced(kwargs, reference)
             self.tape.calls.append((module, *named, made, None, False))
         if opaque or hidden:
-            self.tape.calls[-1] = (partial(_once, module, drawn, modes), *self.tape.calls[-1][1:])
+            self.tape.calls[-1] = (partial(_once, module, state), *self.tape.calls[-1][1:])
             return result
         found = [vars(tensor).get(TAG) for tensor in tensors_of(result)]
         outputs = [var for var in found if var is not None]

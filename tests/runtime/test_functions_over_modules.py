@@ -355,6 +355,54 @@ def test_a_course_without_them_may_come_to_have_them(kind: type[Switched], how: 
     assert all(map(torch.equal, expected, switched_run(model, optimizer_of(model))))
 
 
+class Scaled(Layer):
+    """Its scale, and what it has seen, are set by the module around it."""
+
+    def __init__(self) -> None:
+        super().__init__("module")
+        self.scale, self.seen = 1.0, {"steps": [0]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * self.scale * len(self.seen["steps"]))
+
+
+class Setting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Sequential(Scaled()), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner[0].scale *= 0.9
+        self.inner[0].seen["steps"].append(1)
+        x = self.last(self.inner(x))
+        self.inner[0].scale *= 0.9
+        return x
+
+
+@pytest.mark.parametrize("what", ["measured before", "measured in the first step", "other sizes"])
+def test_code_around_such_a_module_may_set_what_it_reads(what: str) -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        wide = [nn.Sequential(Setting(), nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(3)]
+        return nn.Sequential(nn.Linear(8, 32), *wide)
+
+    def run(model: Any) -> list[Any]:
+        found: list[Any] = []
+        torch.manual_seed(1)
+        for n in range(4):
+            loss = model(torch.randn(64 - 8 * n * (what == "other sizes"), 8)).square().mean()
+            loss.backward()
+            found += [loss.detach(), *(p.grad for p in model.parameters())]
+            model.zero_grad()
+        scaled = [one for one in model.modules() if isinstance(one, Scaled)]
+        return [*found, torch.tensor([[one.scale, len(one.seen["steps"])] for one in scaled])]
+
+    model, other = (rotoff.Checkpointable(made(), cache_directory=None) for _ in range(2))
+    measured = other if what == "measured in the first step" else model
+    model.compute_sequence(measured.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
+    assert all(map(torch.equal, run(made()), run(model)))
+
+
 class Later(Layer):
     """Changes what it holds while it is on, in code that replays run."""
 
