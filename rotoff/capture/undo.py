@@ -16,7 +16,6 @@ from ..tensors.buffers import BufferCopies, as_large_as, buffers_of
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from .interception import other_generators, put_other_generators
-from .unrepeatable import compiled
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
 _DEPTH = 4  # nesting of containers and objects that is followed
@@ -39,8 +38,7 @@ class _Before:
         self._drawn = other_generators()
         self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
         for module in model.modules():
-            if not compiled(module):
-                note(vars(module), self._held.setdefault(module, {}))
+            note(vars(module), self._held.setdefault(module, {}))
 
     def put_back(self) -> None:
         self._put_back(self._held)

@@ -175,7 +175,8 @@ def test_compiled_stages(backend: str) -> None:
     compare(make, train)
 
 
-def test_a_compiled_stage_that_counts_its_calls() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_compiled_stage_that_counts_its_calls(in_place: bool) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -188,7 +189,10 @@ def test_a_compiled_stage_that_counts_its_calls() -> None:
     torch.manual_seed(0)
     plain, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), Counts(), nn.Tanh(), nn.Linear(16, 4)), torch.randn(64, 16)
     model = copy.deepcopy(plain)
-    model[2] = torch.compile(model[2], backend="eager")
+    if in_place:
+        model[2].compile(backend="eager")
+    else:
+        model[2] = torch.compile(model[2], backend="eager")
     wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
     wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
     for _ in range(2):
