@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ..capture.course import OUTSIDE, Course
 from ..capture.interception import other_generators, put_other_generators
 from ..capture.unrepeatable import compiled, takes_fast_path
+from ..errors import ExecutionError
 from ..tensors.autocast import Autocast
 from ..tensors.convolutions import Algorithms, forward_by
 from ..tensors.eager_mode import unseen, without
@@ -371,9 +372,18 @@ class LiveForward(OnCourse):
         if not self._is_whole(module):
             return own(*args, **kwargs)
         if run is None and self._is_opaque(module):  # a tape may have the calls in a module that is opaque elsewhere
+            if any(self._known(parameter) is not None for parameter in module.parameters()):
+                raise ExecutionError(
+                    f"{type(module).__name__}, which runs as a whole, is called by functional_call with parameters that"
+                    " this forward has made, which replays do not find; pass them as arguments of its forward"
+                )
             self.inside = True  # what is asked here are not the model's calls
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
+            reached = [var for tensor in tensors_within(module) if (var := self._known(tensor)) is not None]
+            self._refill([var for var in reached if var.hollow])
+            for var in reached:  # the module's code, and a replay of it, read these where they are
+                var.stays = True
             self.inside = False
             return self.call(module, args, kwargs)
         row = self._rows[self._position]
@@ -485,3 +495,9 @@ class LiveForward(OnCourse):
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
     """A call on a tape: set the generators as the model's own code did."""
     generators.put(copies)
+
+
+def tensors_within(outer: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors that are attributes or buffers of a module and its submodules."""
+    own = [one for module in outer.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
+    return [*own, *outer.buffers()]

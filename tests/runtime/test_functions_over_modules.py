@@ -403,6 +403,43 @@ def test_code_around_such_a_module_may_set_what_it_reads(what: str) -> None:
     assert all(map(torch.equal, run(made()), run(model)))
 
 
+class Handed(nn.Module):
+    """Gives a module that runs as a whole a tensor of the same forward, in an attribute or as a parameter."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.last, self.how = Scaled(), nn.Linear(32, 32), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "a parameter":
+            made = {"f.0.weight": self.inner.f[0].weight * 2}
+            return self.last(torch.func.functional_call(self.inner, made, (x,)))
+        self.inner.scale = torch.rand(32)  # type: ignore[assignment]
+        x = self.inner(x)
+        self.inner.scale = torch.rand(32)  # type: ignore[assignment]
+        return self.last(self.inner(x))
+
+
+def handing(how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    wide = [nn.Sequential(Handed(how), nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 32)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(8, 32), *wide)
+
+
+@pytest.mark.parametrize("mode", ["remat", "offload"])
+def test_a_tensor_of_the_same_forward_may_be_in_an_attribute_that_it_reads(mode: str) -> None:
+    plain, model = handing("an attribute"), rotoff.Checkpointable(handing("an attribute"), cache_directory=None)
+    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit(mode), mode=mode)
+    assert all(map(torch.equal, trained(plain, optimizer_of(plain), 1), trained(model, optimizer_of(model), 1)))
+
+
+def test_parameters_that_the_same_forward_makes_for_it_are_refused() -> None:
+    model = rotoff.Checkpointable(handing("a parameter"), cache_directory=None)
+    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
+    with pytest.raises(rotoff.ExecutionError, match="Scaled.*functional_call.*as arguments of its forward"):
+        model(torch.randn(64, 8))
+
+
 class Later(Layer):
     """Changes what it holds while it is on, in code that replays run."""
 
