@@ -109,6 +109,8 @@ class LiveForward(OnCourse):
         self._generators = generators
         self._drawn: tuple[object, ...] | None = None  # mark of the generators after the stage's last random call
         self._replay: ReplayState  # of the open stage
+        self._begins: int  # where the tape was when the running call of a module or custom Function began
+        self._covered: set[nn.Module]  # modules that it has called, and their submodules
         self._within = int(self.course is NOTHING_EXPECTED)
         self._aliases: dict[Var, torch.Tensor] = {}  # detached tensors of earlier stages that the open stage reads
         self._earlier: dict[int, list[Var]] | None = None  # tensors of other stages than the open one, by storage
@@ -283,6 +285,7 @@ class LiveForward(OnCourse):
         self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
     ) -> Any:
         """Run a call whose own code a replay runs again, in the same state."""
+        self._begins, self._covered = len(self.tape.calls), set()
         if known.code is None:
             self._put_before_replay(self._replay.calls(function).put)
             result = self._run(function, args, kwargs)
@@ -304,10 +307,15 @@ class LiveForward(OnCourse):
         self._put_before_replay(partial(put_other_generators, other_generators()))
 
     def _put_before_replay(self, state: Callable[[], None]) -> None:
-        self.tape.calls.append((state, (), {}, (), None, False))
+        """Put a call of `state` on the tape before the present call, and before earlier ones of these, whose generators
+        are those that the call began with."""
+        self.tape.calls.insert(self._begins, (state, (), {}, (), None, False))
 
     def reached(self, module: nn.Module) -> None:
         """Note that a custom Function, which the course calls without any module, is about to call one."""
+        if module in self._covered:
+            return
+        self._covered.update(module.modules())
         if self._unsaved:
             self._save_others()
         if self.lender:

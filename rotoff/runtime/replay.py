@@ -188,7 +188,7 @@ class ReplayState:
     def _refuse_new_drawers(self) -> None:
         if not self.others:
             DRAWERS.update(self._functions)
-            names = " or ".join(sorted(function.__name__ for function in self._functions))
+            names = " or ".join(sorted(getattr(one, "__name__", type(one).__name__) for one in self._functions))
             raise ExecutionError(
                 f"{names}, a custom Function or operator, draws from the generator of Python or NumPy, which it did not"
                 " when it was measured, so a replay cannot draw the same numbers; run the step again: rotoff then saves"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -477,6 +478,27 @@ def test_a_module_that_runs_as_a_whole_may_come_to_change(what: str) -> None:
         model.load_state_dict(dict(zip(model.state_dict(), before, strict=True)))
         model.zero_grad()
     assert all(map(torch.equal, trained(plain, optimizer_of(plain), 1), trained(model, optimizer_of(model), 1)))
+
+
+@pytest.mark.parametrize("how", ["function, norm", "adjoint, function, norm"])
+def test_one_step_off_its_course_may_call_modules_that_draw_several_times(how: str) -> None:
+    plain = switched(Switched, how)
+    for layer in (one for one in plain.modules() if isinstance(one, Switched)):
+        layer.f.insert(0, Counting())
+    model = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None)
+    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
+
+    def run(model: Any) -> list[Any]:
+        torch.manual_seed(1)
+        random.seed(0)
+        np.random.seed(0)
+        for layer in model.modules():
+            layer.on = True
+        model(torch.randn(64, 8)).square().mean().backward()
+        counted = [torch.tensor(one.seen) for one in model.modules() if isinstance(one, Counting)]
+        return [*(p.grad for p in model.parameters()), *model.buffers(), *counted]
+
+    assert all(map(torch.equal, run(plain), run(model)))
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
