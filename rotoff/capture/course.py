@@ -123,13 +123,6 @@ class Course:
         return frozenset(found)
 
     @cached_property
-    def opaque_stages(self) -> frozenset[int]:
-        """The stages that call a module of `opaque`."""
-        return frozenset(
-            call.stage for call in self.calls if isinstance(call.function, nn.Module) and call.function in self.opaque
-        )
-
-    @cached_property
     def whole(self) -> frozenset[Any]:
         """The modules that are called as a whole."""
         return frozenset(call.function for call in self.calls if isinstance(call.function, nn.Module))

@@ -10,9 +10,21 @@ from torch.utils import _pytree as pytree
 
 from .known_tensors import KnownTensors
 from .tape import NOTHING
+from .undo import OF_EVERY_MODULE
 from .unrepeatable import UncuttableError
 
 _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of nn.Module itself
+
+
+def tensors_within(outer: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the tensors that are attributes of a module and its submodules, or lie in a dict, list or tuple that is
+    one; and those in the places of their parameters."""
+    for module in outer.modules():
+        for name, value in vars(module).items():
+            if name in OF_EVERY_MODULE and name != "_parameters":
+                continue
+            held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
+            yield from (one for one in held if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter))
 
 
 class GraphAttributes:

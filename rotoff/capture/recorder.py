@@ -24,7 +24,7 @@ from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
 from ..tensors.tree import look_into, refuse_packed
 from .collectives import Collective, as_collective
-from .graph_attributes import GraphAttributes
+from .graph_attributes import GraphAttributes, tensors_within
 from .interception import noting_draws, without_interception
 from .known_tensors import KnownTensors
 from .module_calls import ModuleCall, as_one, pinned
@@ -113,6 +113,7 @@ class Recorder(TorchFunctionMode):
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
         self._applied: set[int] | None = None  # ids of the arguments of the custom Function that runs
         self._seeding: set[int] = set()  # numbers of the calls of modules in which ``torch.seed`` was called
+        self._left: set[int] = set()  # variables that modules which run as a whole have left in attributes of their own
         self._reaches = False  # whether it has used modules or parameters that are not among them
 
     def begin(self, given: list[torch.Tensor]) -> None:
@@ -327,21 +328,49 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # these calls are not the model's
             call = self._begun(module, name, args, kwargs)
+            handed = self._held_by(module) - self._left
         if takes_fast_path(module):
             self.tape.opaque.add(module)
         whole = module in self.tape.opaque or one_call(module)
         try:
-            result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
+            if whole and handed:
+                self._hidden = self._around(call)
+            joins = whole and not handed
+            result = self._whole(module, args, kwargs) if joins else original(module, *args, **kwargs)
+            if self._hidden is call and handed:
+                self._hidden = self._around(call)
             if self._hidden is call:
                 self._join_hidden(call, args, kwargs, result)
             elif not whole:
                 self._ended(call, result)
+            if module in self.tape.opaque:
+                with torch._C.DisableTorchFunction():
+                    self._left |= self._held_by(module)
             return result
         finally:
             if self._hidden is call:
                 self._hidden = None
             self._open.pop()
             self._places.leave()
+
+    def _held_by(self, module: nn.Module) -> set[int]:
+        """Return the variables, with a graph, that a module holds in attributes or in the places of parameters."""
+        found = (self._tensors.number(tensor) for tensor in tensors_within(module) if tensor.requires_grad)
+        return {n for n in found if n is not None}
+
+    def _around(self, call: ModuleCall) -> ModuleCall:
+        """Return the innermost call around one of a module that runs as a whole and that is handed tensors by its
+        attributes or as parameters: together they run as a whole."""
+        for outer in reversed(self._open[: self._open.index(call)]):
+            if outer.name and not outer.transformed:
+                self.tape.opaque.add(outer.module)
+                return outer
+        self._refuse(
+            f"sets an attribute or a parameter of {call.name!r}, which runs as a whole, to a tensor of the same"
+            " forward; pass it as an argument",
+            kind=UncuttableError,
+        )
+        raise AssertionError
 
     def _begun(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
         entry = self._places.enter(module)

@@ -38,7 +38,8 @@ class _Before:
         self._drawn = other_generators()
         self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
         for module in model.modules():
-            note(vars(module), self._held.setdefault(module, {}))
+            note(vars(module), held := self._held.setdefault(module, {}))
+            note_scripted(module, held)
 
     def put_back(self) -> None:
         self._put_back(self._held)
@@ -81,6 +82,16 @@ def note(value: Any, before: dict[int, tuple[Any, Any]], tensors: bool = True, d
         before[id(value)] = value, content
     for one in _held_by(value):
         note(one, before, tensors, depth + 1)
+
+
+def note_scripted(module: nn.Module, before: dict[int, tuple[Any, Any]]) -> None:
+    """Note in `before` the attributes of a scripted module, which lie outside of Python; without those that have a
+    graph."""
+    if isinstance(module, torch.jit.ScriptModule) and (kind := vars(module).get("_concrete_type")) is not None:
+        tables = module._parameters, module._buffers, module._modules
+        names = set(kind.get_attributes()).difference(*(table.keys() for table in tables))
+        content = {name: getattr(module, name) for name in names}
+        before[id(module)] = module, {name: v for name, v in content.items() if not getattr(v, "requires_grad", False)}
 
 
 def content_of(value: Any) -> Any:
@@ -153,7 +164,7 @@ def put_back(held: Any, content: Any) -> None:
         held.extend(content)
     elif hasattr(held, "setstate"):
         held.setstate(content)
-    elif isinstance(content, dict):  # `_slots`
+    elif isinstance(content, dict):  # `_slots`, or attributes of a scripted module
         for name, value in content.items():
             if getattr(held, name, None) is not value:
                 setattr(held, name, value)

@@ -184,7 +184,7 @@ class CourseMeter:
     def _surroundings(self, wanted: Wanted) -> Iterator[tuple[Lender | None, Progress | None]]:
         """Prepare the model for measuring within the block, and restore it after."""
         with ExitStack() as stack:
-            stack.callback(_put_back, [(p, p.grad) for p in self.model.parameters()])
+            stack.callback(_put_back, [(p, p.grad) for p in self.model.parameters() if p.is_leaf])
             if wanted.taped is None:
                 stack.enter_context(undone(self.model))
             if wanted.captured is not None:

@@ -198,7 +198,7 @@ class Meter(ByteMeter):
     def _replay(self, run: Run) -> None:
         """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and cuBLAS's workspaces
         belong to a thread; without this, the first replay in training would make them on top of what its step holds."""
-        state = ReplayState(Generators(self.context.device), ())
+        state = ReplayState(Generators(self.context.device))
 
         def again() -> None:
             with state.again():

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture.course import OUTSIDE, Course
+from ..capture.graph_attributes import tensors_within
 from ..capture.interception import other_generators, put_other_generators
 from ..capture.unrepeatable import compiled, takes_fast_path
 from ..errors import ExecutionError
@@ -388,7 +389,8 @@ class LiveForward(OnCourse):
             self.inside = True  # what is asked here are not the model's calls
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
-            reached = [var for tensor in tensors_within(module) if (var := self._known(tensor)) is not None]
+            within = *tensors_within(module), *module.buffers()
+            reached = [var for tensor in within if (var := self._known(tensor)) is not None]
             self._refill([var for var in reached if var.hollow])
             for var in reached:  # the module's code, and a replay of it, read these where they are
                 var.stays = True
@@ -503,9 +505,3 @@ class LiveForward(OnCourse):
 def put(generators: Generators, copies: list[torch.Generator]) -> None:
     """A call on a tape: set the generators as the model's own code did."""
     generators.put(copies)
-
-
-def tensors_within(outer: nn.Module) -> list[torch.Tensor]:
-    """Return the tensors that are attributes or buffers of a module and its submodules."""
-    own = [one for module in outer.modules() for one in vars(module).values() if isinstance(one, torch.Tensor)]
-    return [*own, *outer.buffers()]

@@ -8,8 +8,8 @@ saved at the call (`ModuleState`), and its replay finds the same.
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,46 +17,74 @@ import torch
 from torch import nn
 
 from ..capture.interception import DRAWERS, may_draw, other_generators, put_other_generators
-from ..capture.undo import FIXED, OF_EVERY_MODULE, note, put_back
+from ..capture.sharding import shards
+from ..capture.undo import FIXED, OF_EVERY_MODULE, note, note_scripted, put_back
 from ..errors import ExecutionError
 from ..tensors.autocast import autocast_as, autocast_now
 from ..tensors.kernel_flags import kernel_flags, kernels_as
 from ..tensors.rng import Generators
 from ..tensors.stage import TRAINING
 from ..tensors.storage import version_of
+from .arguments import replaced, tensors_in
 
 _Mode = tuple[nn.Module, str, bool]  # of `StageModule.modes`
-_Buffer = tuple[nn.Module, str]
+_Named = tuple[nn.Module, str]  # a buffer or parameter
+# of hooks and submodules, by the name of the attribute
+_TABLES = (
+    "_modules",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
 # names of the buffers that calls of a module as a whole have changed, and no measured run had
 _CHANGED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 class ModuleState:
-    """What the code of a module and its submodules finds: their modes and attributes, what these hold (containers,
-    objects, generators), and the generators of Python and NumPy. Buffers and parameters are not part of it, nor are
-    the numbers in tensors.
+    """What the code of `modules` finds: their modes, hooks, submodules and attributes, what these hold (containers,
+    objects, generators), and the generators of Python and NumPy. Buffers are not part of it, nor are the numbers in
+    tensors; of parameters, only tensors that ``functional_call`` puts in their places are.
 
-    graphs: whether attributes that hold tensors with a graph are part of it.
+    holds: whether tensors with a graph in attributes are held. If not, and they are gone later, a replay that reads
+    them raises. None: these attributes are not part of it.
     """
 
-    def __init__(self, outer: nn.Module, graphs: bool = False) -> None:
+    def __init__(self, modules: Iterable[nn.Module], holds: bool | None = False) -> None:
         self._attributes: list[tuple[dict[str, Any], dict[str, Any], Set[str]]] = []  # where, which, all names
         self._held: dict[int, tuple[Any, Any]] = {}
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._modes: list[_Mode] = []
-        for module in outer.modules():
+        self.instead: dict[_Named, torch.Tensor] = {}  # of parameters
+        modules = [*modules]
+        sharded = any(map(shards, modules))  # whether others set tables and attributes around each run
+        for module in modules:
             own = vars(module)
             names, every = own.keys() - OF_EVERY_MODULE, {}
             for name in names:
                 if type(value := own[name]) not in FIXED:
-                    if _has_graph(value):
-                        if graphs:
-                            every[name] = value
+                    if not holds and _has_graph(value):
+                        if holds is False and not sharded:
+                            every[name] = _Unheld(value, f"{name!r} of {type(module).__name__}")
                         continue
                     note(value, self._held, tensors=False)
                 every[name] = value
             self._attributes.append((own, every, names | OF_EVERY_MODULE))
-            parameters = [(module, name, p.requires_grad) for name, p in module._parameters.items() if p is not None]
-            self._modes += [(module, TRAINING, module.training), *parameters]
+            note_scripted(module, self._held)
+            self._modes.append((module, TRAINING, module.training))
+            placed: dict[str, Any] = module._parameters
+            for name, parameter in placed.items():
+                if type(parameter) is nn.Parameter or isinstance(parameter, nn.Parameter):  # the latter is slow
+                    self._modes.append((module, name, parameter.requires_grad))
+                elif parameter is not None and not sharded:
+                    alias = parameter if holds else parameter.detach().requires_grad_(parameter.requires_grad)
+                    self.instead[module, name] = alias
+            if not sharded:
+                tables = [own[name] for name in _TABLES if type(own.get(name)) in (dict, OrderedDict)]
+                self._tables += [(table, dict(table)) for table in tables]
         self._others = other_generators()
 
     def put(self) -> None:
@@ -65,11 +93,52 @@ class ModuleState:
                 del held[name]
             for name, value in every.items():
                 if held.get(name, held) is not value:
-                    held[name] = value
+                    held[name] = value.get() if type(value) is _Unheld else value
         for held, content in self._held.values():
             put_back(held, content)
+        for table, content in self._tables:
+            if table != content:
+                table.clear()
+                table.update(content)
+        for (module, name), tensor in self.instead.items():
+            module._parameters[name] = tensor  # type: ignore[assignment]
         _switch(self._modes)
         put_other_generators(self._others)
+
+
+class _Unheld:
+    """The value of an attribute without its tensors that have a graph, whose bytes a step must not hold."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self._where = where
+        self._value = replaced(value, lambda leaf: weakref.ref(leaf) if _has_graph(leaf) else leaf)
+
+    def get(self) -> Any:
+        return replaced(self._value, self._found)
+
+    def _found(self, leaf: Any) -> Any:
+        if type(leaf) is not weakref.ref:
+            return leaf
+        return _Gone(self._where) if (tensor := leaf()) is None else tensor
+
+
+class _Gone(torch.Tensor):
+    """Stands for a tensor of `_Unheld` that is gone."""
+
+    attribute: str
+
+    def __new__(cls, where: str) -> _Gone:
+        gone: _Gone = torch.Tensor._make_subclass(cls, torch.empty(0))
+        gone.attribute = where
+        return gone
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        where = next(one.attribute for one in tensors_in(args, kwargs or {}) if isinstance(one, _Gone))
+        raise ExecutionError(
+            f"the attribute {where}, which runs as a whole, held a tensor of an earlier forward with its graph; a"
+            " replay reads it, but it is gone: keep tensor.detach() in the attribute"
+        )
 
 
 class ReplayState:
@@ -78,6 +147,7 @@ class ReplayState:
     Args:
         generators: the random number generators that the stage may use.
         buffers: (module, name) of every buffer that the stage's forward changes.
+        changing: those that modules may change which it calls as a whole; they are saved at the call.
         modes: as of `StageModule.modes`.
         modules: those that replays find as they are now.
     """
@@ -86,9 +156,11 @@ class ReplayState:
         "_buffers",
         "_cached",
         "_called",
+        "_changing",
         "_first",
         "_functions",
         "_generators",
+        "_instead",
         "_modes",
         "_rng",
         "_versions",
@@ -100,18 +172,21 @@ class ReplayState:
     def __init__(
         self,
         generators: Generators,
-        buffers: Sequence[_Buffer],
+        buffers: Sequence[_Named] = (),
         modes: Sequence[_Mode] = (),
         modules: Sequence[nn.Module] = (),
+        changing: Collection[_Named] = (),
     ) -> None:
         self._modes = modes
+        self._changing = changing
         self._called: dict[nn.Module, None] = {}
+        self._instead: dict[_Named, None] = {}  # parameters that a replay finds other tensors in place of
         self._functions: set[Any] = set()  # that have not been run again yet
         self.others = False  # whether a replay changes the generators of Python and NumPy
         self._generators = generators
         self._rng = generators.begin()
         self._buffers = {key: _buffer(key).clone() for key in buffers}
-        self._versions: dict[_Buffer, tuple[torch.Tensor, int]] = {}
+        self._versions: dict[_Named, tuple[torch.Tensor, int]] = {}
         self.autocast, self._cached = autocast_now(), torch.is_autocast_cache_enabled()
         self.kernels = kernel_flags()
         self._first = [self.calls(module) for module in modules]
@@ -127,20 +202,26 @@ class ReplayState:
     def calls(self, outer: nn.Module, buffers: bool = False) -> ModuleState:
         """Note that code that a replay runs again is about to call a module; returns its state. buffers: whether it is
         not known which of its buffers that changes, so that all are saved."""
-        self._called[outer] = None
-        for module in outer.modules():
+        state = ModuleState(every := [*outer.modules()])
+        self._instead.update(dict.fromkeys(state.instead))
+        for module in every:
+            self._called[module] = None
             for name, buffer in module._buffers.items():
                 if buffer is None or (key := (module, name)) in self._buffers:
                     continue
-                if buffers or name in _CHANGED.get(module, ()):
+                if buffers or key in self._changing or name in _CHANGED.get(module, ()):
                     self._buffers[key] = _buffer(key).clone()
                 else:
                     self._versions[key] = buffer, version_of(buffer)
-        return ModuleState(outer)
+        return state
 
     def changed(self) -> bool:
         """Whether calls have changed buffers that are not saved. From now on they are."""
-        found = [key for key, (buffer, version) in self._versions.items() if version_of(buffer) != version]
+        found = [
+            (module, name)
+            for (module, name), (buffer, version) in self._versions.items()
+            if version_of(buffer) != version or module._buffers.get(name) is not buffer
+        ]
         for module, name in found:
             _CHANGED.setdefault(module, set()).add(name)
         return bool(found)
@@ -159,7 +240,8 @@ class ReplayState:
         """
         rng, grad_enabled = self._generators.copies(), torch.is_grad_enabled()
         buffers = {key: key[0]._buffers[key[1]] for key in self._buffers}
-        called = [ModuleState(module, graphs=True) for module in self._called]
+        called = ModuleState(self._called, holds=True) if self._called else None
+        parameters = {(module, name): module._parameters[name] for module, name in self._instead}
         modes: Sequence[_Mode] = ()
         others = other_generators() if self.others or self._functions else None
         try:
@@ -177,8 +259,10 @@ class ReplayState:
             torch._C._set_grad_enabled(grad_enabled)
             _switch(modes)
             _put_buffers(buffers)
-            for one in called:
-                one.put()
+            if called is not None:
+                called.put()
+            for (module, name), parameter in parameters.items():
+                module._parameters[name] = parameter
             self._generators.put(rng)
             if others is not None and (self.others or other_generators() != others):
                 put_other_generators(others)
@@ -208,14 +292,14 @@ def _has_graph(value: Any, depth: int = 4) -> bool:
     return depth > 0 and any(type(one) not in FIXED and _has_graph(one, depth - 1) for one in value)
 
 
-def _buffer(key: _Buffer) -> torch.Tensor:
+def _buffer(key: _Named) -> torch.Tensor:
     module, name = key
     buffer = module._buffers[name]
     assert buffer is not None
     return buffer.detach()
 
 
-def _put_buffers(buffers: Mapping[_Buffer, torch.Tensor | None]) -> None:
+def _put_buffers(buffers: Mapping[_Named, torch.Tensor | None]) -> None:
     for (module, name), buffer in buffers.items():
         module._buffers[name] = buffer
 

@@ -165,15 +165,14 @@ class Step(BackwardPhase):
                 # a view has an autograd node of its own, which runs when the backward leaves the stage
                 live.instead[var] = own = tensor.view_as(tensor)
                 own.register_hook(compact)
-        opaque = i in live.course.opaque_stages
-        replay = ReplayState(self._generators, behaviour.changed_buffers if opaque else ())
+        changed = behaviour.changed_buffers
+        replay = ReplayState(self._generators, changing=changed)
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
         if self._placement is not None:
             run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
         live.autocast_before = replay.autocast if torch._C._is_any_autocast_enabled() else None
         live.kernels_before = replay.kernels
-        changed = behaviour.changed_buffers
         live.reads.changing = {id(module._buffers[name]) for module, name in changed} if changed else set()
         live.begin_stage(i, tape, replay)
         kept = self._behaviours[i - 2].kept if i > 1 else ()

@@ -144,7 +144,7 @@ class TapedForward:
         """Record the calls of the model's own forward on a new tape. opaque: modules that are found meanwhile to be
         called as a whole."""
         generators = Generators(self._device)
-        self._replay = ReplayState(generators, ())
+        self._replay = ReplayState(generators)
         self._tape = _WholeTape("of the whole model")
         self._live = Taping(self._replay, generators, self._given, self._tape, opaque)
         if torch._C._is_any_autocast_enabled():
@@ -171,7 +171,7 @@ class TapedForward:
         if why:
             raise UntapedError(why)
         self.usable, self._opaque = True, live.opaque
-        self._after = [ModuleState(module) for module in live.opaque]
+        self._after = [ModuleState(module.modules(), holds=None) for module in live.opaque]
         self._attributes = attributes = recorded.attributes
         left = self.result, [vars(module)[name] for module, name in attributes]
         self.result = None

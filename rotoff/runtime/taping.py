@@ -10,6 +10,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -25,7 +26,7 @@ from .hollowing import key_of
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ModuleState, ReplayState
-from .stage_tape import Call, StageTape
+from .stage_tape import Call, Seeded, StageTape
 from .torch_calls import WRITERS, Known
 
 FIRST = 1  # the only stage
@@ -51,6 +52,13 @@ def _once(module: nn.Module, state: ModuleState, *args: Any, **kwargs: Any) -> A
         return module(*args, **kwargs)
     finally:
         put_other_generators(now)
+
+
+def _unchanging(leaf: Any) -> Any:
+    """Return an argument as it is before a call, which may change it."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return Seeded(leaf) if isinstance(leaf, torch.Generator) else leaf
 
 
 class _Reads(Reads):
@@ -131,6 +139,7 @@ class Taping(LiveForward):
         self._entered = 0  # number of calls of modules so far
         self._around: list[_Around] = []
         self._hidden: _Around | None = None  # the call whose inner calls are not recorded, because it uses torch.func
+        self._within_hidden: set[Var | None] = set()  # made by calls that are not recorded, after all
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
         self.begin_stage(FIRST, tape, replay)
 
@@ -186,7 +195,8 @@ class Taping(LiveForward):
         """Replaces the call of a module."""
         begin, number = len(self.tape.calls), self._entered
         with torch._C.DisableTorchFunction():  # these calls are not the model's
-            state = ModuleState(module)
+            state = ModuleState(module.modules(), holds=True)
+            before = replaced((args, kwargs), _unchanging)
         self._entered += 1
         given = tensors_of((args, kwargs))
         around = _Around(module, any(map(is_functorch_wrapped_tensor, given)))
@@ -202,11 +212,13 @@ class Taping(LiveForward):
         hidden = not opaque and (module in self.opaque or module in self._found)
         if hidden:
             self.opaque.add(module)
+            within = {var for one in self.tape.calls[begin:] for var in one[3]}
             del self.tape.calls[begin:]
             self.spans = [span for span in self.spans if span.number < number]
             reference = partial(self._reference, [], FIRST)
             made, _ = self._made(tensors_of(result), given, self._origin)
-            named = replaced(args, reference), replaced(kwargs, reference)
+            self._within_hidden |= within.difference(made)
+            named = replaced(before, reference)
             self.tape.calls.append((module, *named, made, None, False))
         if opaque or hidden:
             self.tape.calls[-1] = (partial(_once, module, state), *self.tape.calls[-1][1:])
@@ -235,8 +247,8 @@ class Taping(LiveForward):
         return module in self.opaque
 
     def left(self) -> list[Var]:
-        """Return the tensors of this forward's graph that something still holds."""
-        vars_here = [var for var in self.frames.every if var.stage == FIRST]
+        """Return the tensors of this forward's graph that something still holds, and that a call on the tape makes."""
+        vars_here = [var for var in self.frames.every if var.stage == FIRST and var not in self._within_hidden]
         return [var for var in vars_here if (tensor := var()) is not None and tensor.requires_grad]
 
     def settle(self) -> None:

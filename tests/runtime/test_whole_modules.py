@@ -1,0 +1,210 @@
+"""Modules that run as a whole: their replays find what their first runs found, whatever became of it since."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+
+Model = Any  # plain or planned
+Make = Callable[[], nn.Module]
+Forward = Callable[[Model, torch.Tensor], torch.Tensor]
+
+
+class Mapped(nn.Module):
+    """Runs as a whole, since it uses ``vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(32, 32), nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda one: one.sin())(self.act(self.linear(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.up, self.down = inner, nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.inner(x)).relu())
+
+
+def compiled() -> nn.Module:
+    return torch.compile(nn.Sequential(nn.Linear(32, 32), nn.Tanh()), backend="eager")  # type: ignore[return-value]
+
+
+def scripted(kind: Callable[[], nn.Module]) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(kind())  # type: ignore[no-any-return]
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(32, 32), nn.BatchNorm1d(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.linear(x)))
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.number, self.rate = nn.Linear(32, 32), 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        self.rate = self.rate * 0.5
+        return torch.relu(self.linear(x)) * (1.0 + self.number + self.rate)
+
+
+def model_of(inner: Make) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), *(Block(inner()) for _ in range(3)))
+
+
+def trained(model: Model, forward: Forward) -> list[torch.Tensor]:
+    """Losses, and what four steps leave."""
+    torch.manual_seed(1)
+    random.seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = forward(model, torch.randn(64, 8)).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    counts = [m.number for m in model.modules() if hasattr(m, "number")]
+    return [*losses, torch.tensor(counts), *(tensor.clone() for tensor in model.state_dict().values())]
+
+
+def first_block(model: Model) -> Block:
+    return next(module for module in model.modules() if isinstance(module, Block))
+
+
+def hook_removed(model: Model, x: torch.Tensor) -> torch.Tensor:
+    handle = first_block(model).inner.register_forward_hook(lambda _module, _args, result: result * 2)
+    result: torch.Tensor = model(x)
+    handle.remove()
+    return result
+
+
+def hook_added(model: Model, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = model(x)
+    handle = first_block(model).inner.register_forward_hook(lambda _module, _args, result: result * 2)
+    result.register_hook(lambda _gradient: None)
+    model.handles = [*getattr(model, "handles", ()), handle]
+    if len(model.handles) > 1:
+        model.handles.pop(0).remove()
+    return result
+
+
+def functional(model: Model, x: torch.Tensor) -> torch.Tensor:
+    scaled = {name: parameter * 1.5 for name, parameter in model.named_parameters()}
+    return torch.func.functional_call(model, scaled, (x,))  # type: ignore[no-any-return]
+
+
+def submodule_swapped(model: Model, x: torch.Tensor) -> torch.Tensor:
+    inner = first_block(model).inner
+    own, inner.act = inner.act, nn.Sigmoid()
+    result: torch.Tensor = model(x)
+    inner.act = own
+    return result
+
+
+CASES = {
+    "hook removed, mapped": (Mapped, hook_removed),
+    "hook removed, compiled": (compiled, hook_removed),
+    "hook added, mapped": (Mapped, hook_added),
+    "functional_call, mapped": (Mapped, functional),
+    "functional_call, compiled": (compiled, functional),
+    "submodule swapped": (Mapped, submodule_swapped),
+    "scripted, with batch norm": (lambda: scripted(Normed), nn.Module.__call__),
+    "scripted, with attributes": (lambda: scripted(Counted), nn.Module.__call__),
+}
+
+
+@pytest.mark.parametrize("mode", ["remat", "joint"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_replay_finds_the_module_of_the_first_run(case: str, mode: str) -> None:
+    inner, forward = CASES[case]
+    model = rotoff.Checkpointable(model_of(inner), cache_directory=None)
+    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit(mode), mode=mode)
+    assert all(map(torch.equal, trained(model_of(inner), forward), trained(model, forward)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_first_step_may_measure_them(case: str) -> None:
+    inner, forward = CASES[case]
+    model = rotoff.Checkpointable(model_of(inner), cache_directory=None).compute_sequence("1 MiB", mode="remat")
+    assert all(map(torch.equal, trained(model_of(inner), forward), trained(model, forward)))
+
+
+class Remembering(Mapped):
+    """Keeps its last result with its graph."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.reads, self.last = reads, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.last.detach().mean() if self.reads and self.last is not None else 0.0
+        self.last = super().forward(x * (1 + factor))
+        return self.last  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_attribute_with_a_graph_that_is_only_set(first: bool) -> None:
+    model = rotoff.Checkpointable(model_of(lambda: Remembering(False)), cache_directory=None)
+    if not first:
+        model.measure(torch.zeros(64, 8))
+    model.compute_sequence("1 MiB" if first else model.min_mem_limit("remat"), mode="remat")
+    expected = trained(model_of(lambda: Remembering(False)), nn.Module.__call__)
+    assert all(map(torch.equal, expected, trained(model, nn.Module.__call__)))
+
+
+def test_a_replay_that_would_read_a_result_of_the_step_before_is_refused() -> None:
+    model = rotoff.Checkpointable(model_of(lambda: Remembering(True)), cache_directory=None)
+    model.compute_sequence(model.measure(torch.zeros(64, 8)).min_mem_limit("remat"), mode="remat")
+    with pytest.raises(rotoff.ExecutionError, match=r"'last' of Remembering.*detach"):
+        trained(model, nn.Module.__call__)
+
+
+class Seeded(Mapped):
+    """Its arguments change while it runs."""
+
+    def forward(self, x: torch.Tensor, generator: torch.Generator, seen: list[int]) -> torch.Tensor:  # type: ignore[override]
+        seen.append(len(seen))
+        return super().forward(x * torch.rand(32, generator=generator) * len(seen))
+
+
+class Seeding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.generator, self.number = Seeded(), torch.Generator().manual_seed(5), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen = [self.number]
+        result: torch.Tensor = self.inner(x, self.generator, seen)
+        self.number += len(seen)
+        return result
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_measuring_finds_the_arguments_of_the_call(first: bool) -> None:
+    model = rotoff.Checkpointable(model_of(Seeding), cache_directory=None)
+    if not first:
+        model.measure(torch.zeros(64, 8))
+    model.compute_sequence("1 MiB" if first else model.min_mem_limit("remat"), mode="remat")
+    assert all(map(torch.equal, trained(model_of(Seeding), nn.Module.__call__), trained(model, nn.Module.__call__)))
