@@ -86,12 +86,9 @@ class OptimizerProbe:
 
     def state_bytes(self, parameter: nn.Parameter) -> int:
         """Return the bytes of the tensors that the optimizer keeps for the parameter, each rounded as where it is
-        placed."""
-        if not self.updates(parameter):
-            return 0
-        optimizer, _ = self._group[id(parameter)]
-        known = [t for t in optimizer.state.get(parameter, {}).values() if isinstance(t, torch.Tensor)]
-        if known:
+        placed. For a frozen one it may have some from earlier training."""
+        known = [t for t in self._known(parameter).values() if isinstance(t, torch.Tensor)]
+        if known or not self.updates(parameter):
             return sum(self._room_of(t) for t in known if t.numel() > 1)
         made = (t for t in self._state(parameter).values() if isinstance(t, torch.Tensor) and t.numel() > 1)
         return sum(self._room_of(_resized(t, parameter)) for t in made)
@@ -100,11 +97,17 @@ class OptimizerProbe:
         """Return the bytes of the other tensors that the optimizer keeps for `parameters`, which are not placed: step
         counts, and those in lists or dictionaries."""
         total = 0
-        for p in filter(self.updates, parameters):
-            state = self._group[id(p)][0].state.get(p)
-            tensors = unplaceable(state) if state else (_resized(t, p) for t in unplaceable(self._state(p)))
-            total += sum(t.nbytes for t in tensors)
+        for p in parameters:
+            if (state := self._known(p)) or not self.updates(p):
+                total += sum(t.nbytes for t in unplaceable(state))
+            else:
+                total += sum(_resized(t, p).nbytes for t in unplaceable(self._state(p)))
         return total
+
+    def _known(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the optimizer's state of a parameter; empty if it has none yet."""
+        optimizer, _ = self._group.get(id(parameter), (None, None))
+        return {} if optimizer is None else optimizer.state.get(parameter, {})
 
     def _room_of(self, tensor: torch.Tensor) -> int:
         return rounded(room_of(tensor), block_bytes(self._device))

@@ -122,7 +122,7 @@ def find_groups(
                 stages=stages_of,
                 bytes=nbytes,
                 grad_bytes=nbytes if needs else 0,
-                state_bytes=sum(states),
+                state_bytes=sum(states) if needs else 0,  # those of frozen parameters lie on the host
                 update_time=probe.update_time(parameters),
                 host_update_time=probe.update_time(parameters, host=True) if host and needs else None,
                 update_transient_bytes=probe.update_bytes(parameters) if updated else 0,
@@ -138,10 +138,12 @@ def find_groups(
     updates = probe.update_bytes(outside), probe.update_bytes(every)
     twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))
     groups = tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside), twice
-    return FoundGroups(*groups, _before(profile.prefix, (p for p in movable if id(p) not in grouped)))
+    return FoundGroups(*groups, _before(profile.prefix, probe, (p for p in movable if id(p) not in grouped)))
 
 
-def _before(prefix: Sequence[StageModule], parameters: Iterable[nn.Parameter]) -> tuple[PlacedGroup, ...]:
+def _before(
+    prefix: Sequence[StageModule], probe: OptimizerProbe, parameters: Iterable[nn.Parameter]
+) -> tuple[PlacedGroup, ...]:
     """Return the frozen ones of `parameters` that `prefix` reads, in the order in which it does, in groups of at most
     the largest one's bytes: a recorded prefix is one stage."""
     readers, frozen = _readers(prefix), {id(p): p for p in parameters if not p.requires_grad}
@@ -152,7 +154,9 @@ def _before(prefix: Sequence[StageModule], parameters: Iterable[nn.Parameter]) -
             groups[-1].append(parameter)
         else:
             groups.append([parameter])
-    return tuple(PlacedGroup(tuple(g), (0,) * len(g), prefix[readers[id(g[0])][0] - 1].name) for g in groups)
+    return tuple(
+        PlacedGroup(tuple(g), tuple(map(probe.state_bytes, g)), prefix[readers[id(g[0])][0] - 1].name) for g in groups
+    )
 
 
 def _readers(stages: Sequence[StageModule]) -> dict[int, list[int]]:

@@ -129,8 +129,12 @@ def test_plans_with_forms_stay_within_their_limit(mode: str, share: float) -> No
 def test_a_redo_does_not_wait_for_the_device() -> None:
     model, x = model_and_batch(0.1)
     wrapped = rotoff.Checkpointable(model).measure(x)
-    wrapped.compute_sequence(int(0.45 * wrapped.keep_all_memory), mode="remat")
-    assert any(op.kind is OpKind.F_SEL for op in wrapped.sequence)
+    for share in (0.6, 0.5, 0.45, 0.4, 0.3):  # which plan is best depends on times
+        wrapped.compute_sequence(int(share * wrapped.keep_all_memory), mode="remat")
+        if any(op.kind is OpKind.F_SEL for op in wrapped.sequence):
+            break
+    else:
+        raise AssertionError("no plan has a redo")
     wrapped(x).sum().backward()
     output = wrapped(x).sum()
     torch.cuda.set_sync_debug_mode("error")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocated import own_again, peak_bytes
 from torch import nn
 
 import rotoff
@@ -96,3 +97,49 @@ def test_numbers_that_change_places_are_seen(change: Callable[..., None], share:
             states = [state["exp_avg"] for state in optimizer.state.values()]
             change([p for p in model.trunk.parameters() if p.dim() == 2], states)
     assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
+
+
+@pytest.mark.parametrize("share", [1, 1.7, 2, 3])
+def test_a_new_optimizer_may_take_over_the_states(share: float) -> None:
+    """`load_state_dict` does not copy them."""
+    x, pairs = rows(), made("AdamW", "after", share)
+    for n in range(6):
+        for k, (run, model, optimizer) in enumerate(pairs):
+            if n == 3:
+                new = torch.optim.AdamW(model.parameters(), lr=1e-3)
+                new.load_state_dict(optimizer.state_dict())
+                pairs[k] = run, model, optimizer = run, model, new
+            run(x, 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    optimizer, x = torch.optim.AdamW(layers.parameters(), lr=1e-2), torch.randn(32, 64)
+    for _ in range(2):
+        layers(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    layers[:3].requires_grad_(False)
+    model = rotoff.Checkpointable(layers, cache_directory=None).measure(x, repeats=1)
+    options: dict[str, Any] = {"optimizer": optimizer, "refine": False, "updates": updates}
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        model.compute_sequence(device_limit=1, **options)
+    model.compute_sequence(device_limit=int(1.2 * refused.value.min_mem_limit), **options)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def start() -> None:
+        own_again(layers, [optimizer])
+        step()
+
+    states = [layers[0][0].weight, optimizer.state[layers[0][0].weight]["exp_avg"].clone()]
+    assert peak_bytes(lambda: (step(), step()), before=start) + x.nbytes <= model.get_expected_memory()
+    assert torch.equal(optimizer.state[states[0]]["exp_avg"], states[1])

@@ -21,8 +21,8 @@ class PlacedGroup:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the parameters."""
-        return sum(parameter.nbytes for parameter in self.parameters)
+        """The bytes of the parameters and their states."""
+        return sum(parameter.nbytes for parameter in self.parameters) + sum(self.state_bytes)
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,7 @@ class PlacedTensor(ABC):
         self.settle()
         if not self.on_host:
             if not self._valid or (self._same is not None and self._same != self._content(len(self._same) > 1)):
+                self._leave_kept()
                 self._have_host(self.device).copy_(self.device)
             assert self.host is not None
             self.put(self.host)
@@ -305,6 +306,7 @@ def offload(tensors: Iterable[PlacedTensor]) -> None:
         return
     devices = [one.device for one in going if one.device is not None]
     for one, device in zip(going, devices, strict=True):
+        one._leave_kept()
         one._have_host(device)
     sources = [bytes_of(device.untyped_storage())[: device.nbytes] for device in devices]
     ticket = going[0]._link.copy_out(sources, [one._offset for one in going])
