@@ -173,7 +173,9 @@ def put_back(held: Any, content: Any) -> None:
 
 
 def is_as_before(held: Any, content: Any) -> bool:
-    """Whether a container or generator holds the `content` that it held before."""
+    """Whether a container, generator or tensor holds the `content` that it held before."""
+    if isinstance(held, torch.Tensor):
+        return bool(version_of(held) == content[0])
     now = content_of(held)
     if isinstance(held, dict):
         return not _differs(now, content)

@@ -8,7 +8,8 @@ import math
 import statistics
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..capture.undo import is_as_before, note, put_back
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, own_step
@@ -153,21 +155,23 @@ class OptimizerProbe:
                 q.grad = p.grad
             both = self._stand_in(parameter, small)
             one_by_one = self._stand_in(parameter, apart)
-            before = _options(both)
+            options = _options(both)
             name = type(optimizer).__name__
             try:
                 for _ in range(2):
-                    counts = _counts(both)
-                    own_step(both)
+                    with _unchanged(both) as before:
+                        own_step(both)
+                        counts = before.changed()
                     for p in apart:
                         one_by_one.param_groups[0]["params"] = [p]
-                        own_step(one_by_one)
+                        with _unchanged(one_by_one):
+                            own_step(one_by_one)
             except Exception as error:
                 raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
-            if _options(both) != before or not all(map(torch.equal, small, apart)):
-                raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
-            if {*map(id, both.state)} - {*map(id, small)} or _counts(both) != counts:  # each group would count
+            if {*map(id, both.state)} - {*map(id, small)} or counts:  # each group would count
                 raise OptionError(f"{name} keeps a state that belongs to no parameter; {_OTHER}")
+            if _options(both) != options or not all(map(torch.equal, small, apart)):
+                raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
             self._states[key] = both.state[small[0]]
         return self._states[key]
 
@@ -203,22 +207,24 @@ class OptimizerProbe:
     def _bytes(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> tuple[float, float, float]:
         small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
         made = [self._stand_in(parameter, small[:count]) for count in (1, 2, 3)]
-        for several in made:
-            own_step(several)
         allocator, nbytes = DeviceAllocator(device), small[0].nbytes
-        alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
+        with _unchanged(made[0]):  # they share attributes
+            for several in made:
+                own_step(several)
+            alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
         return alone, two - alone, max(0.0, three - two)
 
     def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:
         """Return the seconds of updating a byte of a parameter."""
         large = _small(shape, parameter.dtype, 1, device)
         optimizer, seconds = self._stand_in(parameter, [large]), []
-        for _ in range(1 + self._repeats):
-            finish(device)
-            began = time.perf_counter()
-            own_step(optimizer)
-            finish(device)
-            seconds.append(time.perf_counter() - began)
+        with _unchanged(optimizer):
+            for _ in range(1 + self._repeats):
+                finish(device)
+                began = time.perf_counter()
+                own_step(optimizer)
+                finish(device)
+                seconds.append(time.perf_counter() - began)
         return statistics.median(seconds[1:]) / large.nbytes
 
     def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
@@ -227,8 +233,6 @@ class OptimizerProbe:
         made = copy_of(optimizer)
         made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
         made.state = defaultdict(dict)
-        for name, value in _containers(made).items():  # so that no step of a stand-in changes the user's
-            setattr(made, name, copy.copy(value))
         made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         known = optimizer.state.get(parameter, {})
         tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
@@ -248,20 +252,37 @@ def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
 
 
-def _containers(optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's own lists, dictionaries and sets."""
-    kept = {"param_groups", "state", "defaults"}
-    found = {name: value for name, value in vars(optimizer).items() if type(value) in (list, dict, set)}
-    return {name: value for name, value in found.items() if name not in kept}
+class _Attributes:
+    """The attributes of an optimizer, beside its groups and states, and what they hold."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._numbers = self._find()
+        held: dict[int, tuple[Any, Any]] = {}
+        for value in self._own().values():
+            note(value, held)
+        self.held = list(held.values())
+
+    def _own(self) -> dict[str, Any]:
+        return {k: v for k, v in vars(self._optimizer).items() if k not in ("param_groups", "state", "defaults")}
+
+    def _find(self) -> dict[str, Any]:
+        return {name: value for name, value in self._own().items() if type(value) in (int, float)}
+
+    def changed(self) -> bool:
+        """Whether an attribute is another number, or a container or tensor in them has changed."""
+        return self._find() != self._numbers or not all(is_as_before(one, content) for one, content in self.held)
 
 
-def _counts(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the numbers in an optimizer's attributes, and how long its containers are."""
-    found: dict[str, Any] = {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
-    for name, value in _containers(optimizer).items():
-        inside = value.values() if isinstance(value, dict) else value
-        found[name] = len(value), [one for one in inside if type(one) in (int, float)]
-    return found
+@contextmanager
+def _unchanged(optimizer: Optimizer) -> Iterator[_Attributes]:
+    """Restore after the block what the optimizer's attributes hold, which its stand-ins share."""
+    before = _Attributes(optimizer)
+    try:
+        yield before
+    finally:
+        for held, content in before.held:
+            put_back(held, content)
 
 
 def _options(optimizer: Optimizer) -> str:

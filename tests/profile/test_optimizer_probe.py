@@ -1,5 +1,6 @@
 """What an optimizer's update takes, found on small parameters."""
 
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,6 +80,7 @@ class Own(torch.optim.Optimizer):
         self.make = make
         self.steps = 0
         self.log: list[str] = []
+        self.count, self.nested, self.recent = torch.zeros(()), {"of": defaultdict(int)}, deque[int]()
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -119,12 +121,18 @@ class Counts(Own):
             self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
         elif self.where == "list":
             self.log.append("a step")
+        elif self.where == "tensor":
+            self.count += 1
+        elif self.where == "nested":
+            self.nested["of"]["steps"] += 1
+        elif self.where == "deque":
+            self.recent.append(1)
         else:
             self.steps += 1
         super().step()
 
 
-@pytest.mark.parametrize("where", ["state", "attribute", "list"])
+@pytest.mark.parametrize("where", ["state", "attribute", "list", "tensor", "nested", "deque"])
 def test_an_optimizer_that_counts_its_own_steps_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each group's update would be a step."""
     monkeypatch.setattr(Counts, "where", where)
@@ -134,3 +142,4 @@ def test_an_optimizer_that_counts_its_own_steps_is_refused(where: str, monkeypat
     with pytest.raises(OptionError, match="Counts keeps a state that belongs to no parameter"):
         probe.state_bytes(parameter)
     assert (optimizer.steps, optimizer.log, dict(optimizer.state)) == (0, [], {})
+    assert (optimizer.count.item(), optimizer.nested, len(optimizer.recent)) == (0, {"of": {}}, 0)
