@@ -495,7 +495,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
         with self.streamed():
-            return plain(*args, **kwargs)
+            return self._steps.watched(plain(*args, **kwargs))
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need

@@ -67,7 +67,7 @@ class StepRunner:
             self.placement.forward_begins()
         specialization, taped = self._specializations.take(value)
         if specialization is None:
-            return self._watched(plain(*args, **kwargs))
+            return self.watched(plain(*args, **kwargs))
         if taped is None:
             return self._run(specialization, value, partial(specialization.captured.own, plain, value))
         try:
@@ -77,12 +77,6 @@ class StepRunner:
         except BaseException:
             taped.put_back()
             raise
-        return result
-
-    def _watched(self, result: Any) -> Any:
-        """What a forward without a plan has returned."""
-        if self.placement is not None:
-            self.placement.watch(result)
         return result
 
     def _run(self, specialization: Specialization, value: Any, own: Callable[[], Any]) -> Any:
@@ -96,7 +90,7 @@ class StepRunner:
             after = allocated_bytes(specialization.profile.device)
             if before is not None and after is not None:
                 self._specializations.ran_plain(specialization, value, after - before)
-            return self._watched(result)
+            return self.watched(result)
         if recording is not None:  # the recorded times are compared with predicted ones
             specialization = self._specializations.timed(specialization)
         profile, plan = specialization.planned, specialization.plan
@@ -179,6 +173,12 @@ class StepRunner:
         if self.placement is not None:
             placement, self.placement = self.placement, None
             placement.close(resident=resident)
+
+    def watched(self, result: Any) -> Any:
+        """Return the `result` of a forward without a plan; its backward begins as a planned one's."""
+        if self.placement is not None:
+            self.placement.watch(result)
+        return result
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters on the host are fetched as the model's calls need them."""

@@ -152,7 +152,7 @@ class OptimizerProbe:
             small = [_small(shape, parameter.dtype, seed) for seed in (1, 2)]
             apart = [copy.deepcopy(p) for p in small]
             for p, q in zip(small, apart, strict=True):
-                q.grad = p.grad
+                q.grad = None if p.grad is None else p.grad.clone()
             both = self._stand_in(parameter, small)
             one_by_one = self._stand_in(parameter, apart)
             options = _options(both)

@@ -184,10 +184,10 @@ class Step(BackwardPhase):
         """Let calls of stage i, and their replays, use the copies on the device of parameters that the plan moves."""
         if self._placement is None:
             return
-        live.brought, weights = {}, {}
+        live.brought, weights, needs = {}, {}, {}
         for parameter, weight, gradient in self._placement.brought(self._plan.readers.get(i, ())):
             assert weight.device is not None
-            weights[id(parameter)] = weight
+            weights[id(parameter)], needs[id(parameter)] = weight, parameter.requires_grad
             copy = self._copies.get(id(parameter))
             if copy is None or storage_key(copy) != storage_key(weight.device):
                 # derived from the earlier copy, so that gradients are added up in the order of the plain model
@@ -196,7 +196,7 @@ class Step(BackwardPhase):
             live.brought[id(parameter)] = self._copies[id(parameter)] = copy
         self._weights = weights
         if weights:
-            tape.brought = partial(_content, weights)
+            tape.brought = partial(_content, weights, needs)
 
     def _leave(self, made: dict[Var, int] | None = None) -> None:
         """End the open stage. made: the measured places of its own outputs; given if the tensors that it hands on
@@ -310,11 +310,7 @@ def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
         hooks.update(every)
 
 
-def _content(weights: dict[int, PlacedTensor]) -> dict[int, torch.Tensor]:
-    """Return, by id of a parameter, its copy on the device for a replay."""
-    found = {}
-    for key, weight in weights.items():
-        parameter = weight.get()
-        if weight.device is not None and parameter is not None:
-            found[key] = weight.device.detach().requires_grad_(parameter.requires_grad)
-    return found
+def _content(weights: dict[int, PlacedTensor], needs: dict[int, bool]) -> dict[int, torch.Tensor]:
+    """Return, by id of a parameter, its copy on the device for a replay. needs: whether it needed a gradient."""
+    there = {key: weight.device for key, weight in weights.items() if weight.device is not None}
+    return {key: device.detach().requires_grad_(needs[key]) for key, device in there.items()}

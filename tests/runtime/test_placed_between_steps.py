@@ -26,9 +26,23 @@ class Heads(nn.Module):
         return self.heads[head](self.trunk(x))
 
 
+class Decayed(torch.optim.Optimizer):
+    """Adds the weight decay to ``p.grad`` itself, as old optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.add_(parameter, alpha=0.01), alpha=0.1)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "decay in the gradient": Decayed,
 }
 
 
@@ -143,3 +157,34 @@ def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> 
     states = [layers[0][0].weight, optimizer.state[layers[0][0].weight]["exp_avg"].clone()]
     assert peak_bytes(lambda: (step(), step()), before=start) + x.nbytes <= model.get_expected_memory()
     assert torch.equal(optimizer.state[states[0]]["exp_avg"], states[1])
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_in_eval_mode_come_between(name: str, set_to_none: bool, updates: str) -> None:
+    x, pairs = rows(), made(name, updates, 1.7)
+    for n in range(4):
+        for run, _, optimizer in pairs:
+            run.train(n % 2 == 0)
+            run(x, 0).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", ["AdamW"])
+@pytest.mark.parametrize("thaws", [True, False])
+def test_parameters_may_be_frozen_or_thawed_before_the_backward(name: str, updates: str, thaws: bool) -> None:
+    """As a GAN does with its discriminator around the loss of its generator."""
+    x, pairs = rows(), made(name, updates, 1)
+    for n in range(4):
+        for run, model, optimizer in pairs:
+            model.trunk[2:].requires_grad_(n % 2 == 0 or not thaws)
+            loss = run(x, 0).square().mean()
+            model.trunk[2:].requires_grad_(thaws)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))

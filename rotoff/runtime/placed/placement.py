@@ -146,7 +146,7 @@ class Placement:
     # -- within a step
 
     def forward_begins(self) -> None:
-        """Before a training forward, with a plan or without one.
+        """Before a forward, with a plan or without one.
 
         Raises:
             ExecutionError: if the forward comes between a backward that has updated parameters and its step.
@@ -228,7 +228,7 @@ class Placement:
         """Return the context for a forward without a plan; None if it needs none."""
         if not self._groups.planned:
             return None
-        self.refuse_before_step()
+        self.forward_begins()
         return Streamed(self._groups.every(), self.link.device, self._groups.plan.room) or None
 
     def backward_done(self, operations: Sequence[Op]) -> None:
