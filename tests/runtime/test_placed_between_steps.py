@@ -178,7 +178,7 @@ def test_steps_in_eval_mode_come_between(name: str, set_to_none: bool, updates: 
 @pytest.mark.parametrize("thaws", [True, False])
 def test_parameters_may_be_frozen_or_thawed_before_the_backward(name: str, updates: str, thaws: bool) -> None:
     """As a GAN does with its discriminator around the loss of its generator."""
-    x, pairs = rows(), made(name, updates, 1)
+    x, pairs = rows(), made(name, updates, 1.05)
     for n in range(4):
         for run, model, optimizer in pairs:
             model.trunk[2:].requires_grad_(n % 2 == 0 or not thaws)
