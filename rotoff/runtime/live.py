@@ -288,7 +288,7 @@ class LiveForward(OnCourse):
         """Run a call whose own code a replay runs again, in the same state."""
         self._begins, self._covered = len(self.tape.calls), set()
         if known.code is None:
-            self._put_before_replay(self._replay.calls(function).put)
+            self._put_before_replay(self._replay.calls(function, buffers=not expected).put)
             result = self._run(function, args, kwargs)
             if self._replay.changed():
                 self.tape.lost = f"the code of {type(function).__name__}"

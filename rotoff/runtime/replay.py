@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.interception import DRAWERS, may_draw, other_generators, put_other_generators
 from ..capture.sharding import shards
@@ -24,7 +25,7 @@ from ..tensors.autocast import autocast_as, autocast_now
 from ..tensors.kernel_flags import kernel_flags, kernels_as
 from ..tensors.rng import Generators
 from ..tensors.stage import TRAINING
-from ..tensors.storage import version_of
+from ..tensors.storage import View, version_of
 from .arguments import replaced, tensors_in
 
 _Mode = tuple[nn.Module, str, bool]  # of `StageModule.modes`
@@ -111,15 +112,33 @@ class _Unheld:
 
     def __init__(self, value: Any, where: str) -> None:
         self._where = where
-        self._value = replaced(value, lambda leaf: weakref.ref(leaf) if _has_graph(leaf) else leaf)
+        self._value = replaced(value, _weakly)
 
     def get(self) -> Any:
         return replaced(self._value, self._found)
 
     def _found(self, leaf: Any) -> Any:
-        if type(leaf) is not weakref.ref:
+        if type(leaf) is not _Weak:
             return leaf
-        return _Gone(self._where) if (tensor := leaf()) is None else tensor
+        return _Gone(self._where) if (tensor := leaf.get()) is None else tensor
+
+
+def _weakly(leaf: Any) -> Any:
+    plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
+    return _Weak(leaf) if plain and leaf.requires_grad else leaf
+
+
+class _Weak:
+    """Refers to the bytes of a tensor, not to the tensor: a step that measures swaps tensors, which must have no weak
+    references."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._view = View.of(tensor)
+
+    def get(self) -> torch.Tensor | None:
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        return None if storage is None else self._view.on(storage).requires_grad_()
 
 
 class _Gone(torch.Tensor):

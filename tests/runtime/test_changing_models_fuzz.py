@@ -79,6 +79,19 @@ def counts(piece: Any, x: torch.Tensor, first: torch.Tensor, now: Settings) -> t
     return torch.sin(x * (piece.calls + float(piece.steps)) / 4)
 
 
+class Whole(nn.Module):
+    """Runs as a whole, since it uses ``vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.seen, self.last = linear(), nn.BatchNorm1d(WIDTH), [0.0], None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.seen[-1] + random.random())
+        self.last = torch.func.vmap(activation)(self.norm(self.linear(x)) * self.seen[-1])
+        return self.last  # type: ignore[return-value]
+
+
 def made_of(act: Callable[..., torch.Tensor], name: str = "", **has: Callable[[], Any]) -> type[Piece]:
     return type(name or act.__name__, (Piece,), {"act": act, "has": has})
 
@@ -100,6 +113,7 @@ PIECES = (
         "branches",
         linear=linear,
     ),
+    made_of(lambda piece, x, first, now: x + piece.inner(x * now.factor), "whole", inner=Whole),
     made_of(lambda piece, x, first, now: torch.sin(x * (0.5 + random.random())), "by chance"),
 )
 
@@ -168,7 +182,16 @@ def part_frozen(net: Program, n: int) -> None:
         module.requires_grad_(n % 2 == 0)
 
 
-CHANGES = (flag, factor, threshold, function, order, fewer, more, rate, part_in_eval, part_frozen)
+def hooked(net: Program, n: int) -> None:
+    for module in net.modules():
+        if isinstance(module, Whole):
+            if n % 2:
+                module.handle = module.norm.register_forward_hook(lambda _module, _args, result: result * 0.5)
+            elif n:
+                module.handle.remove()  # type: ignore[union-attr, operator]
+
+
+CHANGES = (hooked, flag, factor, threshold, function, order, fewer, more, rate, part_in_eval, part_frozen)
 INFEASIBLE = (
     "refused: the training step needs at least"  # a change may ask for more than the limit that was given before
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Callable
@@ -164,13 +165,23 @@ class Remembering(Mapped):
         return self.last  # type: ignore[return-value]
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Remembering(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.inner(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("first", [False, True])
-def test_an_attribute_with_a_graph_that_is_only_set(first: bool) -> None:
-    model = rotoff.Checkpointable(model_of(lambda: Remembering(False)), cache_directory=None)
+@pytest.mark.parametrize("kind", [lambda: Remembering(False), Twice])
+def test_an_attribute_with_a_graph_that_is_only_set(kind: Make, first: bool) -> None:
+    model = rotoff.Checkpointable(model_of(kind), cache_directory=None)
     if not first:
         model.measure(torch.zeros(64, 8))
     model.compute_sequence("1 MiB" if first else model.min_mem_limit("remat"), mode="remat")
-    expected = trained(model_of(lambda: Remembering(False)), nn.Module.__call__)
+    expected = trained(model_of(kind), nn.Module.__call__)
     assert all(map(torch.equal, expected, trained(model, nn.Module.__call__)))
 
 
@@ -208,3 +219,38 @@ def test_measuring_finds_the_arguments_of_the_call(first: bool) -> None:
         model.measure(torch.zeros(64, 8))
     model.compute_sequence("1 MiB" if first else model.min_mem_limit("remat"), mode="remat")
     assert all(map(torch.equal, trained(model_of(Seeding), nn.Module.__call__), trained(model, nn.Module.__call__)))
+
+
+class Normal(Mapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.BatchNorm1d(32)  # type: ignore[assignment]
+
+
+class Turning(nn.Module):
+    """Calls its blocks in another order in each step; one of them runs as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.start = nn.ModuleList(Block(kind()) for kind in (nn.Tanh, nn.Tanh, Normal, nn.Tanh)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.start += 1
+        for n in range(4):
+            x = self.blocks[(self.start + n) % 4](x)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["remat", "joint"])
+def test_they_may_be_called_in_other_stages(mode: str) -> None:
+    torch.manual_seed(0)
+    plain, x = Turning(), torch.randn(64, 32)
+    model = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None)
+    model.compute_sequence(model.measure(x).min_mem_limit(mode), mode=mode)
+    for n in range(4):
+        for one in (plain, model):
+            loss = one(x * n).square().mean()
+            loss.backward(retain_graph=True)
+            loss.backward()  # recomputes, also off the planned course
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert all(map(torch.equal, plain.state_dict().values(), model.state_dict().values()))
