@@ -30,7 +30,7 @@ class ModuleCall:
         entry: as in `places`.
         given: the variables among its arguments.
         versions: of the tensors among them.
-        transformed: whether torch.func transforms one of them.
+        transformed: whether a transform of torch.func is active.
         drawn: the generators' states.
         begin, end: its operations.
         made: the number of operations before it that make or change tensors.

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -376,7 +376,7 @@ class Recorder(TorchFunctionMode):
         entry = self._places.enter(module)
         self.tape.entries[entry] = self._made
         given = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
-        transformed = any(map(is_functorch_wrapped_tensor, given))
+        transformed = peek_interpreter_stack() is not None
         call = ModuleCall(
             module=module,
             name=name,

@@ -49,7 +49,7 @@ class Reads:
             if is_functorch_wrapped_tensor(tensor):
                 raise ExecutionError(
                     "the forward calls torch under a transform of torch.func (vmap, jvp), which it did not when it was"
-                    " measured and rotoff cannot look through; do that after the forward, with what the model returns"
+                    " measured; call model.measure(*sample) again, now that it does"
                 )
             self.resident[key] = StorageWeakRef(tensor.untyped_storage()) if strided else None
             if not strided or (type(tensor) is not nn.Parameter and id(tensor) not in self.changing):

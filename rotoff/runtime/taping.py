@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.interception import Patches, other_generators, put_other_generators
@@ -105,7 +105,7 @@ class _Reads(Reads):
 
 
 class _Around(NamedTuple):
-    """A module whose call is running. transformed: whether its arguments are wrapped by a transform of torch.func."""
+    """A module whose call is running. transformed: whether a transform of torch.func is active."""
 
     module: nn.Module
     transformed: bool
@@ -199,7 +199,7 @@ class Taping(LiveForward):
             before = replaced((args, kwargs), _unchanging)
         self._entered += 1
         given = tensors_of((args, kwargs))
-        around = _Around(module, any(map(is_functorch_wrapped_tensor, given)))
+        around = _Around(module, peek_interpreter_stack() is not None)
         opaque = self._is_opaque(module)
         self._around.append(around)
         try:

@@ -124,7 +124,21 @@ def submodule_swapped(model: Model, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+class Ensemble(nn.Module):
+    """Runs its members at once, by ``functional_call`` within ``vmap``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = {k: torch.stack([m.get_parameter(k) for m in self.members]) for k in ("weight", "bias")}
+        call = torch.func.vmap(torch.func.functional_call, in_dims=(None, 0, None))
+        return call(self.members[0], weights, (x,)).mean(0)  # type: ignore[no-any-return]
+
+
 CASES = {
+    "an ensemble": (Ensemble, nn.Module.__call__),
     "hook removed, mapped": (Mapped, hook_removed),
     "hook removed, compiled": (compiled, hook_removed),
     "hook added, mapped": (Mapped, hook_added),
@@ -219,6 +233,36 @@ def test_measuring_finds_the_arguments_of_the_call(first: bool) -> None:
         model.measure(torch.zeros(64, 8))
     model.compute_sequence("1 MiB" if first else model.min_mem_limit("remat"), mode="remat")
     assert all(map(torch.equal, trained(model_of(Seeding), nn.Module.__call__), trained(model, nn.Module.__call__)))
+
+
+class Late(Mapped):
+    """Begins to use ``vmap`` after it was measured."""
+
+    maps = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.maps else self.linear(x)
+
+
+def test_one_that_begins_to_map_is_refused_until_it_is_measured_again() -> None:
+    model, x = rotoff.Checkpointable(model_of(Late), cache_directory=None), torch.randn(64, 8)
+    model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
+    model(x).sum().backward()
+    first_block(model).inner.maps = True
+    with pytest.raises(rotoff.ExecutionError, match=r"transform of torch.func.*model.measure\(\*sample\) again"):
+        model(x)
+    model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
+    model(x).sum().backward()
+
+
+class Dual(Mapped):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(torch.func.jvp(super().forward, (x,), (torch.ones_like(x),)))  # type: ignore[return-value]
+
+
+def test_forward_mode_is_refused() -> None:
+    with pytest.raises(rotoff.MeasureError, match=r"jvp"):
+        rotoff.Checkpointable(model_of(Dual), cache_directory=None).measure(torch.zeros(64, 8))
 
 
 class Normal(Mapped):

@@ -179,9 +179,9 @@ class DeviceAllocator:
         try:
             return local(tensor).untyped_storage().data_ptr()
         except RuntimeError as error:
-            raise MeasureError(
-                f"the model uses a {type(tensor).__name__}, whose bytes rotoff cannot see; use plain tensors"
-            ) from error
+            plain = type(tensor) is torch.Tensor
+            what = "tensor that torch.func has wrapped (jvp)" if plain else type(tensor).__name__
+            raise MeasureError(f"the model uses a {what}, whose bytes rotoff cannot see; use plain tensors") from error
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, block_bytes(self._device))
