@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .known_tensors import KnownTensors
 from .tape import NOTHING
 from .undo import OF_EVERY_MODULE
 from .unrepeatable import UncuttableError
@@ -18,10 +17,10 @@ _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of nn
 
 def tensors_within(outer: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that are attributes of a module and its submodules, or lie in a dict, list or tuple that is
-    one; and those in the places of their parameters."""
+    one; and those that are buffers, or in the places of parameters."""
     for module in outer.modules():
         for name, value in vars(module).items():
-            if name in OF_EVERY_MODULE and name != "_parameters":
+            if name in OF_EVERY_MODULE and name not in ("_parameters", "_buffers"):
                 continue
             held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)
             yield from (one for one in held if isinstance(one, torch.Tensor) and not isinstance(one, nn.Parameter))
@@ -34,16 +33,16 @@ class GraphAttributes:
         self._before = {module: dict(vars(module)) for module in model.modules()}
         self._names = {module: name for name, module in model.named_modules()}
 
-    def find(self, tensors: KnownTensors, in_step: bool) -> list[tuple[nn.Module, str]]:
-        """Return (module, name) of the attributes that now hold tensors of the graph.
+    def find(self, made: Callable[[torch.Tensor], bool], in_step: bool) -> list[tuple[nn.Module, str]]:
+        """Return (module, name) of the attributes that now hold tensors of the graph that were `made` by operations.
 
         Raises:
             UncuttableError: if the forward added them to an existing object, unless this is a training step, which
                 replaces them.
         """
-        return [(module, name) for module in self._names for name in self._find(module, tensors, in_step)]
+        return [(module, name) for module in self._names for name in self._find(module, made, in_step)]
 
-    def _find(self, module: nn.Module, known: KnownTensors, in_step: bool) -> Iterator[str]:
+    def _find(self, module: nn.Module, made: Callable[[torch.Tensor], bool], in_step: bool) -> Iterator[str]:
         for name, value in vars(module).items():
             if name in _TABLES or _torch_hooks(module):
                 continue
@@ -51,7 +50,7 @@ class GraphAttributes:
                 tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             except RecursionError:  # it contains itself
                 continue
-            if not any(t.requires_grad and known.number(t) is not None for t in tensors):
+            if not any(t.requires_grad and made(t) for t in tensors):
                 continue
             if value is not self._before[module].get(name, NOTHING):
                 yield name

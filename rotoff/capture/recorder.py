@@ -113,7 +113,8 @@ class Recorder(TorchFunctionMode):
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
         self._applied: set[int] | None = None  # ids of the arguments of the custom Function that runs
         self._seeding: set[int] = set()  # numbers of the calls of modules in which ``torch.seed`` was called
-        self._left: set[int] = set()  # variables that modules which run as a whole have left in attributes of their own
+        self._left: set[int] = set()  # variables that compiled modules have left in attributes of their own
+        self._read: set[int] = set()  # by calls that are not recorded, since the last call of a module that is began
         self._reaches = False  # whether it has used modules or parameters that are not among them
 
     def begin(self, given: list[torch.Tensor]) -> None:
@@ -122,7 +123,7 @@ class Recorder(TorchFunctionMode):
     def end(self, result: Any) -> None:
         """Record what the model returned."""
         self._note_freed()
-        self.tape.attributes = self._attributes.find(self._tensors, self._in_step)
+        self.tape.attributes = self._attributes.find(self._on_tape, self._in_step)
         look_into(result)
         if self.tape.attributes:
             result = result, [vars(module)[name] for module, name in self.tape.attributes]
@@ -160,6 +161,11 @@ class Recorder(TorchFunctionMode):
         if storage is not None:
             self._saves.append((storage, tensor.untyped_storage().nbytes()))
 
+    def _on_tape(self, tensor: torch.Tensor) -> bool:
+        """Whether a recorded operation makes a tensor."""
+        number = self._tensors.number(tensor)
+        return number is not None and any(number in op.outputs for op in reversed(self.tape.operations))
+
     def _note_freed(self) -> None:
         """Note the storages freed since the last operation began."""
         freed = self._tensors.freed()
@@ -173,6 +179,7 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._passes():
             result = func(*args, **kwargs)
+            self._note_read(args, kwargs)
             if self._applied is not None and isinstance(result, torch.Tensor):
                 self._reaches |= any(map(self._reached_by, _all_leaves(args, kwargs)))
             return result
@@ -320,6 +327,11 @@ class Recorder(TorchFunctionMode):
             self._varies()
         return True
 
+    def _note_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the variables that a call reads which is not recorded."""
+        given = (leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor))
+        self._read.update(n for leaf in given if (n := self._tensors.number(leaf)) is not None)
+
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Replaces ``nn.Module.__call__``."""
         name = self._names.get(module)
@@ -328,22 +340,24 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # these calls are not the model's
             call = self._begun(module, name, args, kwargs)
-            handed = self._held_by(module) - self._left
+            held = self._held_by(module)
+            handed = held - self._left if compiled(module) else set()
         if takes_fast_path(module):
             self.tape.opaque.add(module)
         whole = module in self.tape.opaque or one_call(module)
         try:
-            if whole and handed:
-                self._hidden = self._around(call)
-            joins = whole and not handed
-            result = self._whole(module, args, kwargs) if joins else original(module, *args, **kwargs)
-            if self._hidden is call and handed:
-                self._hidden = self._around(call)
+            if handed and (outer := self._around(call, handed)):  # nobody sees what compiled code reads
+                self._hidden = outer
+                return self._compiled(module, *args, **kwargs)
+            self._read.clear()
+            result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
+            if (whole or self._hidden is call) and (outer := self._around(call, self._beyond(call, held))):
+                self._hidden = outer
             if self._hidden is call:
                 self._join_hidden(call, args, kwargs, result)
-            elif not whole:
+            elif not whole and self._hidden is None:
                 self._ended(call, result)
-            if module in self.tape.opaque:
+            if compiled(module):
                 with torch._C.DisableTorchFunction():
                     self._left |= self._held_by(module)
             return result
@@ -358,17 +372,33 @@ class Recorder(TorchFunctionMode):
         found = (self._tensors.number(tensor) for tensor in tensors_within(module) if tensor.requires_grad)
         return {n for n in found if n is not None}
 
-    def _around(self, call: ModuleCall) -> ModuleCall:
-        """Return the innermost call around one of a module that runs as a whole and that is handed tensors by its
-        attributes or as parameters: together they run as a whole."""
+    def _beyond(self, call: ModuleCall, held: set[int]) -> set[int]:
+        """Return the variables that a call of a module that runs as a whole has read otherwise than as arguments: from
+        attributes, which `held` some before, or from what its code refers to."""
+        read = self._read.union(*(op.reads for op in self.tape.operations[call.begin :]))
+        read = {n for n in read if n in held or n not in call.given}
+        return self._made_before(call, read) if read else read
+
+    def _made_before(self, call: ModuleCall, variables: set[int]) -> set[int]:
+        return variables.intersection(*([n for op in self.tape.operations[: call.begin] for n in op.outputs],))
+
+    def _around(self, call: ModuleCall, beyond: set[int]) -> ModuleCall | None:
+        """Return the innermost call around one of a module that runs as a whole such that the variables that it reads
+        `beyond` its arguments are made, or arguments, there: together they run as a whole. None if there are no such
+        variables, or only the model itself has them and they have no graph: then they stay."""
+        if not beyond:
+            return None
         for outer in reversed(self._open[: self._open.index(call)]):
-            if outer.name and not outer.transformed:
+            if outer.name and not outer.transformed and not self._made_before(outer, beyond).difference(outer.given):
                 self.tape.opaque.add(outer.module)
                 return outer
+        if not any(self._tensors.variables[n].needs_grad for n in beyond):
+            return None
         self._refuse(
-            f"sets an attribute or a parameter of {call.name!r}, which runs as a whole, to a tensor of the same"
-            " forward; pass it as an argument",
-            kind=UncuttableError,
+            f"lets {call.name!r}, which runs as a whole, read a tensor of the same forward from an"
+            " attribute or a variable",
+            "; pass it as an argument",
+            UncuttableError,
         )
         raise AssertionError
 

@@ -389,8 +389,7 @@ class LiveForward(OnCourse):
             self.inside = True  # what is asked here are not the model's calls
             for tensor in (*module.parameters(), *module.buffers()):
                 self.reads.note_resident(tensor)
-            within = *tensors_within(module), *module.buffers()
-            reached = [var for tensor in within if (var := self._known(tensor)) is not None]
+            reached = [var for tensor in tensors_within(module) if (var := self._known(tensor)) is not None]
             self._refill([var for var in reached if var.hollow])
             for var in reached:  # the module's code, and a replay of it, read these where they are
                 var.stays = True

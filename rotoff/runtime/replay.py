@@ -47,8 +47,8 @@ _CHANGED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictio
 
 class ModuleState:
     """What the code of `modules` finds: their modes, hooks, submodules and attributes, what these hold (containers,
-    objects, generators), and the generators of Python and NumPy. Buffers are not part of it, nor are the numbers in
-    tensors; of parameters, only tensors that ``functional_call`` puts in their places are.
+    objects, generators), and the generators of Python and NumPy. The numbers in tensors are not part of it; of
+    parameters, only tensors that ``functional_call`` puts in their places are.
 
     holds: whether tensors with a graph in attributes are held. If not, and they are gone later, a replay that reads
     them raises. None: these attributes are not part of it.
@@ -60,6 +60,7 @@ class ModuleState:
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._modes: list[_Mode] = []
         self.instead: dict[_Named, torch.Tensor] = {}  # of parameters
+        self.buffers: dict[_Named, torch.Tensor] = {}  # in whose places there may be others later
         modules = [*modules]
         sharded = any(map(shards, modules))  # whether others set tables and attributes around each run
         for module in modules:
@@ -103,6 +104,9 @@ class ModuleState:
                 table.update(content)
         for (module, name), tensor in self.instead.items():
             module._parameters[name] = tensor  # type: ignore[assignment]
+        for (module, name), buffer in self.buffers.items():
+            if module._buffers[name] is not buffer:
+                module._buffers[name] = buffer
         _switch(self._modes)
         put_other_generators(self._others)
 
@@ -199,7 +203,7 @@ class ReplayState:
         self._modes = modes
         self._changing = changing
         self._called: dict[nn.Module, None] = {}
-        self._instead: dict[_Named, None] = {}  # parameters that a replay finds other tensors in place of
+        self._instead: dict[tuple[str, nn.Module, str], None] = {}  # where a replay may find other tensors
         self._functions: set[Any] = set()  # that have not been run again yet
         self.others = False  # whether a replay changes the generators of Python and NumPy
         self._generators = generators
@@ -222,7 +226,6 @@ class ReplayState:
         """Note that code that a replay runs again is about to call a module; returns its state. buffers: whether it is
         not known which of its buffers that changes, so that all are saved."""
         state = ModuleState(every := [*outer.modules()])
-        self._instead.update(dict.fromkeys(state.instead))
         for module in every:
             self._called[module] = None
             for name, buffer in module._buffers.items():
@@ -232,6 +235,9 @@ class ReplayState:
                     self._buffers[key] = _buffer(key).clone()
                 else:
                     self._versions[key] = buffer, version_of(buffer)
+                    state.buffers[key] = buffer.detach() if buffer.requires_grad else buffer
+        self._instead.update(dict.fromkeys(("_parameters", *key) for key in state.instead))
+        self._instead.update(dict.fromkeys(("_buffers", *key) for key in state.buffers))
         return state
 
     def changed(self) -> bool:
@@ -260,7 +266,7 @@ class ReplayState:
         rng, grad_enabled = self._generators.copies(), torch.is_grad_enabled()
         buffers = {key: key[0]._buffers[key[1]] for key in self._buffers}
         called = ModuleState(self._called, holds=True) if self._called else None
-        parameters = {(module, name): module._parameters[name] for module, name in self._instead}
+        now = {(table, module, name): getattr(module, table)[name] for table, module, name in self._instead}
         modes: Sequence[_Mode] = ()
         others = other_generators() if self.others or self._functions else None
         try:
@@ -280,8 +286,9 @@ class ReplayState:
             _put_buffers(buffers)
             if called is not None:
                 called.put()
-            for (module, name), parameter in parameters.items():
-                module._parameters[name] = parameter
+            for (table, module, name), tensor in now.items():
+                if getattr(module, table)[name] is not tensor:
+                    getattr(module, table)[name] = tensor
             self._generators.put(rng)
             if others is not None and (self.others or other_generators() != others):
                 put_other_generators(others)

@@ -196,6 +196,12 @@ class Taping(LiveForward):
         begin, number = len(self.tape.calls), self._entered
         with torch._C.DisableTorchFunction():  # these calls are not the model's
             state = ModuleState(module.modules(), holds=True)
+            state.buffers = {
+                (one, name): buffer
+                for one in module.modules()
+                for name, buffer in one._buffers.items()
+                if buffer is not None and self._known(buffer) is not None  # the forward has put it there
+            }
             before = replaced((args, kwargs), _unchanging)
         self._entered += 1
         given = tensors_of((args, kwargs))

@@ -6,6 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,7 +138,83 @@ class Ensemble(nn.Module):
         return call(self.members[0], weights, (x,)).mean(0)  # type: ignore[no-any-return]
 
 
+class Film(Mapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: torch.Tensor | None = None
+        self.register_buffer("shift", torch.zeros(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.scale is None else self.scale) + self.shift
+
+
+class Conditioned(nn.Module):
+    """Sets an attribute or a buffer of a module that runs as a whole. how: which, and whether it stays there."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.film, self.condition, self.how = Film(), nn.Linear(32, 32), how
+        if "compiled" in how:
+            self.film = torch.compile(self.film, backend="eager")  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition = self.condition(x).mean(0)
+        if "functional" in self.how:
+            return torch.func.functional_call(self.film, {"shift": condition}, (x,))  # type: ignore[no-any-return]
+        film = getattr(self.film, "_orig_mod", self.film)
+        if "buffer" in self.how:
+            film.shift = condition.detach() if "detached" in self.how else condition
+        else:
+            film.scale = condition
+        x = self.film(x)
+        if "left" not in self.how:
+            film.scale, film.shift = None, torch.zeros(32)
+        return x
+
+
+class Cell(Mapped):
+    """Keeps its state, with its graph, for its next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.state = super().forward(x if self.state is None else x + self.state)
+        return self.state
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = Cell()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cell.state = None
+        for _ in range(3):
+            x = self.cell(x)
+        self.cell.state = None
+        return x
+
+
+def with_buffers(model: Model, x: torch.Tensor) -> torch.Tensor:
+    shifted = {name: buffer + 0.1 for name, buffer in model.named_buffers()}
+    return torch.func.functional_call(model, shifted, (x,))  # type: ignore[no-any-return]
+
+
+HOWS = [
+    "attribute",
+    "attribute, left",
+    "attribute, compiled",
+    "buffer",
+    "buffer, left",
+    "buffer, detached",
+    "functional",
+]
 CASES = {
+    **{how: (partial(Conditioned, how), nn.Module.__call__) for how in HOWS},
+    "a state": (Recurrent, nn.Module.__call__),
+    "functional_call with buffers": (Film, with_buffers),
     "an ensemble": (Ensemble, nn.Module.__call__),
     "hook removed, mapped": (Mapped, hook_removed),
     "hook removed, compiled": (compiled, hook_removed),
@@ -253,6 +330,26 @@ def test_one_that_begins_to_map_is_refused_until_it_is_measured_again() -> None:
         model(x)
     model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
     model(x).sum().backward()
+
+
+class Linked(nn.Sequential):
+    """Its second block reads, through a dictionary, what a hook has taken from the first one."""
+
+    def __init__(self) -> None:
+        taken: dict[str, torch.Tensor] = {}
+
+        class Reading(Mapped):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + taken.pop("result")
+
+        super().__init__(nn.Linear(8, 32), Block(Mapped()), Block(Mapped()), Block(Reading()))
+        self[1].inner.register_forward_hook(lambda _module, _args, result: taken.update(result=result))
+
+
+def test_what_it_reads_from_another_part_of_the_model_is_refused() -> None:
+    model = rotoff.Checkpointable(Linked(), cache_directory=None)
+    with pytest.raises(rotoff.MeasureError, match=r"'3.inner', which runs as a whole, read a tensor.*as an argument"):
+        model.measure(torch.zeros(64, 8))
 
 
 class Dual(Mapped):
