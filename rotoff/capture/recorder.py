@@ -340,11 +340,11 @@ class Recorder(TorchFunctionMode):
             return original(module, *args, **kwargs)
         with torch._C.DisableTorchFunction():  # these calls are not the model's
             call = self._begun(module, name, args, kwargs)
-            held = self._held_by(module)
+            if takes_fast_path(module):
+                self.tape.opaque.add(module)
+            whole = module in self.tape.opaque or one_call(module)
+            held = self._held_by(module) if whole else set()
             handed = held - self._left if compiled(module) else set()
-        if takes_fast_path(module):
-            self.tape.opaque.add(module)
-        whole = module in self.tape.opaque or one_call(module)
         try:
             if handed and (outer := self._around(call, handed)):  # nobody sees what compiled code reads
                 self._hidden = outer

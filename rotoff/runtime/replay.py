@@ -41,6 +41,7 @@ _TABLES = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+_EMPTY: dict[str, Any] = {}
 # names of the buffers that calls of a module as a whole have changed, and no measured run had
 _CHANGED: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
@@ -85,8 +86,10 @@ class ModuleState:
                     alias = parameter if holds else parameter.detach().requires_grad_(parameter.requires_grad)
                     self.instead[module, name] = alias
             if not sharded:
-                tables = [own[name] for name in _TABLES if type(own.get(name)) in (dict, OrderedDict)]
-                self._tables += [(table, dict(table)) for table in tables]
+                for name in _TABLES:
+                    table: Any = own.get(name)
+                    if type(table) in (dict, OrderedDict):
+                        self._tables.append((table, dict(table) if table else _EMPTY))
         self._others = other_generators()
 
     def put(self) -> None:
