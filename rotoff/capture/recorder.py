@@ -380,7 +380,7 @@ class Recorder(TorchFunctionMode):
         return self._made_before(call, read) if read else read
 
     def _made_before(self, call: ModuleCall, variables: set[int]) -> set[int]:
-        return variables.intersection(*([n for op in self.tape.operations[: call.begin] for n in op.outputs],))
+        return variables.intersection(n for op in self.tape.operations[: call.begin] for n in op.outputs)
 
     def _around(self, call: ModuleCall, beyond: set[int]) -> ModuleCall | None:
         """Return the innermost call around one of a module that runs as a whole such that the variables that it reads

@@ -108,7 +108,7 @@ class ModuleState:
         for (module, name), tensor in self.instead.items():
             module._parameters[name] = tensor  # type: ignore[assignment]
         for (module, name), buffer in self.buffers.items():
-            if module._buffers[name] is not buffer:
+            if _entry(module._buffers, name) is not buffer:
                 module._buffers[name] = buffer
         _switch(self._modes)
         put_other_generators(self._others)
@@ -248,7 +248,7 @@ class ReplayState:
         found = [
             (module, name)
             for (module, name), (buffer, version) in self._versions.items()
-            if version_of(buffer) != version or module._buffers.get(name) is not buffer
+            if version_of(buffer) != version or _entry(module._buffers, name) is not buffer
         ]
         for module, name in found:
             _CHANGED.setdefault(module, set()).add(name)
@@ -269,7 +269,7 @@ class ReplayState:
         rng, grad_enabled = self._generators.copies(), torch.is_grad_enabled()
         buffers = {key: key[0]._buffers[key[1]] for key in self._buffers}
         called = ModuleState(self._called, holds=True) if self._called else None
-        now = {(table, module, name): getattr(module, table)[name] for table, module, name in self._instead}
+        now = {key: _entry(getattr(key[1], key[0]), key[2]) for key in self._instead}
         modes: Sequence[_Mode] = ()
         others = other_generators() if self.others or self._functions else None
         try:
@@ -290,7 +290,7 @@ class ReplayState:
             if called is not None:
                 called.put()
             for (table, module, name), tensor in now.items():
-                if getattr(module, table)[name] is not tensor:
+                if _entry(getattr(module, table), name) is not tensor:
                     getattr(module, table)[name] = tensor
             self._generators.put(rng)
             if others is not None and (self.others or other_generators() != others):
@@ -319,6 +319,11 @@ def _has_graph(value: Any, depth: int = 4) -> bool:
     elif not isinstance(value, (list, tuple, deque)):
         return False
     return depth > 0 and any(type(one) not in FIXED and _has_graph(one, depth - 1) for one in value)
+
+
+def _entry(table: Any, name: str) -> Any:
+    """Return a module's parameter or buffer; None if it has none. The tables of scripted modules have no ``get``."""
+    return table[name] if name in table else None  # noqa: SIM401
 
 
 def _buffer(key: _Named) -> torch.Tensor:

@@ -59,6 +59,16 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.linear(x)))
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("shift", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x) + self.shift)
+
+
 class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -223,6 +233,7 @@ CASES = {
     "functional_call, compiled": (compiled, functional),
     "submodule swapped": (Mapped, submodule_swapped),
     "scripted, with batch norm": (lambda: scripted(Normed), nn.Module.__call__),
+    "scripted, with a buffer": (lambda: scripted(Shifted), with_buffers),
     "scripted, with attributes": (lambda: scripted(Counted), nn.Module.__call__),
 }
 
