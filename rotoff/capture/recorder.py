@@ -112,10 +112,10 @@ class Recorder(TorchFunctionMode):
         self._hooks: list[Any] = []  # handles of hooks that the forward registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
         self._applied: set[int] | None = None  # ids of the arguments of the custom Function that runs
+        self._reaches = False  # whether it has used modules or parameters that are not among them
         self._seeding: set[int] = set()  # numbers of the calls of modules in which ``torch.seed`` was called
         self._left: set[int] = set()  # variables that compiled modules have left in attributes of their own
-        self._read: set[int] = set()  # by calls that are not recorded, since the last call of a module that is began
-        self._reaches = False  # whether it has used modules or parameters that are not among them
+        self._read: set[int] = set()  # variables that unrecorded calls read since the last recorded module call began
 
     def begin(self, given: list[torch.Tensor]) -> None:
         self.tape.inputs = self._tensors.inputs(given)
@@ -328,7 +328,7 @@ class Recorder(TorchFunctionMode):
         return True
 
     def _note_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the variables that a call reads which is not recorded."""
+        """Note the variables that an unrecorded call reads."""
         given = (leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor))
         self._read.update(n for leaf in given if (n := self._tensors.number(leaf)) is not None)
 
@@ -374,18 +374,23 @@ class Recorder(TorchFunctionMode):
 
     def _beyond(self, call: ModuleCall, held: set[int]) -> set[int]:
         """Return the variables that a call of a module that runs as a whole has read otherwise than as arguments: from
-        attributes, which `held` some before, or from what its code refers to."""
+        attributes, or through what its code refers to. held: those in attributes when the call began."""
         read = self._read.union(*(op.reads for op in self.tape.operations[call.begin :]))
         read = {n for n in read if n in held or n not in call.given}
         return self._made_before(call, read) if read else read
 
     def _made_before(self, call: ModuleCall, variables: set[int]) -> set[int]:
+        """Return those of `variables` that were made before a call began."""
         return variables.intersection(n for op in self.tape.operations[: call.begin] for n in op.outputs)
 
     def _around(self, call: ModuleCall, beyond: set[int]) -> ModuleCall | None:
-        """Return the innermost call around one of a module that runs as a whole such that the variables that it reads
-        `beyond` its arguments are made, or arguments, there: together they run as a whole. None if there are no such
-        variables, or only the model itself has them and they have no graph: then they stay."""
+        """Return the innermost module call around `call` in which the variables that `call` reads `beyond` its
+        arguments are made or are arguments: that module runs as a whole, too. None if there are no such variables, or
+        if only the model itself makes them and they have no graph: then the runtime keeps them.
+
+        Raises:
+            UncuttableError: if only the model itself makes them, and one has a graph.
+        """
         if not beyond:
             return None
         for outer in reversed(self._open[: self._open.index(call)]):

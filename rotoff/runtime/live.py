@@ -384,7 +384,7 @@ class LiveForward(OnCourse):
             if any(self._known(parameter) is not None for parameter in module.parameters()):
                 raise ExecutionError(
                     f"{type(module).__name__}, which runs as a whole, is called by functional_call with parameters that"
-                    " this forward has made, which replays do not find; pass them as arguments of its forward"
+                    " this forward has made, which it was not when it was measured; call model.measure(*sample) again"
                 )
             self.inside = True  # what is asked here are not the model's calls
             for tensor in (*module.parameters(), *module.buffers()):

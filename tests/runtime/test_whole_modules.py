@@ -343,6 +343,31 @@ def test_one_that_begins_to_map_is_refused_until_it_is_measured_again() -> None:
     model(x).sum().backward()
 
 
+class Scaling(Conditioned):
+    """Begins to give its module parameters of its own making after it was measured."""
+
+    scales = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.scales:
+            return self.film(x)
+        made = {"linear.weight": self.film.linear.weight * 2}
+        return torch.func.functional_call(self.film, made, (x,))  # type: ignore[no-any-return]
+
+
+def test_parameters_made_in_the_forward_need_a_measurement_with_them() -> None:
+    plain = model_of(lambda: Scaling(""))
+    model, x = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None), torch.randn(64, 8)
+    model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
+    for one in (*plain.modules(), *model.modules()):
+        if isinstance(one, Scaling):
+            one.scales = True
+    with pytest.raises(rotoff.ExecutionError, match=r"functional_call.*model.measure\(\*sample\) again"):
+        model(x)
+    model.compute_sequence(model.measure(x).min_mem_limit("remat"), mode="remat")
+    assert all(map(torch.equal, trained(plain, nn.Module.__call__), trained(model, nn.Module.__call__)))
+
+
 class Linked(nn.Sequential):
     """Its second block reads, through a dictionary, what a hook has taken from the first one."""
 
