@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .tape import NOTHING
-from .undo import OF_EVERY_MODULE
+from .undo import OF_EVERY_MODULE, scripted_attributes
 from .unrepeatable import UncuttableError
 
 _TABLES = frozenset(["_parameters", "_buffers", "_modules"])  # attributes of nn.Module itself
@@ -19,7 +19,7 @@ def tensors_within(outer: nn.Module) -> Iterator[torch.Tensor]:
     """Yield the tensors that are attributes of a module and its submodules, or lie in a dict, list or tuple that is
     one; and those that are buffers, or in the places of parameters."""
     for module in outer.modules():
-        for name, value in vars(module).items():
+        for name, value in (*vars(module).items(), *scripted_attributes(module).items()):
             if name in OF_EVERY_MODULE and name not in ("_parameters", "_buffers"):
                 continue
             held = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else (value,)

@@ -87,11 +87,17 @@ def note(value: Any, before: dict[int, tuple[Any, Any]], tensors: bool = True, d
 def note_scripted(module: nn.Module, before: dict[int, tuple[Any, Any]]) -> None:
     """Note in `before` the attributes of a scripted module, which lie outside of Python; without those that have a
     graph."""
-    if isinstance(module, torch.jit.ScriptModule) and (kind := vars(module).get("_concrete_type")) is not None:
-        tables = module._parameters, module._buffers, module._modules
-        names = set(kind.get_attributes()).difference(*(table.keys() for table in tables))
-        content = {name: getattr(module, name) for name in names}
+    if content := scripted_attributes(module):
         before[id(module)] = module, {name: v for name, v in content.items() if not getattr(v, "requires_grad", False)}
+
+
+def scripted_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a scripted module that lie outside of Python; none of another module."""
+    if not isinstance(module, torch.jit.ScriptModule) or (kind := vars(module).get("_concrete_type")) is None:
+        return {}
+    tables = module._parameters, module._buffers, module._modules
+    names = set(kind.get_attributes()).difference(*(table.keys() for table in tables))
+    return {name: getattr(module, name) for name in names}
 
 
 def content_of(value: Any) -> Any:

@@ -182,6 +182,29 @@ class Conditioned(nn.Module):
         return x
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(32, 32), torch.ones(32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.linear(x)) * self.scale
+
+
+class ScriptedCondition(nn.Module):
+    """Sets an attribute of a scripted module, which lies outside of Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.condition = scripted(Scaled), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scaled.scale = self.condition(x).mean(0)
+        x = self.scaled(x)
+        self.scaled.scale = torch.ones(32)
+        return x
+
+
 class Cell(Mapped):
     """Keeps its state, with its graph, for its next call."""
 
@@ -223,6 +246,7 @@ HOWS = [
 ]
 CASES = {
     **{how: (partial(Conditioned, how), nn.Module.__call__) for how in HOWS},
+    "attribute, scripted": (ScriptedCondition, nn.Module.__call__),
     "a state": (Recurrent, nn.Module.__call__),
     "functional_call with buffers": (Film, with_buffers),
     "an ensemble": (Ensemble, nn.Module.__call__),
