@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import MeasureError
 from ..tensors.buffers import preserved
 from ..tensors.stage import Copy, StageModule
 from ..tensors.storage import copied, storage_key, version_of
@@ -27,14 +26,12 @@ from .unrepeatable import refusing
 def merge_aliases(stages: Sequence[StageModule], value: Any, device: torch.device) -> list[StageModule]:
     """Merge each stage whose output shares bytes with its input, or that changes its input, with the one before it.
 
-    A first stage that only passes the batch on is merged with the next; one that changes the batch works on a copy.
+    A first stage that only passes the batch on is merged with the next; one that changes the batch works on a copy. If
+    a later stage changes the batch, or another stage's table, all stages up to it are one.
 
     Args:
         stages: in order.
         value: the sample input, which stays unchanged; the stages run on it without gradients.
-
-    Raises:
-        MeasureError: if a later stage changes in place a part of the batch that was passed on to it.
     """
     groups = _merged(stages, value, device, False)
     return groups if groups is not None else _merged(stages, value, device, True) or []
@@ -67,10 +64,11 @@ def _merged(stages: Sequence[StageModule], value: Any, device: torch.device, tab
             elif changed and unsure:
                 return None
             elif changed & lasting:
-                raise MeasureError(
-                    f"stage {stage.name!r} changes in place a part of the model's input that earlier stages passed on;"
-                    " clone it in that stage"
-                )
+                for before in reversed(groups):
+                    stage = before.merged(stage)
+                groups, aliases, lasting = [], False, lasting - changed
+                if not changed.isdisjoint(watches):
+                    stage, lasting = replace(stage, modules=(Copy(), *stage.modules)), lasting - set(watches)
             elif not changed and len(outputs) > 1 and not tables:
                 unsure = True
             elif not changed and len(outputs) > 1:

@@ -61,12 +61,11 @@ SEEDS = (
 
 
 class _HiddenError(Exception):
-    """Raised to stop recording inside a module's call. made: what the current call has returned."""
+    """Raised to stop recording inside a module's call."""
 
-    def __init__(self, call: ModuleCall, made: tuple[Any, ...] = ()) -> None:
+    def __init__(self, call: ModuleCall) -> None:
         super().__init__()
         self.call = call
-        self.made = made
 
 
 class Recorder(TorchFunctionMode):
@@ -74,7 +73,11 @@ class Recorder(TorchFunctionMode):
 
     Args:
         named: modules that are called as a whole if what they do cannot be recorded.
-        in_step: whether the forward's side effects stay.
+        in_step: whether the forward is a training step's, which must not run twice: what cannot be recorded ends the
+            recording, and the forward goes on.
+
+    Attributes:
+        trouble: what could not be recorded. ended: whether it has ended the recording.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Recorder(TorchFunctionMode):
         self._named = frozenset(named)
         self._varying: set[nn.Module] = set()
         self._hidden: ModuleCall | None = None
+        self._now: list[Any] = []  # what the current call has returned, once it has
+        self.ended = False
         self._open: list[ModuleCall] = []  # calls of modules that are running, outermost first
         self._modules: list[ModuleCall] = []  # all calls of modules
         self._pinned: dict[int, Operation] = {}  # replacements of operations within modules, by number
@@ -121,10 +126,18 @@ class Recorder(TorchFunctionMode):
         self.tape.inputs = self._tensors.inputs(given)
 
     def end(self, result: Any) -> None:
-        """Record what the model returned."""
+        """Record what the model returned.
+
+        Raises:
+            MeasureError: if it cannot be recorded, or something before has ended the recording.
+        """
+        if self.ended and (trouble := self.trouble) is not None:
+            self.trouble = None  # which refers to this recorder
+            raise trouble
         self._note_freed()
         self.tape.attributes = self._attributes.find(self._on_tape, self._in_step)
         look_into(result)
+        self._returned("", result)
         if self.tape.attributes:
             result = result, [vars(module)[name] for module, name in self.tape.attributes]
         found, self.tape.result_spec = pytree.tree_flatten(result)
@@ -146,7 +159,6 @@ class Recorder(TorchFunctionMode):
         known = {self.tape.variables[n].storage for n in (*self.tape.inputs, *self.tape.result_variables())}
         self.tape.held = self._tensors.alive() - known
         if self._in_step:
-            self._tensors.forget()  # the graph's hooks hold this recorder
             return
         for handle in self._hooks:  # a hook that holds its own tensor would leave a cycle
             handle.remove()
@@ -154,10 +166,18 @@ class Recorder(TorchFunctionMode):
             generator.set_state(state)
         self._attributes.put_back(self.tape.attributes)
 
+    def forget(self) -> None:
+        """Let go of all tensors: the graph's hooks hold this recorder."""
+        self._tensors.forget()
+
     def saves(self, tensor: torch.Tensor) -> None:
         """Note what autograd saves, instead of keeping it."""
-        with torch._C.DisableTorchFunction():  # these calls are not the model's
-            storage = self._tensors.storage(tensor, new=True)
+        try:
+            with torch._C.DisableTorchFunction():  # these calls are not the model's
+                storage = None if self.ended else self._tensors.storage(tensor, new=True)
+        except MeasureError as error:
+            self._go_on(error)
+            return
         if storage is not None:
             self._saves.append((storage, tensor.untyped_storage().nbytes()))
 
@@ -199,19 +219,29 @@ class Recorder(TorchFunctionMode):
     ) -> Any:
         """Run `function`, by calling `run`, and record it; nested calls are not recorded."""
         function = as_collective(function)
-        self._inside = True
+        self._inside, self._now = True, []
         try:
             with Unwatched() as unwatched:
                 return self._noted(function, args, kwargs, unwatched.watched(noting_draws(function, run or function)))
         except _HiddenError as hidden:
-            self._hidden, made = hidden.call, hidden.made
+            self._hidden = hidden.call
+        except MeasureError as error:
+            self._go_on(error)
         finally:
             self._inside = False
+            made, self._now = self._now, []
         return made[0] if made else (run or function)(*args, **kwargs)
+
+    def _go_on(self, error: MeasureError) -> None:
+        """End the recording, if the forward must not run twice and a replay may repeat what it does; else raise
+        `error`."""
+        if not self._in_step or isinstance(error, UnrepeatableError):
+            raise error
+        self.trouble, self.ended = error.with_traceback(None), True
 
     def _passes(self) -> bool:
         """Whether what is called now is not looked at."""
-        return self._inside or self._hidden is not None or threading.get_ident() != self._thread
+        return self._inside or self.ended or self._hidden is not None or threading.get_ident() != self._thread
 
     def _noted(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Any, made: ModuleCall | None = None
@@ -232,6 +262,7 @@ class Recorder(TorchFunctionMode):
             self._saves.clear()
         with self.casts.seen(function, name) as casts:
             result = run(*args, **kwargs)
+        self._now = [result] if made is None else []
         self._drawn = self._generators.states()
         if name == "__set__":  # of ``data``, perhaps
             self._tensors.moved(args[0])
@@ -280,7 +311,7 @@ class Recorder(TorchFunctionMode):
         if any(tensor.is_nested for tensor in returned):
             self._refuse("makes a nested tensor, whose bytes rotoff cannot see", "; pad its rows")
         if any(map(is_functorch_wrapped_tensor, returned)):
-            self._hide(_transformed(name), result)
+            self._hide(_transformed(name))
         return returned
 
     def _hooked(self, handle: Any) -> Any:
@@ -345,12 +376,13 @@ class Recorder(TorchFunctionMode):
             whole = module in self.tape.opaque or one_call(module)
             held = self._held_by(module) if whole else set()
             handed = held - self._left if compiled(module) else set()
+        made: list[Any] = []  # what it returns
         try:
             if handed and (outer := self._around(call, handed)):  # nobody sees what compiled code reads
                 self._hidden = outer
                 return self._compiled(module, *args, **kwargs)
             self._read.clear()
-            result = self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs)
+            made.append(result := self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs))
             if (whole or self._hidden is call) and (outer := self._around(call, self._beyond(call, held))):
                 self._hidden = outer
             if self._hidden is call:
@@ -361,6 +393,9 @@ class Recorder(TorchFunctionMode):
                 with torch._C.DisableTorchFunction():
                     self._left |= self._held_by(module)
             return result
+        except MeasureError as error:
+            self._go_on(error)
+            return made[0] if made else original(module, *args, **kwargs)
         finally:
             if self._hidden is call:
                 self._hidden = None
@@ -486,8 +521,9 @@ class Recorder(TorchFunctionMode):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
+            self._now = [result]
             if self._reaches:
-                self._hide(f"uses modules or parameters inside of {name_of(function)}, an autograd.Function", result)
+                self._hide(f"uses modules or parameters inside of {name_of(function)}, an autograd.Function")
             return result
 
         try:
@@ -556,15 +592,15 @@ class Recorder(TorchFunctionMode):
         elif what:
             self._refuse(what, kind=kind)
 
-    def _hide(self, what: str, *made: Any) -> None:
+    def _hide(self, what: str) -> None:
         """Stop recording in the innermost module around that is not itself transformed; refuse `what` if there is none
-        but the model. made: what the current call has returned."""
+        but the model."""
         for call in reversed(self._open):
             if call.name and not call.transformed:
                 if call.number in self._seeding:
                     self._refuse(*SEEDS, UnrepeatableError)
                 self.tape.opaque.add(call.module)
-                raise _HiddenError(call, made)
+                raise _HiddenError(call)
         self._refuse(what, kind=UnrecordableError)
 
     def _settings(self) -> Settings:

@@ -43,11 +43,8 @@ SETTLED = 6  # recordings in a row without a new call, after which recording sto
 class InStep(Protocol):
     """The forward of a training step, which runs once and whose side effects stay."""
 
-    def watched(self, opaque: Collection[nn.Module]) -> AbstractContextManager[None]:
-        """Return the context in which its calls are made. opaque: as of `Tape`; modules are added meanwhile."""
-
-    def put_back(self) -> None:
-        """Restore the state before the step."""
+    def watched(self, recorded: Tape) -> AbstractContextManager[None]:
+        """Return the context in which its calls are made. recorded: the tape, which is written meanwhile."""
 
 
 class Call(NamedTuple):
@@ -81,11 +78,7 @@ def record(call: Call, named: Collection[nn.Module] = ()) -> Tape:
     """
     drawn = other_generators()
     if call.in_step:
-        try:
-            tape = _once(call, named)
-        except BaseException:
-            call.in_step.put_back()
-            raise
+        tape = _once(call, named)
         tape.random = _has_random_branches(tape) or drawn != other_generators()
         return _with_known(call, tape)
     with preserved((), call.device):
@@ -168,7 +161,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
         recorder.begin(given)
         try:
             with (
-                nullcontext() if call.in_step is None else call.in_step.watched(recorder.tape.opaque),
+                nullcontext() if call.in_step is None else call.in_step.watched(recorder.tape),
                 saved_hooks(recorder.saves, _never),
                 intercept_calls(recorder.called, recorder.applied),
                 Patches((torch, "seed", recorder.seeding)),
@@ -183,11 +176,15 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
             if recorder.trouble is not None:
                 raise recorder.trouble from error
             raise
-        recorder.end(result)
-        graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        del result
-        recorder.finish()
-        del graph
+        try:
+            recorder.end(result)
+            graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            del result
+            recorder.finish()
+            del graph
+        finally:
+            if call.in_step:
+                recorder.forget()
     return recorder.tape
 
 

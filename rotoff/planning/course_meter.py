@@ -229,11 +229,7 @@ class CourseMeter:
         try:
             taped.let_go(captured.tape)
         except UntapedError as error:
-            logger.warning(
-                "rotoff: the forward runs once more to measure this step, since %s; what it changes outside of the"
-                " model (globals, iterators, files) it changes twice in this step",
-                error,
-            )
+            logger.warning("rotoff: the forward runs once more to measure this step, since %s", error)
             taped.put_back()
             with undone(self.model):
                 return self.captured(replace(wanted, taped=None))

@@ -63,9 +63,10 @@ class Specializations(MeasuredCourses):
             value = tree_map(lambda leaf: leaf, given)  # the forward may change the caller's lists and dictionaries
             try:
                 yield taped
-            except MeasureError:
-                taped.put_back()
-                taped = None
+            except MeasureError as error:
+                if isinstance(error, UnrepeatableError) or not taped.is_kept():
+                    taped.put_back()
+                    taped = None
                 raise
 
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:

@@ -71,7 +71,7 @@ class StepRunner:
         if taped is None:
             return self._run(specialization, value, partial(specialization.captured.own, plain, value))
         try:
-            taped.rewind()
+            taped.rewind(specialization.captured.tape)
             result = self._run(specialization, value, taped.again)
             taped.exchange()
         except BaseException:

@@ -184,7 +184,12 @@ class StageRun:
             if live.dead:
                 self._dead += 1
                 return Dead(self._dead - 1)
-            n, key, kind = len(saved), tensor.untyped_storage()._cdata, None
+            n, kind = len(saved), None
+            try:
+                key = tensor.untyped_storage()._cdata
+            except NotImplementedError:  # a sparse tensor
+                saved.append(None)
+                return _resident((tensor.detach(), tensor._version))
             place = places.get(key)
             if live.as_measured:
                 kind = staying_kinds.get(n)

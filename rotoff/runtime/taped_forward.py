@@ -7,6 +7,7 @@ then measured and planned, and the planned step runs the tape instead of the mod
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +28,8 @@ from .call_interception import as_call_of, following
 from .replay import ModuleState, ReplayState
 from .stage_tape import Call, StageTape
 from .taping import Span, Taping
+
+logger = logging.getLogger("rotoff")
 
 CURE = "; measure the model before training, by model.measure(*sample)"
 
@@ -115,13 +118,15 @@ class TapedForward:
     Use it in a training step that has no plan: run the model's own code while it is `watched`; `let_go` releases its
     graph; and `again` makes the same calls in the graph of the planned step.
 
-    value: the input. result: what the model's own code returned. usable: whether the tape is complete.
+    value: the input. usable: whether the tape is complete.
     """
 
     def __init__(self, model: nn.Module, value: Any, device: torch.device) -> None:
         self.usable = False
         self.value = value
         self.result: Any = None
+        self._recorded = Tape()
+        self._ended = False  # whether the model's own code has run to its end
         self._before = BeforeStep(model, device)
         self._device = device
         self._given = flatten(value)[0]
@@ -140,17 +145,27 @@ class TapedForward:
         self._before.put_back()
 
     @contextmanager
-    def watched(self, opaque: Collection[nn.Module]) -> Iterator[None]:
-        """Record the calls of the model's own forward on a new tape. opaque: modules that are found meanwhile to be
-        called as a whole."""
+    def watched(self, recorded: Tape) -> Iterator[None]:
+        """Record the calls of the model's own forward on a new tape. recorded: what is recorded of them meanwhile."""
+        self._recorded = recorded
         generators = Generators(self._device)
         self._replay = ReplayState(generators)
         self._tape = _WholeTape("of the whole model")
-        self._live = Taping(self._replay, generators, self._given, self._tape, opaque)
+        self._live = Taping(self._replay, generators, self._given, self._tape, recorded.opaque)
         if torch._C._is_any_autocast_enabled():
             self._live.autocast_before = autocast_now()
         with following(self._live), self._live.regions():
             yield
+        self._ended = True
+
+    def is_kept(self) -> bool:
+        """Release the graph of the forward, whose recording has failed; returns whether it is `usable`."""
+        if self._ended and not self.usable:
+            try:
+                self.let_go(self._recorded)
+            except UntapedError as error:
+                logger.warning("rotoff: the forward of this step runs once more, since %s", error)
+        return self.usable
 
     def let_go(self, recorded: Tape) -> None:
         """Release the graph of the forward that was run.
@@ -168,8 +183,10 @@ class TapedForward:
             why = "it changes in place an input that needs a gradient"
         if any(generator.device.type != "cpu" for generator, _ in recorded.generators):
             why = "it draws from a generator of its own on the device"
+        if not live.within_functions.issubset(one for module in live.opaque for one in module.modules()):
+            why = "a custom Function uses modules"
         if why:
-            raise UntapedError(why)
+            raise UntapedError(f"{why}; what it changes outside of the model (globals, iterators, files) changes twice")
         self.usable, self._opaque = True, live.opaque
         self._after = [ModuleState(module.modules(), holds=None) for module in live.opaque]
         self._attributes = attributes = recorded.attributes
@@ -188,13 +205,14 @@ class TapedForward:
             gc.collect()
         self._stashed = live.left()
         tape.calls = [_as_called(call) for call in tape.calls]
-        tape.whole = {op.function for op in recorded.operations if isinstance(op.function, nn.Module)}
         tape.spans = sorted(live.spans, key=lambda span: span.number)
         live.forget()
         self._live = None
 
-    def rewind(self) -> None:
-        """Restore the modules that are recorded as one call, before the step that calls them again."""
+    def rewind(self, planned: Tape) -> None:
+        """Restore the modules that are recorded as one call, before the step that calls them again. planned: what the
+        step is expected to do."""
+        self._tape.whole = {op.function for op in planned.operations if isinstance(op.function, nn.Module)}
         self._before.put_back_of(self._opaque)
 
     def again(self) -> Any:

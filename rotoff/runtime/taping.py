@@ -115,6 +115,7 @@ class Taping(LiveForward):
     """Records one forward on one tape, and which calls each module made.
 
     untaped: why the tape is incomplete; "" if it is complete. opaque: modules each of whose calls is recorded as one.
+    within_functions: modules that custom Functions call.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Taping(LiveForward):
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""
         self.opaque: set[nn.Module] = set()
+        self.within_functions: set[nn.Module] = set()
         self._found = found  # modules that the recorder, which sees the same calls, has found to be opaque
         self._entered = 0  # number of calls of modules so far
         self._around: list[_Around] = []
@@ -242,7 +244,8 @@ class Taping(LiveForward):
         return super()._run_code(function, known, args, kwargs, expected)
 
     def reached(self, module: nn.Module) -> None:
-        """The recorder, too, sees that a custom Function calls a module, and the module around becomes opaque."""
+        """Note a module that a custom Function calls. The recorder sees it, too: the module around becomes opaque."""
+        self.within_functions.add(module)
 
     def _is_whole(self, module: nn.Module) -> bool:
         return self._is_opaque(module)
