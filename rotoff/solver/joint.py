@@ -106,9 +106,9 @@ def fill(table: Costs) -> Joint:
         for d in range(min(table.reach, L - 1)):
             cuts = [1 + (L - 1 - d) * part // THREADS for part in range(1 + THREADS)]
             _finish([pool.submit(kernel.fill_backward, d, low, high) for low, high in pairwise(cuts)])
-        for work, stages in ((kernel.mark_forward, range(1, L)), (kernel.fill_forward, range(L, 0, -1))):
+        for mark, stages in ((True, range(1, L)), (False, range(L, 0, -1))):
             for i in stages:
-                _finish([pool.submit(work, i, part, THREADS) for part in range(THREADS)])
+                _finish([pool.submit(kernel.fill_forward, i, part, THREADS, mark) for part in range(THREADS)])
     return kernel
 
 
