@@ -7,6 +7,7 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -217,16 +218,7 @@ def _joint_minimum(chain: Chain, updates: str) -> int:
     high = _offload_minimum(chain, updates)
     if not chain.parameters:
         high = min(high, _remat_minimum(chain))
-    low = 0  # infeasible, and high is feasible: the smallest feasible limit lies in (low, high]
-    if host_plan(chain, 0, updates) is not None:
-        return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if host_plan(chain, middle, updates) is None:
-            low = middle
-        else:
-            high = middle
-    return high
+    return bisect_left(range(high), True, key=lambda limit: host_plan(chain, limit, updates) is not None)
 
 
 def largest_operation(chain: Chain) -> tuple[str, int, int]:

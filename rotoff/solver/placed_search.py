@@ -34,7 +34,7 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
-from .plan_codes import MOVE, empty, keep_all, narrowed
+from .plan_codes import MOVE, empty, in_columns, keep_all
 from .pool import THREADS, Pool
 
 # (and, or) of the codes, and of the masks and flags of the groups.
@@ -152,7 +152,7 @@ def _starts(step: Step) -> list[np.ndarray]:
     other numbers of groups, as long as that is better.
     """
     chain, kernel = step.chain, placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
-    activations = [narrowed(codes, VISITS) for codes in _activations(step)]
+    activations = [in_columns(codes, VISITS) for codes in _activations(step)]
 
     def score(codes: np.ndarray, genes: np.ndarray) -> tuple[bool, float]:
         makespan, over, host_over, _ = kernel.judge(joined(codes, genes))

@@ -60,11 +60,11 @@ def rows(L: int, reach: int) -> np.ndarray:
     return np.concatenate([[0, 0], np.cumsum(counts)]).astype(np.int64) - np.arange(L + 2)
 
 
-def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Remat:
+def fill(chain: Chain, slots: Slots, reach: int) -> Remat:
     """The tables at the given slots, with segments of up to `reach` stages; two threads share those of one length."""
     c, L = arrays(chain), len(chain)
     reach = max(1, min(reach, L - 1))
-    kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
+    kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(BARE, reach))
     with ThreadPoolExecutor(2) as pool:
         for d in range(min(reach, L - 1)):
             count = L - 1 - d
@@ -101,25 +101,23 @@ class Tables:
     chain: Chain
     slots: Slots
     kernel: Remat
-    reach: int
 
     def plan(self, m: int) -> tuple[float, np.ndarray | None]:
         """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
         L = len(self.chain)
         cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
-        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(
-            cost
-        ) else None
+        if not math.isfinite(cost):
+            return cost, None
+        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m))
 
 
-def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
+def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up") -> Tables:
     """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0.
 
-    reach: most stages that are recomputed from one input. bare: most stages that are recomputed to get the input of an
-    ā that was kept without it.
+    reach: most stages that are recomputed from one input.
     """
     slots = discretize(arrays(chain), mem_limit, N, rounding)
-    return Tables(chain, slots, fill(chain, slots, reach, bare), reach)
+    return Tables(chain, slots, fill(chain, slots, reach))
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
