@@ -458,7 +458,7 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
 
 
 cdef class Joint:
-    """The tables of one chain at one discretization; `rotoff.solver.joint.Costs` has the arrays under these names."""
+    """The tables of one chain at one discretization; `rotoff.solver.joint.costs` makes the arrays, by name."""
 
     cdef Costs c
     cdef list keep

@@ -32,12 +32,9 @@ QUICK_REACH = 32
 MOST_DRAINED = 1e12
 
 
-class Costs(SimpleNamespace):
-    """Input of the kernel, with the names and units of `rotoff/_dp.pyx`."""
-
-
-def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Costs:
-    """The chain in slots at a limit of `mem_limit` bytes, with recomputed segments of up to `reach` stages."""
+def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> SimpleNamespace:
+    """The chain in slots at a limit of `mem_limit` bytes, with recomputed segments of up to `reach` stages; names and
+    units are those of `rotoff/_dp.pyx`."""
     c, L = arrays(chain), len(chain)
     slots = discretize(c, mem_limit, N, rounding)
     N = slots.N
@@ -60,7 +57,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
     held = need.held
     clock_B = clock(c.u_B[:, 0], beta_B)
     by_form = np.diff(clock_B, prepend=0)[:, None] + np.floor(beta_B * (c.u_B - c.u_B[:, :1]) + 0.5).astype(np.int64)
-    return Costs(
+    return SimpleNamespace(
         L=L,
         N=N,
         reach=reach,
@@ -93,7 +90,7 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
     )
 
 
-def fill(table: Costs) -> Joint:
+def fill(table: SimpleNamespace) -> Joint:
     """Fill both tables in two threads; OC only at the states that its answer can reach. Python runs between rows, so
     that Ctrl-C works."""
     L, N, X = table.L, table.N, table.K + 1
@@ -144,7 +141,7 @@ def solve_slots(
     return cost, from_forwards(chain, _forwards(table, kernel)) if math.isfinite(cost) else None
 
 
-def _forwards(t: Costs, kernel: Joint) -> list[tuple[int, int]]:
+def _forwards(t: SimpleNamespace, kernel: Joint) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ

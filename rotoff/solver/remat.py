@@ -221,14 +221,14 @@ def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.n
     if W[1] > m:
         return None
     while i <= L:
-        choice = _first_fit(c, need, i, L, m, P, W[1:], 0, i == L)
+        choice = _first_fit(c, need, i, L, m, P, W[1:], 0)
         i, m = _run(c, choice, i, m, done, waiting)
     while waiting:
         what, i, j, m = waiting.pop()
         if what == "sweep":
             done += segment_codes("ck", i, j)
             continue
-        choice = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]), i == j)
+        choice = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]))
         next_i, next_m = _run(c, choice, i, m, done, waiting)
         if next_i <= j:
             waiting.append(("segment", next_i, j, next_m))
@@ -259,14 +259,14 @@ def _run(
 
 
 def _first_fit(
-    c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int, alone: bool
+    c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int
 ) -> tuple[str, int, int]:
     """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: least bytes of stages k+1..j.
 
     ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k, and make its input again later.
     """
     for x in range(int(c.n_forms[i])):
-        if max(held + need.all[i, x], need.b[i, x]) <= m and (alone or c.saved[i, x] + rest[i] <= m):
+        if max(held + need.all[i, x], need.b[i, x]) <= m and (i == j or c.saved[i, x] + rest[i] <= m):
             return "all", i, x
     for k in range(j - 1, i - 1, -1):
         if held + need.ck[i, k] <= m and c.out[k] + rest[k] <= m and P[i, k] <= m:

@@ -44,12 +44,9 @@ SLOTS = 50
 TABLE_BYTES = 8 << 30
 
 
-class Costs(SimpleNamespace):
-    """Input of the kernel, with the names and units of `solver/kernels/pofo.pyx`."""
-
-
-def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
-    """The chain in slots of ``mem_limit / N`` bytes, each size rounded up."""
+def costs(chain: Chain, mem_limit: int, N: int) -> SimpleNamespace:
+    """The chain in slots of ``mem_limit / N`` bytes, each size rounded up; names and units are those of
+    `solver/kernels/pofo.pyx`."""
     c, L = arrays(chain), len(chain)
 
     def up(sizes: np.ndarray) -> np.ndarray:
@@ -70,7 +67,7 @@ def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
         rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
         early[i, q] = np.maximum.accumulate(step[i, q] - beta * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, q] = np.maximum.accumulate(step[i, q] + beta * U[q]) - beta * U[q]
-    return Costs(
+    return SimpleNamespace(
         L=L,
         N=N,
         beta=beta,
@@ -91,7 +88,7 @@ def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
     )
 
 
-def fill(table: Costs) -> Kernel:
+def fill(table: SimpleNamespace) -> Kernel:
     """Fill both tables, stage by stage from the last; Python runs between stages, so that Ctrl-C works."""
     L, N = table.L, table.N
     C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
@@ -104,12 +101,12 @@ def fill(table: Costs) -> Kernel:
     return kernel
 
 
-def predicted(table: Costs, kernel: Kernel) -> float:
+def predicted(table: SimpleNamespace, kernel: Kernel) -> float:
     """Seconds of OC_0(1, 0, 0, 0), the program's own prediction; infinite if nothing fits its slots."""
     return kernel.forward(1, 0, 0, 0, 0)[0]
 
 
-def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
+def _forwards(t: SimpleNamespace, kernel: Kernel) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
@@ -188,7 +185,7 @@ def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
     return high
 
 
-def _operations_fit(t: Costs) -> bool:
+def _operations_fit(t: SimpleNamespace) -> bool:
     """Whether every operation can fit with nothing in transit: the recurrences with peaks in place of times."""
     L, N = t.L, t.N
     P = np.zeros((L + 2, L + 1), dtype=np.int64)  # slots that C_A(i, j) needs beyond A
