@@ -77,7 +77,6 @@ class ChargedStage:
 
     @property
     def _machine_bytes(self) -> int:
-        assert self.costs.backward_transient_bytes is not None
         return self.made.nbytes + self.costs.backward_transient_bytes
 
     @property
