@@ -367,7 +367,7 @@ def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
         return least
     seconds, size = least, float(min(limit, 4 * MOST_BYTES))  # more than any sequence holds
     needs_F, needs_B = _needs_alone(chain)
-    room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
+    room = 1 - np.concatenate([needs_F, needs_B[::-1]]) / size
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
     # Cap the time of a copy over a very slow link: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))

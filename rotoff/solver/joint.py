@@ -54,7 +54,6 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Si
         # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
         early[i, i:L] = np.maximum.accumulate(own[i, i:L] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, i:L] = np.maximum.accumulate(own[i, i:L] + beta_B * U[i:L]) - beta_B * U[i:L]
-    held = need.held
     clock_B = clock(c.u_B[:, 0], beta_B)
     by_form = np.diff(clock_B, prepend=0)[:, None] + np.floor(beta_B * (c.u_B - c.u_B[:, :1]) + 0.5).astype(np.int64)
     return SimpleNamespace(
@@ -73,19 +72,19 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Si
         out=slots.out,
         saved=slots.saved,
         clock_F=clock(c.u_F, beta_F),
-        clock_B=np.ascontiguousarray(np.clip(by_form, 0, 1 << 30).astype(np.int32)),
+        clock_B=np.clip(by_form, 0, 1 << 30),
         clock=clock(c.u_F + c.u_B[:, 0], beta_B),
         need_all=needed(need.all, slots),
         need_B=needed(need.b, slots),
         need_ck=needed(need.ck, slots),
         need_rest=needed(rest, slots),
-        bytes_held=np.ascontiguousarray(held, dtype=np.int64),
-        bytes_all=np.ascontiguousarray(need.all, dtype=np.int64),
-        bytes_ck=np.ascontiguousarray(need.ck, dtype=np.int64),
+        bytes_held=need.held,
+        bytes_all=need.all,
+        bytes_ck=need.ck,
         room=room,
         late=late,
         early=early,
-        held=held * (N / room),
+        held=need.held * (N / room),
         row=remat.rows(L, reach),
     )
 

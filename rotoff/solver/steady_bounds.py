@@ -259,7 +259,7 @@ def problem(
     dual = Dual(
         chain.duplex,
         *rates,
-        np.ascontiguousarray(room),
+        room,
         work / seconds,
         c.u_again / seconds,
         c.saved / size,
@@ -268,7 +268,7 @@ def problem(
         c.n_forms,
         c.apart(limit, needs[0] + read[1:], needs[1] + trained[1:]),
         sizes / size,
-        np.ascontiguousarray(times / seconds),
+        times / seconds,
         np.cumsum([len(at) for at in cuts]).astype(np.int32),
         np.concatenate(cuts).astype(np.int32),
         np.array([2 * L - max(s.stages) for s in groups], np.int32),
