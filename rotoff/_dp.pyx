@@ -395,7 +395,6 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
     """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it reads."""
     cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size, idle_F, idle_B, A1, F1, B1, drain, back
     cdef double cost, rest, segment, wait
-    cdef bint stays
     size = 0
     if i > 1:
         size = c.out[i - 1] if x == 0 else c.saved[(i - 1) * c.K + x - 1]
@@ -431,7 +430,6 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
     if A + size + A_B > N:
         return
     for j in range(i, c.L if c.L < i + c.reach else i + c.reach):
-        stays = c.need_ck[i * L1 + j] + A + size <= N
         if c.need_ck[i * L1 + i] + A + size > N or c.need_rest[i * L1 + j] + A > N:
             break
         segment = _C(c, i, j)[(A + size) * M + A_B]
@@ -443,7 +441,9 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
             continue
         drain = c.clock_F[j] - c.clock_F[i - 1] + _nearest(wait)
         back = _left(A_B, _drained(c, i, j, segment))
-        for v in range(0 if stays else 1, 2 if i > 1 else 1):
+        for v in range(2 if i > 1 else 1):
+            if not v and c.need_ck[i * L1 + j] + A + size > N:
+                continue
             A1 = A if v else A + size
             F1 = _left(A_F + (size if v else 0), drain)
             B1 = back + (size if v else 0)
