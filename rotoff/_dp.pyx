@@ -296,7 +296,8 @@ cdef struct Costs:
 
 cdef struct Choice:
     double cost
-    int32_t form, cut, moved, A, A_F, A_B   # form ≥ 0: F_all; else F_ck i, F_∅ up to `cut`
+    int32_t form, cut, moved     # form ≥ 0: F_all; else F_ck i, F_∅ up to `cut`
+    int32_t A, A_F, A_B          # of the state that comes next; A_B is Δ in C_A
 
 
 cdef inline double *_C(Costs *c, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
@@ -305,6 +306,13 @@ cdef inline double *_C(Costs *c, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
 
 cdef inline double *_O(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
     return c.O + (i * (c.K + 1) + x) * (c.N + 1) * (c.N + 1) * (c.N + 1)
+
+
+cdef inline Py_ssize_t _input(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
+    """Slots of I_i^x; 0 for a_0, which is charged separately."""
+    if i == 1:
+        return 0
+    return c.out[i - 1] if x == 0 else c.saved[(i - 1) * c.K + x - 1]
 
 
 cdef inline Py_ssize_t _nearest(double x) noexcept nogil:
@@ -343,9 +351,9 @@ cdef void _backward_needs(Costs *c, Py_ssize_t i, Py_ssize_t j, int32_t *need) n
 cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, const int32_t *needs,
                           Choice *best) noexcept nogil:
     """C_A(i, j, A, Δ = D), B.3."""
-    cdef Py_ssize_t L1 = c.L + 1, N = c.N, k, w, D1, D2, D3, idle
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, k, w, D1 = 0, D2, D3, idle
     cdef double cost, c1, c2, need, other
-    best.cost, best.form, best.cut = INFINITY, -1, -1
+    best[0] = Choice(INFINITY, -1, -1, 0, 0, 0, 0)
     for k in range(c.n_forms[i]):
         w = i * c.K + k
         need = needs[L1 + k]
@@ -368,7 +376,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
             D2 = _left(D1, _drained(c, i + 1, j, c1))
             cost = c.U[i] - c.U[i - 1] + c1 + c.u_B[w] + (idle + _excess(need + A + D2 - N)) / c.beta_B
         if cost < best.cost:
-            best.cost, best.form = cost, <int32_t>k
+            best[0] = Choice(cost, <int32_t>k, -1, 0, <int32_t>(A + c.saved[w]), 0, <int32_t>D1)
     for k in range(i, j):
         if needs[k] + A > N:
             break  # longer sweeps need no less
@@ -387,17 +395,14 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
         D3 = _left(D2, _drained(c, k + 1, j, c2))
         cost += _excess(c.held[j] + c.late[i * L1 + k] + A + D3 - N) / c.beta_B
         if cost < best.cost:
-            best.cost, best.form, best.cut = cost, -1, <int32_t>k
+            best[0] = Choice(cost, -1, <int32_t>k, 0, <int32_t>(A + c.out[k]), 0, <int32_t>D2)
 
 
 cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B,
                          bint mark, Choice *best) noexcept nogil:
     """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it reads."""
-    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size, idle_F, idle_B, A1, F1, B1, drain, back
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size = _input(c, i, x), idle_F, idle_B, A1, F1, B1, drain, back
     cdef double cost, rest, segment, wait
-    size = 0
-    if i > 1:
-        size = c.out[i - 1] if x == 0 else c.saved[(i - 1) * c.K + x - 1]
     best[0] = Choice(INFINITY, -1, -1, 0, 0, 0, 0)
     if A + size > N:
         return
@@ -535,24 +540,16 @@ cdef class Joint:
                     A += parts
 
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
-        """(cost, form or -1, cut) of C_A(i, j, A, Δ)."""
+        """(cost, form or -1, cut, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
         cdef Choice best
         cdef int32_t[::1] needs = np.zeros(self.c.L + 1 + self.c.K, dtype=np.int32)
         _backward_needs(&self.c, i, j, &needs[0])
         _backward_state(&self.c, i, j, A, D, &needs[0], &best)
-        return best.cost, best.form, best.cut
+        return best.cost, best.form, best.cut, best.A, best.A_B
 
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
-        """(cost, form or -1, cut, whether the input moves, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
+        """(cost, form or -1, cut, whether the input moves, A with the input, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
         cdef Choice best
         _forward_state(&self.c, i, x, A, A_F, A_B, False, &best)
-        return best.cost, best.form, best.cut, bool(best.moved), best.A, best.A_F, best.A_B
-
-    def after_segment(self, Py_ssize_t i, Py_ssize_t j, double seconds, Py_ssize_t D):
-        """Δ once segment i..j has run for `seconds`."""
-        return _left(D, _drained(&self.c, i, j, seconds))
-
-    def after_backward(self, Py_ssize_t i, Py_ssize_t k, Py_ssize_t A, Py_ssize_t D):
-        """Δ once B i has run (going back in time)."""
-        cdef Py_ssize_t idle = self.c.need_B[i * self.c.K + k] + A + D - self.c.N
-        return _left(D, self.c.clock_B[i * self.c.K + k] + (idle if idle > 0 else 0))
+        kept = A + _input(&self.c, i, x)
+        return best.cost, best.form, best.cut, bool(best.moved), kept, best.A, best.A_F, best.A_B

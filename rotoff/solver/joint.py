@@ -21,6 +21,7 @@ from ..core.sizes import format_bytes
 from ..errors import OptionError
 from . import remat
 from .arrays import arrays
+from .kernels.pofo import Kernel
 from .plan_codes import MOVE, from_forwards
 from .pool import THREADS
 from .slots import ROUNDINGS, clock, discretize, needed
@@ -137,16 +138,16 @@ def solve_slots(
     table = costs(chain, mem_limit, N, rounding, max(1, min(reach or len(chain), len(chain) - 1)))
     kernel = fill(table)
     cost = kernel.forward(1, 0, 0, 0, 0)[0]
-    return cost, from_forwards(chain, _forwards(table, kernel)) if math.isfinite(cost) else None
+    return cost, from_forwards(chain, forwards(len(chain), kernel)) if math.isfinite(cost) else None
 
 
-def _forwards(t: SimpleNamespace, kernel: Joint) -> list[tuple[int, int]]:
+def forwards(L: int, kernel: Joint | Kernel) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
     i, x, A, A_F, A_B = 1, 0, 0, 0, 0
-    while i <= t.L:
-        _, form, cut, moved, A1, F1, B1 = kernel.forward(i, x, A, A_F, A_B)
+    while i <= L:
+        _, form, cut, moved, kept, *after = kernel.forward(i, x, A, A_F, A_B)
         if moved:
             stage, code = done[-1]
             done[-1] = (stage, code | MOVE)
@@ -154,23 +155,20 @@ def _forwards(t: SimpleNamespace, kernel: Joint) -> list[tuple[int, int]]:
             done += remat.segment_codes("all", i, form)
             i, x = i + 1, 1 + form
         else:
-            size = 0 if i == 1 else int(t.out[i - 1] if x == 0 else t.saved[i - 1, x - 1])
-            waiting.append((i, cut, A + size, A_B))
+            waiting.append((i, cut, kept, A_B))
             done += remat.segment_codes("ck", i, cut)
             i, x = cut + 1, 0
-        A, A_F, A_B = A1, F1, B1
+        A, A_F, A_B = after
     while waiting:
         i, j, A, D = waiting.pop()
-        _, form, cut = kernel.backward(i, j, A, D)
+        _, form, cut, A1, D1 = kernel.backward(i, j, A, D)
         if form >= 0:
             done += remat.segment_codes("all", i, form)
             if i < j:
-                waiting.append((i + 1, j, A + int(t.saved[i, form]), kernel.after_backward(i, form, A, D)))
+                waiting.append((i + 1, j, A1, D1))
         else:
             done += remat.segment_codes("ck", i, cut)
-            after = kernel.after_segment(i, cut, kernel.backward(i, cut, A, D)[0], D)
-            waiting.append((i, cut, A, D))
-            waiting.append((cut + 1, j, A + int(t.out[cut]), after))
+            waiting += [(i, cut, A, D), (cut + 1, j, A1, D1)]
     return done
 
 

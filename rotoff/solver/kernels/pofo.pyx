@@ -196,13 +196,15 @@ cdef class Kernel:
                             self.c.O[(((i * 2 + x) * (N + 1) + A) * (N + 1) + F) * (N + 1) + B] = best.cost
 
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
-        """(cost, cut or 0, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
+        """(cost, 0 for F_all or -1, cut, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
         cdef Choice best
         _backward(&self.c, i, j, A, D, &best)
-        return best.cost, best.cut, best.A, best.D
+        return best.cost, 0 if best.cut == 0 else -1, best.cut, best.A, best.D
 
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
-        """(cost, cut or 0, whether the input moves, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
+        """(cost, 0 for F_all or -1, cut, whether the input moves, A with the input, A', A_F', A_B') of OC_x(i, A, A_F,
+        A_B)."""
         cdef Choice best
         _forward(&self.c, i, x, A, A_F, A_B, &best)
-        return best.cost, best.cut, bool(best.moved), best.A, best.A_F, best.A_B
+        kept = A + (self.c.saved[i - 1] if x else self.c.out[i - 1])
+        return best.cost, 0 if best.cut == 0 else -1, best.cut, bool(best.moved), kept, best.A, best.A_F, best.A_B

@@ -33,9 +33,9 @@ from ...core.simulator import simulate
 from ...core.sizes import format_bytes
 from ...errors import OptionError
 from ..arrays import arrays
+from ..joint import forwards
 from ..kernels.pofo import Kernel
-from ..plan_codes import MOVE, evaluator, from_forwards, to_ops
-from ..remat import segment_codes
+from ..plan_codes import evaluator, from_forwards, to_ops
 from ..slots import parse_slots
 from .choose import largest_size, too_few_slots
 from .refusal import refusal
@@ -106,37 +106,6 @@ def predicted(table: SimpleNamespace, kernel: Kernel) -> float:
     return kernel.forward(1, 0, 0, 0, 0)[0]
 
 
-def _forwards(t: SimpleNamespace, kernel: Kernel) -> list[tuple[int, int]]:
-    """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
-    done: list[tuple[int, int]] = []
-    waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
-    i, x, A, A_F, A_B = 1, 0, 0, 0, 0
-    while i <= t.L:
-        _, cut, moved, *after = kernel.forward(i, x, A, A_F, A_B)
-        if moved:
-            stage, code = done[-1]
-            done[-1] = (stage, code | MOVE)
-        if cut == 0:
-            done += segment_codes("all", i, 0)
-            i, x = i + 1, 1
-        else:
-            waiting.append((i, cut, A + int(t.saved[i - 1] if x else t.out[i - 1]), A_B))
-            done += segment_codes("ck", i, cut)
-            i, x = cut + 1, 0
-        A, A_F, A_B = after
-    while waiting:
-        i, j, A, D = waiting.pop()
-        _, cut, A1, D1 = kernel.backward(i, j, A, D)
-        if cut == 0:
-            done += segment_codes("all", i, 0)
-            if i < j:
-                waiting.append((i + 1, j, A1, D1))
-        else:
-            done += segment_codes("ck", i, cut)
-            waiting += [(i, cut, A, D), (cut + 1, j, A1, D1)]
-    return done
-
-
 def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     """The published program's optimum at `slots` slots, as operations.
 
@@ -157,7 +126,7 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     seconds = predicted(table, kernel)
     ops: tuple[Op, ...] | None = None
     if math.isfinite(seconds):
-        ops = _decoded(chain, mem_limit, from_forwards(chain, _forwards(table, kernel)))
+        ops = _decoded(chain, mem_limit, from_forwards(chain, forwards(L, kernel)))
     if ops is None:
         raise refusal("pofo", mem_limit, least_limit(chain, mem_limit, slots), slots)
     return Sequence(ops, meta={"source": f"pofo, {slots} slots", "predicted_time": seconds})
