@@ -401,7 +401,8 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
 cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B,
                          bint mark, Choice *best) noexcept nogil:
     """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it reads."""
-    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size = _input(c, i, x), idle_F, idle_B, A1, F1, B1, drain, back
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, size = _input(c, i, x), k, w, v, j, idle_F, idle_B, A1, F1, B1
+    cdef Py_ssize_t drain, back
     cdef double cost, rest, segment, wait
     best[0] = Choice(INFINITY, -1, -1, 0, 0, 0, 0)
     if A + size > N:
@@ -548,7 +549,8 @@ cdef class Joint:
         return best.cost, best.form, best.cut, best.A, best.A_B
 
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
-        """(cost, form or -1, cut, whether the input moves, A with the input, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
+        """(cost, form or -1, cut, whether the input moves, A with the input, A', A_F', A_B') of OC_x(i, A, A_F, A_B).
+        """
         cdef Choice best
         _forward_state(&self.c, i, x, A, A_F, A_B, False, &best)
         kept = A + _input(&self.c, i, x)

@@ -130,8 +130,7 @@ class Meter(ByteMeter):
                     backward(edges, ones(outputs), run.targets(leaves, edges))
                 del edges
             del outputs, leaves
-            run = replace(run, collective=run.collective or seen.any)
-            self._require_one_plan(run)
+            run = self._require_one_plan(replace(run, collective=run.collective or seen.any))
             if self.context.device.type == "cuda" and not run.collective:
                 self._replay(run)
             measured, outputs = self._costs(run, changes, alike)
@@ -187,13 +186,14 @@ class Meter(ByteMeter):
                 self._by_kind[measured.kind] = like
         return bare.with_times_of(like), output
 
-    def _require_one_plan(self, run: Run) -> None:
-        """Refuse `run` if processes with plans of their own would wait for each other in it."""
+    def _require_one_plan(self, run: Run) -> Run:
+        """Return `run`; refuse it if processes with plans of their own would wait for each other."""
         if run.collective and self._alone and several_processes():
             raise MeasureError(
                 f"stage {run.stage.name!r} communicates with other processes, which would wait for each other if each"
                 " had a plan of its own; give Checkpointable process_group=True, so that all follow one plan"
             )
+        return run
 
     def _replay(self, run: Run) -> None:
         """Run the forward as a replay does, on autograd's thread. cuDNN's choices of algorithms and cuBLAS's workspaces
