@@ -32,6 +32,7 @@ from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
 from ...core.sizes import format_bytes
 from ...errors import OptionError
+from .. import remat
 from ..arrays import arrays
 from ..joint import forwards
 from ..kernels.pofo import Kernel
@@ -84,7 +85,7 @@ def costs(chain: Chain, mem_limit: int, N: int) -> SimpleNamespace:
         rest=rest,
         late=late,
         early=early,
-        row=np.array([0, *((i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 1))], dtype=np.int64),
+        row=remat.rows(L, L),
     )
 
 
@@ -101,7 +102,7 @@ def fill(table: SimpleNamespace) -> Kernel:
     return kernel
 
 
-def predicted(table: SimpleNamespace, kernel: Kernel) -> float:
+def predicted(kernel: Kernel) -> float:
     """Seconds of OC_0(1, 0, 0, 0), the program's own prediction; infinite if nothing fits its slots."""
     return kernel.forward(1, 0, 0, 0, 0)[0]
 
@@ -121,9 +122,8 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
             f"slots is {slots}: the tables of {L} stages would take {format_bytes(size)}, more than"
             f" {format_bytes(TABLE_BYTES)}; give fewer slots"
         )
-    table = costs(chain, mem_limit, slots)
-    kernel = fill(table)
-    seconds = predicted(table, kernel)
+    kernel = fill(costs(chain, mem_limit, slots))
+    seconds = predicted(kernel)
     ops: tuple[Op, ...] | None = None
     if math.isfinite(seconds):
         ops = _decoded(chain, mem_limit, from_forwards(chain, forwards(L, kernel)))
@@ -149,7 +149,7 @@ def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
     while high - low > max(1, high // 500):
         middle = (low + high) // 2
         low, high = (low, middle) if _operations_fit(costs(chain, middle, slots)) else (middle, high)
-    while not math.isfinite(predicted(table := costs(chain, high, slots), fill(table))):
+    while not math.isfinite(predicted(fill(costs(chain, high, slots)))):
         high += -(-high // slots)  # rare: backlogs of copies leave no room for a checkpoint
     return high
 
