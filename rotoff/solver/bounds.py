@@ -22,7 +22,7 @@ from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
 from .anneal import least_compute
-from .arrays import MOST_BYTES, Arrays, arrays
+from .arrays import MOST_LIMIT, Arrays, arrays
 from .kernels.bound import ascend
 from .kernels.least_limit import remat_need
 from .steady_bounds import PATIENCE as STEADY_PATIENCE
@@ -359,13 +359,13 @@ def least_time_of_any(limits: Mapping[Chain, int]) -> float:
 
 @lru_cache(maxsize=256)
 def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
-    c, L = arrays(chain), len(chain)
+    c, L, limit = arrays(chain), len(chain), min(limit, MOST_LIMIT)
     fastest = c.fastest
     # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
     least = float(np.cumsum(np.concatenate([c.u_F[1:], fastest[:0:-1]]))[-1])
     if L == 1 or least == 0:
         return least
-    seconds, size = least, float(min(limit, 4 * MOST_BYTES))  # more than any sequence holds
+    seconds, size = least, float(limit)
     needs_F, needs_B = _needs_alone(chain)
     room = 1 - np.concatenate([needs_F, needs_B[::-1]]) / size
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
@@ -381,7 +381,7 @@ def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
     if quick:
         patience, shrink = min(patience, QUICK_PATIENCE * L), QUICK_SHRINK
     best = 1.0
-    for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, limit, room[L] * size)):
+    for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, room[L] * size)):
         if rise > RISES[0] and best < 1 + RISES[0]:
             break
         prices = np.zeros((6, 2 * L))  # λ, p, r, and the inputs' parts of λ, r and α
@@ -401,7 +401,7 @@ def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
     return best * seconds
 
 
-def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[float, float, float]]:
+def _turn_around_prices(chain: Chain, room: float) -> list[tuple[float, float, float]]:
     """Start prices (p before B L, r after it, λ at it): the best of a grid for the relaxation with only that cut."""
     c, L = arrays(chain), len(chain)
     u_F, saved = c.u_again[1:L], c.saved[1:L].min(axis=1, where=c.real[1:L], initial=1 << 62)
