@@ -83,7 +83,7 @@ def searched(
     if fewer and step.limit >= min_mem_limit(together, step.mode, step.updates):
         plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, WEIGHTS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
-        starts += [spread(step.chain, plan, part) for plan in plans[:1]]
+        starts += [spread(plan, part) for plan in plans[:1]]
     elif fewer:
         heats, weights = TIGHT
     starts += _starts(step)

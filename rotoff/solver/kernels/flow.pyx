@@ -198,7 +198,7 @@ cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             g = s.out_next[g]
 
 
-cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
+cdef double _lanes(Work *w, Groups *p, Cycle *s) noexcept nogil:
     """Seconds of a steady step; `before` and `out_end` then hold the times of the last one."""
     cdef Py_ssize_t e, period, x
     cdef int32_t v, g, kind, K = <int32_t>p.K
@@ -299,7 +299,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         _starts(c, s)
         _prefetches(c, s)
         _text(c, w, p, s)
-        now = _lanes(c, w, p, s)
+        now = _lanes(w, p, s)
         if now < found:
             found = now
             best[0] = r
