@@ -196,11 +196,9 @@ def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan
         if not level:
             return None
         levels.append(level)
-    state = next(iter(levels[L]))
-    states = [state]
-    for i in range(L, 0, -1):
-        state = levels[i][state]
-        states.append(state)
+    states = [next(iter(levels[L]))]
+    for level in reversed(levels[1:]):
+        states.append(level[states[-1]])
     states.reverse()
     takes_output = [a_usable and bool(i == 0 or c.out[i] <= c.saved[i, k]) for i, (k, a_usable) in enumerate(states)]
     return HostPlan(tuple(k for k, _ in states), tuple(takes_output))
@@ -278,8 +276,6 @@ def lower_bound(
     if not isinstance(steps, (int, float)) or not steps >= PERIODS:
         raise OptionError(f"steps is {steps!r}; give a number of at least {PERIODS}, or math.inf")
     limit = parse_bytes(mem_limit)
-    if mode == "joint" and not chain.parameters:
-        return least_time_of(chain, limit)
     if limit < min_mem_limit(chain, mode, updates):
         raise infeasible(chain, mode, limit, updates)
     if not chain.parameters:
