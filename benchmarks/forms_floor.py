@@ -45,7 +45,8 @@ from benchmarks.grid.run import commit
 from rotoff.capture.operations import OperationLog, record_operations
 from rotoff.profile.estimate.cuda_kernels import cuda_variants
 from rotoff.profile.estimate.devices import find
-from rotoff.profile.estimate.fake import fake_copy, fake_mode
+from rotoff.profile.estimate.fake import fake_copy
+from rotoff.profile.estimate.fake_kernels import FakeKernels
 from rotoff.profile.estimate.roofline import Roofline
 
 SHARES = (0.6, 0.45, 0.3)
@@ -100,7 +101,7 @@ class Operations:
 
     def __init__(self, model: nn.Sequential, x: torch.Tensor, device: str) -> None:
         chosen = find(device)
-        mode = fake_mode()
+        mode = FakeKernels()
         copied, value = fake_copy(model, mode).train(), fake_copy(x, mode)
 
         def run() -> list[torch.Tensor]:

@@ -29,10 +29,6 @@ from libc.math cimport INFINITY, floor
 from libc.stdint cimport int8_t, int32_t, int64_t
 
 
-cdef inline int64_t _max(int64_t x, int64_t y) noexcept nogil:
-    return x if x > y else y
-
-
 cdef inline int32_t _slots(int64_t size, Py_ssize_t N, int64_t room) noexcept nogil:
     """`size` bytes in slots of room / N bytes, rounded up; at most N + 1, which never fits."""
     if size > room:
@@ -112,7 +108,7 @@ cdef inline void _right(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Py_
     o.right, o.right_less = p.zeros, 0
     if i <= j:
         o.right, o.right_less = _row(p, table, i, j), size
-        o.first = _max(o.first, size + _least(p, table, i, j))
+        o.first = max(o.first, size + _least(p, table, i, j))
 
 
 cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) noexcept nogil:
@@ -127,13 +123,13 @@ cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) 
             # here.
             o.cost, o.first = 0.0, 0
             for w in range(i * p.K, i * p.K + p.n_forms[i]):
-                o.first = _max(o.first, _slots(p.need_B[w], p.N, p.room) - p.saved[w])
+                o.first = max(o.first, _slots(p.need_B[w], p.N, p.room) - p.saved[w])
             _right(p, table, 1, 0, 0, o)
             return o.form == 0
         if o.form < p.n_forms[i]:
             w = i * p.K + o.form
             o.cost = (p.u_again[i] if table == BACKWARD and i == j else p.U[i] - p.U[i - 1]) + p.u_B[w]
-            o.first = _slots(_max(held + p.need_all[w], p.need_B[w]), p.N, p.room)
+            o.first = _slots(max(held + p.need_all[w], p.need_B[w]), p.N, p.room)
             _right(p, table, i + 1, j, p.saved[w], o)
             return True
         o.kind, o.k = CK, i - 1
@@ -141,7 +137,7 @@ cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) 
         o.k += 1
         if o.k < j and o.k - i < p.reach:
             o.cost = p.U[o.k] - p.U[i - 1]
-            o.first = _max(_slots(held + p.need_ck[i * (p.L + 1) + o.k], p.N, p.room), _least(p, BACKWARD, i, o.k))
+            o.first = max(_slots(held + p.need_ck[i * (p.L + 1) + o.k], p.N, p.room), _least(p, BACKWARD, i, o.k))
             o.left, o.left_less = _row(p, BACKWARD, i, o.k), 0
             _right(p, table, o.k + 1, j, p.out[o.k], o)
             return True
@@ -156,9 +152,9 @@ cdef bint _next(Problem *p, Table table, Py_ssize_t i, Py_ssize_t j, Option *o) 
     w = o.k * p.K + o.form
     sweep = p.U[o.k] - p.U[i - 1]
     o.cost = sweep + p.u_B[w]
-    o.first = _slots(held + _max(p.need_ck[i * (p.L + 1) + o.k - 1], p.bytes_out[o.k - 1] + p.need_all[w]),
+    o.first = _slots(held + max(p.need_ck[i * (p.L + 1) + o.k - 1], p.bytes_out[o.k - 1] + p.need_all[w]),
                      p.N, p.room)
-    o.first = _max(o.first, p.saved[w] + _least(p, WITHOUT, i, o.k))
+    o.first = max(o.first, p.saved[w] + _least(p, WITHOUT, i, o.k))
     o.left, o.left_less = _row(p, WITHOUT, i, o.k), p.saved[w]
     _right(p, table, o.k + 1, j, p.saved[w], o)
     return True
@@ -300,7 +296,8 @@ cdef struct Costs:
 
 cdef struct Choice:
     double cost
-    int32_t form, cut, moved, A, A_F, A_B   # form ≥ 0: F_all; else F_ck i, F_∅ up to `cut`
+    int32_t form, cut, moved     # form ≥ 0: F_all; else F_ck i, F_∅ up to `cut`
+    int32_t A, A_F, A_B          # of the state that comes next; A_B is Δ in C_A
 
 
 cdef inline double *_C(Costs *c, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
@@ -309,6 +306,13 @@ cdef inline double *_C(Costs *c, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
 
 cdef inline double *_O(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
     return c.O + (i * (c.K + 1) + x) * (c.N + 1) * (c.N + 1) * (c.N + 1)
+
+
+cdef inline Py_ssize_t _input(Costs *c, Py_ssize_t i, Py_ssize_t x) noexcept nogil:
+    """Slots of I_i^x; 0 for a_0, which is charged separately."""
+    if i == 1:
+        return 0
+    return c.out[i - 1] if x == 0 else c.saved[(i - 1) * c.K + x - 1]
 
 
 cdef inline Py_ssize_t _nearest(double x) noexcept nogil:
@@ -347,11 +351,9 @@ cdef void _backward_needs(Costs *c, Py_ssize_t i, Py_ssize_t j, int32_t *need) n
 cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D, const int32_t *needs,
                           Choice *best) noexcept nogil:
     """C_A(i, j, A, Δ = D), B.3."""
-    cdef Py_ssize_t L1 = c.L + 1, N = c.N, k, w, D1, D2, D3, idle
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, k, w, D1 = 0, D2, D3, idle
     cdef double cost, c1, c2, need, other
-    best.cost = INFINITY
-    best.form = -1
-    best.cut = -1
+    best[0] = Choice(INFINITY, -1, -1, 0, 0, 0, 0)
     for k in range(c.n_forms[i]):
         w = i * c.K + k
         need = needs[L1 + k]
@@ -364,9 +366,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
         else:
             if A + c.saved[w] > N:
                 continue
-            idle = c.need_B[w] + A + D - N
-            if idle < 0:
-                idle = 0
+            idle = max(0, c.need_B[w] + A + D - N)
             D1 = _left(D, c.clock_B[w] + idle)
             if A + c.saved[w] + D1 > N:
                 continue
@@ -376,8 +376,7 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
             D2 = _left(D1, _drained(c, i + 1, j, c1))
             cost = c.U[i] - c.U[i - 1] + c1 + c.u_B[w] + (idle + _excess(need + A + D2 - N)) / c.beta_B
         if cost < best.cost:
-            best.cost = cost
-            best.form = <int32_t>k
+            best[0] = Choice(cost, <int32_t>k, -1, 0, <int32_t>(A + c.saved[w]), 0, <int32_t>D1)
     for k in range(i, j):
         if needs[k] + A > N:
             break  # longer sweeps need no less
@@ -396,44 +395,31 @@ cdef void _backward_state(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py
         D3 = _left(D2, _drained(c, k + 1, j, c2))
         cost += _excess(c.held[j] + c.late[i * L1 + k] + A + D3 - N) / c.beta_B
         if cost < best.cost:
-            best.cost = cost
-            best.form = -1
-            best.cut = <int32_t>k
+            best[0] = Choice(cost, -1, <int32_t>k, 0, <int32_t>(A + c.out[k]), 0, <int32_t>D2)
 
 
 cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B,
                          bint mark, Choice *best) noexcept nogil:
     """OC_x(i, A, A_F, A_B), B.1 and B.2; with `mark`, only mark the states that it reads."""
-    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, k, w, v, j, size, idle_F, idle_B, A1, F1, B1, drain
+    cdef Py_ssize_t L1 = c.L + 1, N = c.N, M = N + 1, size = _input(c, i, x), k, w, v, j, idle_F, idle_B, A1, F1, B1
+    cdef Py_ssize_t drain, back
     cdef double cost, rest, segment, wait
-    cdef bint stays
-    size = 0
-    if i > 1:
-        size = c.out[i - 1] if x == 0 else c.saved[(i - 1) * c.K + x - 1]
-    best.cost = INFINITY
-    best.form = -1
-    best.cut = -1
-    best.moved = 0
+    best[0] = Choice(INFINITY, -1, -1, 0, 0, 0, 0)
     if A + size > N:
         return
     for k in range(c.n_forms[i]):
         w = i * c.K + k
         if c.need_all[w] + A + size > N or c.need_B[w] + A + size > N:
             continue
-        idle_F = c.need_all[w] + A + A_F + size - N
-        idle_B = c.need_B[w] + A + A_B + size - N
-        if idle_F < 0:
-            idle_F = 0
-        if idle_B < 0:
-            idle_B = 0
+        idle_F = max(0, c.need_all[w] + A + A_F + size - N)
+        idle_B = max(0, c.need_B[w] + A + A_B + size - N)
         cost = c.U[i] - c.U[i - 1] + c.u_B[w] + idle_F / c.beta_F + idle_B / c.beta_B
         if i == c.L:
             F1 = _left(A_F, c.clock_F[i] - c.clock_F[i - 1] + idle_F)
             B1 = _left(A_B, c.clock_B[w] + idle_B)
             cost += F1 / c.beta_F + B1 / c.beta_B
             if cost < best.cost:
-                best.cost = cost
-                best.form = <int32_t>k
+                best.cost, best.form = cost, <int32_t>k
             continue
         for v in range(2 if i > 1 else 1):
             A1 = A if v else A + size
@@ -446,16 +432,10 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
                 continue
             rest = cost + _O(c, i + 1, 1 + k)[(A1 * M + F1) * M + B1]
             if rest < best.cost:
-                best.cost = rest
-                best.form = <int32_t>k
-                best.moved = <int32_t>v
-                best.A = <int32_t>A1
-                best.A_F = <int32_t>F1
-                best.A_B = <int32_t>B1
+                best[0] = Choice(rest, <int32_t>k, -1, <int32_t>v, <int32_t>A1, <int32_t>F1, <int32_t>B1)
     if A + size + A_B > N:
         return
     for j in range(i, c.L if c.L < i + c.reach else i + c.reach):
-        stays = c.need_ck[i * L1 + j] + A + size <= N
         if c.need_ck[i * L1 + i] + A + size > N or c.need_rest[i * L1 + j] + A > N:
             break
         segment = _C(c, i, j)[(A + size) * M + A_B]
@@ -466,40 +446,25 @@ cdef void _forward_state(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_
         if not mark and cost + (c.least[c.L] - c.least[j]) >= best.cost:
             continue
         drain = c.clock_F[j] - c.clock_F[i - 1] + _nearest(wait)
-        B1 = _left(A_B, _drained(c, i, j, segment))
-        if stays:
-            A1 = A + size
-            F1 = _left(A_F, drain)
-            if A1 + F1 <= N and A1 + B1 <= N:
-                if mark:
-                    _R(c, j + 1, 0)[(A1 * M + F1) * M + B1] = 1
-                rest = cost + _O(c, j + 1, 0)[(A1 * M + F1) * M + B1]
-                if not mark and rest < best.cost:
-                    best.cost = rest
-                    best.form = -1
-                    best.cut = <int32_t>j
-                    best.moved = 0
-                    best.A = <int32_t>A1
-                    best.A_F = <int32_t>F1
-                    best.A_B = <int32_t>B1
-        if i > 1:
-            F1 = _left(A_F + size, drain)
-            if A + F1 <= N and A + B1 + size <= N:
-                if mark:
-                    _R(c, j + 1, 0)[(A * M + F1) * M + B1 + size] = 1
-                rest = cost + _O(c, j + 1, 0)[(A * M + F1) * M + B1 + size]
-                if not mark and rest < best.cost:
-                    best.cost = rest
-                    best.form = -1
-                    best.cut = <int32_t>j
-                    best.moved = 1
-                    best.A = <int32_t>A
-                    best.A_F = <int32_t>F1
-                    best.A_B = <int32_t>(B1 + size)
+        back = _left(A_B, _drained(c, i, j, segment))
+        for v in range(2 if i > 1 else 1):
+            if not v and c.need_ck[i * L1 + j] + A + size > N:
+                continue
+            A1 = A if v else A + size
+            F1 = _left(A_F + (size if v else 0), drain)
+            B1 = back + (size if v else 0)
+            if A1 + F1 > N or A1 + B1 > N:
+                continue
+            if mark:
+                _R(c, j + 1, 0)[(A1 * M + F1) * M + B1] = 1
+                continue
+            rest = cost + _O(c, j + 1, 0)[(A1 * M + F1) * M + B1]
+            if rest < best.cost:
+                best[0] = Choice(rest, -1, <int32_t>j, <int32_t>v, <int32_t>A1, <int32_t>F1, <int32_t>B1)
 
 
 cdef class Joint:
-    """The tables of one chain at one discretization; `rotoff.solver.joint.Costs` has the arrays under these names."""
+    """The tables of one chain at one discretization; `rotoff.solver.joint.costs` makes the arrays, by name."""
 
     cdef Costs c
     cdef list keep
@@ -555,17 +520,9 @@ cdef class Joint:
                         _backward_state(&self.c, i, i + d, A, D, &needs[0], &best)
                         row[A * (N + 1) + D] = best.cost
 
-    def mark_forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts):
-        """Mark the states that marked states of stage i read, for every `parts`-th A; two threads may write the same 1.
-        """
-        self._forward(i, part, parts, True)
-
-    def fill_forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts):
+    def fill_forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts, bint mark):
         """OC_x(i, ...) for all x at the marked states of every `parts`-th A from `part` on; later stages are filled
-        already."""
-        self._forward(i, part, parts, False)
-
-    cdef _forward(self, Py_ssize_t i, Py_ssize_t part, Py_ssize_t parts, bint mark):
+        already. With `mark`, mark the states that these read instead; two threads may write the same 1."""
         cdef Py_ssize_t x, A, F, B, N = self.c.N, M = self.c.N + 1
         cdef double *row
         cdef int8_t *marked
@@ -584,24 +541,17 @@ cdef class Joint:
                     A += parts
 
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
-        """(cost, form or -1, cut) of C_A(i, j, A, Δ)."""
+        """(cost, form or -1, cut, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
         cdef Choice best
         cdef int32_t[::1] needs = np.zeros(self.c.L + 1 + self.c.K, dtype=np.int32)
         _backward_needs(&self.c, i, j, &needs[0])
         _backward_state(&self.c, i, j, A, D, &needs[0], &best)
-        return best.cost, best.form, best.cut
+        return best.cost, best.form, best.cut, best.A, best.A_B
 
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
-        """(cost, form or -1, cut, whether the input moves, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
+        """(cost, form or -1, cut, whether the input moves, A with the input, A', A_F', A_B') of OC_x(i, A, A_F, A_B).
+        """
         cdef Choice best
         _forward_state(&self.c, i, x, A, A_F, A_B, False, &best)
-        return best.cost, best.form, best.cut, bool(best.moved), best.A, best.A_F, best.A_B
-
-    def after_segment(self, Py_ssize_t i, Py_ssize_t j, double seconds, Py_ssize_t D):
-        """Δ once segment i..j has run for `seconds`."""
-        return _left(D, _drained(&self.c, i, j, seconds))
-
-    def after_backward(self, Py_ssize_t i, Py_ssize_t k, Py_ssize_t A, Py_ssize_t D):
-        """Δ once B i has run (going back in time)."""
-        cdef Py_ssize_t idle = self.c.need_B[i * self.c.K + k] + A + D - self.c.N
-        return _left(D, self.c.clock_B[i * self.c.K + k] + (idle if idle > 0 else 0))
+        kept = A + _input(&self.c, i, x)
+        return best.cost, best.form, best.cut, bool(best.moved), kept, best.A, best.A_F, best.A_B

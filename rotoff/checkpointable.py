@@ -35,7 +35,7 @@ from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
 from .planning.measured_courses import PlannedSize
 from .planning.memory_account import expected_levels, reported_bytes
-from .planning.options import Options, read_device
+from .planning.options import Options, check_module, read_device
 from .planning.placed import PlacedPlanner, read_optimizers
 from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_limits, check_options
@@ -124,8 +124,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         conv_algorithms: str = "plain",
         device: torch.device | str | int | None = None,
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
+        check_module(model)
         refuse_planned(model)
         super().__init__(model)
         self._options = Options(

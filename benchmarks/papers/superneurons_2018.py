@@ -61,7 +61,7 @@ def table_1() -> list[dict[str, object]]:
     for name, (layers, batch, paper) in PAPER_TABLE_1.items():
         chain, marks = chain_of(layers, batch), checkpoints(layers)
         l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
-        most = max(segment_bytes(chain, s) for s in segments(len(chain), marks) if s.last >= s.first)
+        most = max(segment_bytes(chain, s) for s in segments(marks) if s.last >= s.first)
         for technique, (extra, peak) in paper.items():
             trace = simulate(chain, operations(chain, 1 << 50, technique, marks))
             rows.append(

@@ -96,9 +96,8 @@ class Stage:
         where = f"stage {self.name!r}" if self.name else "a stage"
         put = object.__setattr__
         check_name(self.name, "a stage")
-        put(self, "forward_time", number(self.forward_time, "forward_time", where))
-        put(self, "backward_time", number(self.backward_time, "backward_time", where))
-        put(self, "tail_time", number(self.tail_time, "tail_time", where))
+        for name in ("forward_time", "backward_time", "tail_time"):
+            put(self, name, number(getattr(self, name), name, where))
         if self.tail_time > self.forward_time:
             raise ChainError(
                 f"tail_time of {where} is {self.tail_time}, more than its forward_time of {self.forward_time}; it is"
@@ -363,12 +362,12 @@ def _checked_form(form: Form, k: int, where: str) -> Form:
     where = f"form {k} of {where}"
     if not isinstance(form, Form):
         raise ChainError(f"{where} is {form!r}, not a rotoff.Form")
-    return Form(
+    return replace(
+        form,
         saved_bytes=bytes_of(form.saved_bytes, "saved_bytes", where),
         backward_time=number(form.backward_time, "backward_time", where),
         forward_transient_bytes=bytes_of(form.forward_transient_bytes, "forward_transient_bytes", where),
         backward_transient_bytes=bytes_of(form.backward_transient_bytes, "backward_transient_bytes", where),
-        extra=form.extra,
     )
 
 

@@ -13,6 +13,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..errors import OptionError
@@ -97,11 +98,7 @@ def _one_f_one_b(kind: str, rank: int, ranks: int, micro_batches: int, chunks: i
 
 def most_in_flight(order: Sequence[Task]) -> int:
     """The most micro-batches, over all stages of a rank, whose forward has run and whose backward has not."""
-    now = most = 0
-    for task in order:
-        now += -1 if task.backward else 1
-        most = max(most, now)
-    return most
+    return max(accumulate((-1 if task.backward else 1 for task in order), initial=0))
 
 
 class _Work(NamedTuple):

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..capture import strategy
 from ..capture.backward_roots import BackwardFrom, read_backward_from
-from ..errors import OptionError
+from ..errors import MeasureError, OptionError
 from ..profile.selective.variants import Forms, read_forms
 from ..runtime.links.half import check_offload_dtype
 from ..tensors.convolutions import read_conv_algorithms
@@ -45,6 +45,12 @@ class Options:
         """The options that an estimate of `model` depends on, as text."""
         stages = strategy.named(model, self.stages) or self.stages
         return [repr(stages), repr(self.forms), repr(self.backward_from)]
+
+
+def check_module(model: Any) -> None:
+    """Raise MeasureError if `model` is no module."""
+    if not isinstance(model, nn.Module):
+        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
 
 
 def read_device(device: Any) -> torch.device | None:

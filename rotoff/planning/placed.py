@@ -123,7 +123,7 @@ class PlacedPlanner:
         if plan is None:  # bytes that the machine does not charge may be fewer in the plan of a smaller limit
             least, plan = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
         if plan is not None and least <= request.mem_limit:
-            _report(request, plan, profile, time.perf_counter() - began)
+            _report(request, plan, time.perf_counter() - began)
             return plan
         raise InfeasibleError(
             "the training step with its parameters, gradients and optimizer states needs at least"
@@ -357,7 +357,7 @@ def _least(
     return least
 
 
-def _report(request: Request, plan: ExecutionPlan, profile: Profile, seconds: float) -> None:
+def _report(request: Request, plan: ExecutionPlan, seconds: float) -> None:
     trace, placed = plan.trace, plan.placed
     assert placed is not None
     resident = sum(v.of == "w" for v in placed.resident)

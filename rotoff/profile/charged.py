@@ -34,19 +34,19 @@ class ChargedStage:
     def costs(self) -> Stage:
         """The costs of the stage in the chain."""
         costs = self.measured.costs
-        stage: Stage = self._charged(costs, grad_bytes=self.own.nbytes)
         # the copies of a noncontiguous gradient were measured for the whole stage, whose peak may be elsewhere
         more = max(0, self.own.nbytes - self.measured.other_layout_bytes) if self.own.layout else 0
-        return replace(stage, forms=tuple(self._charged(form, more) for form in costs.forms))
+        forms = tuple(self._charged(form, more) for form in costs.forms)
+        return replace(self._charged(costs), grad_bytes=self.own.nbytes, forms=forms)
 
-    def _charged(self, one: Any, beside: int = 0, **more: int) -> Any:
+    def _charged(self, one: Any, beside: int = 0) -> Any:
         """Return a stage or form with the bytes and seconds of its ``B`` in this chain. beside: further bytes that it
         holds."""
         sums = max(0, self._peak()) - max(0, self.measured.backward_peak)
         peak = self._while_copying(one.backward_transient_bytes + sums)
         transient = peak + self._beside + beside - self.made.nbytes
         time = one.backward_time + self.copying
-        return replace(one, backward_time=time, backward_transient_bytes=max(0, transient), **more)
+        return replace(one, backward_time=time, backward_transient_bytes=max(0, transient))
 
     def _peak(self, staying: Collection[int] = ()) -> int:
         """Return the peak of the backward once the outputs are freed. staying: as for `Levels.peak`."""
@@ -77,7 +77,6 @@ class ChargedStage:
 
     @property
     def _machine_bytes(self) -> int:
-        assert self.costs.backward_transient_bytes is not None
         return self.made.nbytes + self.costs.backward_transient_bytes
 
     @property

@@ -16,7 +16,6 @@ class Fate:
     runs: how often its forward runs.
     moves_saved, moves_output: whether ā or a goes to the host and comes back.
     form: k of the smaller form in which ā is kept, or 0.
-    kept: whether the first forward makes ā and it stays on the device until the backward.
     """
 
     stage: int
@@ -24,7 +23,6 @@ class Fate:
     moves_saved: bool
     moves_output: bool
     form: int
-    kept: bool
 
     @property
     def word(self) -> str:
@@ -42,7 +40,6 @@ def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
     runs: dict[int, int] = {}
     forms: dict[int, int] = {}
     moved: set[tuple[int, bool]] = set()
-    dropped: set[int] = set()
     for op in sequence:
         if op.kind in FORWARDS:
             runs[op.stage] = runs.get(op.stage, 0) + 1
@@ -54,8 +51,6 @@ def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
             continue
         elif op.kind is OpKind.OFFLOAD:
             moved.add((op.stage, op.saved))
-        elif op.kind is OpKind.DROP and op.saved:
-            dropped.add(op.stage)
     return tuple(
         Fate(
             stage=i,
@@ -63,7 +58,6 @@ def fates(sequence: Iterable[Op]) -> tuple[Fate, ...]:
             moves_saved=(i, True) in moved,
             moves_output=(i, False) in moved,
             form=forms.get(i, 0),
-            kept=count == 1 and (i, True) not in moved and i not in dropped,
         )
         for i, count in sorted(runs.items())
     )

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..core.chain import Chain
 from ..errors import OptionError
-from .plan_codes import ALL, APART, EARLY, MOVE, evaluator, widened
+from .plan_codes import ALL, APART, EARLY, MOVE, evaluator, in_columns
 from .pool import THREADS, Pool
 
 WIDEST = 24  # columns: plans with deeper recompute trees are not searched from
@@ -112,7 +112,7 @@ def refined(
 
     scale, enough = chain.compute_time or 1.0, budget.enough(chain)
     weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
-    pool = Pool([widened(codes, width) for codes in starts], judge, weights)
+    pool = Pool([in_columns(codes, width) for codes in starts], judge, weights)
     each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
     rules = np.array(RULES[mode], dtype=np.int16)
     cooler = min(1.0, COOL_STAGES / len(chain))
@@ -136,4 +136,4 @@ def refined(
                 pool.weights = [max(GROWTH * weight, nearest) for weight in pool.weights]
             if progress is not None:
                 progress((turn + 1) / len(ROUNDS), pool.best[1])
-    return pool.winner
+    return next(iter(pool.winners(1)), None)

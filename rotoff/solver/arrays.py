@@ -52,16 +52,16 @@ class Arrays:
     def apart(self, limit: int, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
         """[i, form]: 1 where that ā_i does not fit beside F i+1, 2 where not beside B i+1, 3 where beside neither.
 
-        forward, backward: least bytes that the operations of stages 1 to L need.
+        limit: at most `MOST_LIMIT`. forward, backward: least bytes that the operations of stages 1 to L need.
         """
         more, found = self.saved - self.entry[:, None], np.zeros(self.saved.shape, np.int8)
-        limit = min(limit, 4 * MOST_BYTES)  # more than any sequence holds
         beside_F, beside_B = (np.maximum(limit - needs, 0)[:, None] for needs in (forward, backward))
         found[:-1] = (more[:-1] > beside_F) + 2 * (more[:-1] > beside_B)
         return found
 
 
 MOST_BYTES = 2**54  # most bytes of all values together; times 500 slots they still fit 64 bits
+MOST_LIMIT = 4 * MOST_BYTES  # more than any sequence holds
 
 
 @lru_cache(maxsize=32)

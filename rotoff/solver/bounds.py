@@ -7,6 +7,7 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +22,7 @@ from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
 from .anneal import least_compute
-from .arrays import MOST_BYTES, Arrays, arrays
+from .arrays import MOST_LIMIT, Arrays, arrays
 from .kernels.bound import ascend
 from .kernels.least_limit import remat_need
 from .steady_bounds import PATIENCE as STEADY_PATIENCE
@@ -195,11 +196,9 @@ def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan
         if not level:
             return None
         levels.append(level)
-    state = next(iter(levels[L]))
-    states = [state]
-    for i in range(L, 0, -1):
-        state = levels[i][state]
-        states.append(state)
+    states = [next(iter(levels[L]))]
+    for level in reversed(levels[1:]):
+        states.append(level[states[-1]])
     states.reverse()
     takes_output = [a_usable and bool(i == 0 or c.out[i] <= c.saved[i, k]) for i, (k, a_usable) in enumerate(states)]
     return HostPlan(tuple(k for k, _ in states), tuple(takes_output))
@@ -217,16 +216,7 @@ def _joint_minimum(chain: Chain, updates: str) -> int:
     high = _offload_minimum(chain, updates)
     if not chain.parameters:
         high = min(high, _remat_minimum(chain))
-    low = 0  # infeasible, and high is feasible: the smallest feasible limit lies in (low, high]
-    if host_plan(chain, 0, updates) is not None:
-        return 0
-    while high - low > 1:
-        middle = (low + high) // 2
-        if host_plan(chain, middle, updates) is None:
-            low = middle
-        else:
-            high = middle
-    return high
+    return bisect_left(range(high), True, key=lambda limit: host_plan(chain, limit, updates) is not None)
 
 
 def largest_operation(chain: Chain) -> tuple[str, int, int]:
@@ -286,8 +276,6 @@ def lower_bound(
     if not isinstance(steps, (int, float)) or not steps >= PERIODS:
         raise OptionError(f"steps is {steps!r}; give a number of at least {PERIODS}, or math.inf")
     limit = parse_bytes(mem_limit)
-    if mode == "joint" and not chain.parameters:
-        return least_time_of(chain, limit)
     if limit < min_mem_limit(chain, mode, updates):
         raise infeasible(chain, mode, limit, updates)
     if not chain.parameters:
@@ -367,15 +355,15 @@ def least_time_of_any(limits: Mapping[Chain, int]) -> float:
 
 @lru_cache(maxsize=256)
 def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
-    c, L = arrays(chain), len(chain)
+    c, L, limit = arrays(chain), len(chain), min(limit, MOST_LIMIT)
     fastest = c.fastest
     # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
     least = float(np.cumsum(np.concatenate([c.u_F[1:], fastest[:0:-1]]))[-1])
     if L == 1 or least == 0:
         return least
-    seconds, size = least, float(min(limit, 4 * MOST_BYTES))  # more than any sequence holds
+    seconds, size = least, float(limit)
     needs_F, needs_B = _needs_alone(chain)
-    room = np.ascontiguousarray(1 - np.concatenate([needs_F, needs_B[::-1]]) / size)
+    room = 1 - np.concatenate([needs_F, needs_B[::-1]]) / size
     work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
     # Cap the time of a copy over a very slow link: any finite rate is enough to keep all copies out.
     rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
@@ -389,7 +377,7 @@ def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
     if quick:
         patience, shrink = min(patience, QUICK_PATIENCE * L), QUICK_SHRINK
     best = 1.0
-    for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, limit, room[L] * size)):
+    for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, room[L] * size)):
         if rise > RISES[0] and best < 1 + RISES[0]:
             break
         prices = np.zeros((6, 2 * L))  # λ, p, r, and the inputs' parts of λ, r and α
@@ -409,7 +397,7 @@ def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
     return best * seconds
 
 
-def _turn_around_prices(chain: Chain, limit: int, room: float) -> list[tuple[float, float, float]]:
+def _turn_around_prices(chain: Chain, room: float) -> list[tuple[float, float, float]]:
     """Start prices (p before B L, r after it, λ at it): the best of a grid for the relaxation with only that cut."""
     c, L = arrays(chain), len(chain)
     u_F, saved = c.u_again[1:L], c.saved[1:L].min(axis=1, where=c.real[1:L], initial=1 << 62)

@@ -88,8 +88,8 @@ def merged(chain: Chain) -> tuple[Chain, list[int]]:
     return replace(chain, parameters=tuple(groups)), [number[key] for key in keys]
 
 
-def spread(chain: Chain, plan: np.ndarray, part: list[int]) -> np.ndarray:
-    """The plan of the chain whose groups are merged, for each of the groups of `chain`."""
+def spread(plan: np.ndarray, part: list[int]) -> np.ndarray:
+    """A plan of the `merged` chain, for the chain itself: each group has the genes of the one that it is part of."""
     stages = len(plan) - GENES * (1 + max(part))
     return np.concatenate([plan[:stages], plan[stages:].reshape(-1, GENES)[part].ravel()])
 

@@ -87,12 +87,12 @@ def host_step(chain: Chain, plan: HostPlan, updates: str) -> Sequence:
         for v in readers.whole.get(op.stage, ()):
             ops += [offload(v), free(v)]
         here = [k for k, stage in moments.items() if stage == op.stage]
-        aside = on if on is not None and on == abar(op.stage - 1) else None
-        again = aside is not None and any(chain.group(k).host_update_time is None for k in here)
-        ops += [free(aside)] if again and aside is not None else []
+        on_device = any(chain.group(k).host_update_time is None for k in here)
+        aside = on if on_device and on == abar(op.stage - 1) else None
+        ops += [free(aside)] if aside is not None else []
         for k in here:
             ops += _update(chain, k)
-        ops += [prefetch(aside), wait(aside)] if again and aside is not None else []
+        ops += [prefetch(aside), wait(aside)] if aside is not None else []
     return Sequence(tuple(ops))
 
 

@@ -21,6 +21,7 @@ from ..core.sizes import format_bytes
 from ..errors import OptionError
 from . import remat
 from .arrays import arrays
+from .kernels.pofo import Kernel
 from .plan_codes import MOVE, from_forwards
 from .pool import THREADS
 from .slots import ROUNDINGS, clock, discretize, needed
@@ -32,12 +33,9 @@ QUICK_REACH = 32
 MOST_DRAINED = 1e12
 
 
-class Costs(SimpleNamespace):
-    """Input of the kernel, with the names and units of `rotoff/_dp.pyx`."""
-
-
-def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Costs:
-    """The chain in slots at a limit of `mem_limit` bytes, with recomputed segments of up to `reach` stages."""
+def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> SimpleNamespace:
+    """The chain in slots at a limit of `mem_limit` bytes, with recomputed segments of up to `reach` stages; names and
+    units are those of `rotoff/_dp.pyx`."""
     c, L = arrays(chain), len(chain)
     slots = discretize(c, mem_limit, N, rounding)
     N = slots.N
@@ -57,10 +55,9 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
         # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
         early[i, i:L] = np.maximum.accumulate(own[i, i:L] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, i:L] = np.maximum.accumulate(own[i, i:L] + beta_B * U[i:L]) - beta_B * U[i:L]
-    held = need.held
     clock_B = clock(c.u_B[:, 0], beta_B)
     by_form = np.diff(clock_B, prepend=0)[:, None] + np.floor(beta_B * (c.u_B - c.u_B[:, :1]) + 0.5).astype(np.int64)
-    return Costs(
+    return SimpleNamespace(
         L=L,
         N=N,
         reach=reach,
@@ -76,24 +73,24 @@ def costs(chain: Chain, mem_limit: int, N: int, rounding: str, reach: int) -> Co
         out=slots.out,
         saved=slots.saved,
         clock_F=clock(c.u_F, beta_F),
-        clock_B=np.ascontiguousarray(np.clip(by_form, 0, 1 << 30).astype(np.int32)),
+        clock_B=np.clip(by_form, 0, 1 << 30),
         clock=clock(c.u_F + c.u_B[:, 0], beta_B),
         need_all=needed(need.all, slots),
         need_B=needed(need.b, slots),
         need_ck=needed(need.ck, slots),
         need_rest=needed(rest, slots),
-        bytes_held=np.ascontiguousarray(held, dtype=np.int64),
-        bytes_all=np.ascontiguousarray(need.all, dtype=np.int64),
-        bytes_ck=np.ascontiguousarray(need.ck, dtype=np.int64),
+        bytes_held=need.held,
+        bytes_all=need.all,
+        bytes_ck=need.ck,
         room=room,
         late=late,
         early=early,
-        held=held * (N / room),
+        held=need.held * (N / room),
         row=remat.rows(L, reach),
     )
 
 
-def fill(table: Costs) -> Joint:
+def fill(table: SimpleNamespace) -> Joint:
     """Fill both tables in two threads; OC only at the states that its answer can reach. Python runs between rows, so
     that Ctrl-C works."""
     L, N, X = table.L, table.N, table.K + 1
@@ -106,9 +103,9 @@ def fill(table: Costs) -> Joint:
         for d in range(min(table.reach, L - 1)):
             cuts = [1 + (L - 1 - d) * part // THREADS for part in range(1 + THREADS)]
             _finish([pool.submit(kernel.fill_backward, d, low, high) for low, high in pairwise(cuts)])
-        for work, stages in ((kernel.mark_forward, range(1, L)), (kernel.fill_forward, range(L, 0, -1))):
+        for mark, stages in ((True, range(1, L)), (False, range(L, 0, -1))):
             for i in stages:
-                _finish([pool.submit(work, i, part, THREADS) for part in range(THREADS)])
+                _finish([pool.submit(kernel.fill_forward, i, part, THREADS, mark) for part in range(THREADS)])
     return kernel
 
 
@@ -141,16 +138,16 @@ def solve_slots(
     table = costs(chain, mem_limit, N, rounding, max(1, min(reach or len(chain), len(chain) - 1)))
     kernel = fill(table)
     cost = kernel.forward(1, 0, 0, 0, 0)[0]
-    return cost, from_forwards(chain, _forwards(table, kernel)) if math.isfinite(cost) else None
+    return cost, from_forwards(chain, forwards(len(chain), kernel)) if math.isfinite(cost) else None
 
 
-def _forwards(t: Costs, kernel: Joint) -> list[tuple[int, int]]:
+def forwards(L: int, kernel: Joint | Kernel) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
     done: list[tuple[int, int]] = []
     waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
     i, x, A, A_F, A_B = 1, 0, 0, 0, 0
-    while i <= t.L:
-        _, form, cut, moved, A1, F1, B1 = kernel.forward(i, x, A, A_F, A_B)
+    while i <= L:
+        _, form, cut, moved, kept, *after = kernel.forward(i, x, A, A_F, A_B)
         if moved:
             stage, code = done[-1]
             done[-1] = (stage, code | MOVE)
@@ -158,23 +155,20 @@ def _forwards(t: Costs, kernel: Joint) -> list[tuple[int, int]]:
             done += remat.segment_codes("all", i, form)
             i, x = i + 1, 1 + form
         else:
-            size = 0 if i == 1 else int(t.out[i - 1] if x == 0 else t.saved[i - 1, x - 1])
-            waiting.append((i, cut, A + size, A_B))
+            waiting.append((i, cut, kept, A_B))
             done += remat.segment_codes("ck", i, cut)
             i, x = cut + 1, 0
-        A, A_F, A_B = A1, F1, B1
+        A, A_F, A_B = after
     while waiting:
         i, j, A, D = waiting.pop()
-        _, form, cut = kernel.backward(i, j, A, D)
+        _, form, cut, A1, D1 = kernel.backward(i, j, A, D)
         if form >= 0:
             done += remat.segment_codes("all", i, form)
             if i < j:
-                waiting.append((i + 1, j, A + int(t.saved[i, form]), kernel.after_backward(i, form, A, D)))
+                waiting.append((i + 1, j, A1, D1))
         else:
             done += remat.segment_codes("ck", i, cut)
-            after = kernel.after_segment(i, cut, kernel.backward(i, cut, A, D)[0], D)
-            waiting.append((i, cut, A, D))
-            waiting.append((cut + 1, j, A + int(t.out[cut]), after))
+            waiting += [(i, cut, A, D), (cut + 1, j, A1, D1)]
     return done
 
 

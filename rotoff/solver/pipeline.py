@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 from ..core.chain import Chain
@@ -57,7 +58,6 @@ def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
     ends = [L]
     for row in reversed(cuts[1:]):
         ends.append(row[ends[-1]][1])
-    starts = [*reversed(ends), 0] if len(ends) > stages else [0, *reversed(ends)]
     return tuple(
         replace(
             chain,
@@ -66,7 +66,7 @@ def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
             input_grad_bytes=chain.grad_bytes(a),
             parameters=(),
         )
-        for a, b in zip(starts, starts[1:], strict=False)
+        for a, b in pairwise([0, *reversed(ends)])
     )
 
 
@@ -97,15 +97,12 @@ class Pipeline:
     def run(self, plans: Sequence[tuple[Op, ...]]) -> PipelineTrace:
         """Simulate the step in which each stage runs its plan."""
         rows = zip(self.pieces, plans, strict=True)
-        return simulate_pipeline([self._stage(*row) for row in rows], self.order, *self._links)
+        stages = [self._stage(*row) for row in rows]
+        return simulate_pipeline(stages, self.order, self.ranks_per_link, self.send_bandwidth)
 
     def keep_everything(self) -> PipelineTrace:
         """Simulate the step without limits."""
         return self.run([keep_all(piece).ops for piece in self.pieces])
-
-    @property
-    def _links(self) -> tuple[int, float]:
-        return self.ranks_per_link, self.send_bandwidth
 
     def _stage(self, piece: Chain, ops: tuple[Op, ...]) -> StagePlan:
         return stage_plan(piece, simulate(piece, ops), turn(ops, len(piece)), self.beside)

@@ -34,12 +34,12 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
-from .plan_codes import MOVE, empty, keep_all, narrowed
+from .plan_codes import MOVE, empty, in_columns, keep_all
 from .pool import THREADS, Pool
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
-EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 5 s for 34 stages
+EFFORT = 160_000  # plans decoded in each thread where `refine` is 1: some 5 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
@@ -83,7 +83,7 @@ def searched(
     if fewer and step.limit >= min_mem_limit(together, step.mode, step.updates):
         plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, WEIGHTS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
-        starts += [spread(step.chain, plan, part) for plan in plans[:1]]
+        starts += [spread(plan, part) for plan in plans[:1]]
     elif fewer:
         heats, weights = TIGHT
     starts += _starts(step)
@@ -152,7 +152,7 @@ def _starts(step: Step) -> list[np.ndarray]:
     other numbers of groups, as long as that is better.
     """
     chain, kernel = step.chain, placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
-    activations = [narrowed(codes, VISITS) for codes in _activations(step)]
+    activations = [in_columns(codes, VISITS) for codes in _activations(step)]
 
     def score(codes: np.ndarray, genes: np.ndarray) -> tuple[bool, float]:
         makespan, over, host_over, _ = kernel.judge(joined(codes, genes))

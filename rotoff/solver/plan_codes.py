@@ -60,17 +60,9 @@ def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]]) -> np.ndarr
     return codes
 
 
-def widened(codes: np.ndarray, visits: int) -> np.ndarray:
-    """The same plan in a table of at least `visits` columns."""
-    if codes.shape[1] >= visits:
-        return codes
-    last = np.repeat(codes[:, -1:], visits - codes.shape[1], axis=1)
-    return np.ascontiguousarray(np.concatenate([codes, last], axis=1))
-
-
-def narrowed(codes: np.ndarray, visits: int) -> np.ndarray:
-    """The plan in a table of exactly `visits` columns; codes of later visits are lost."""
-    return np.ascontiguousarray(widened(codes, visits)[:, :visits])
+def in_columns(codes: np.ndarray, visits: int) -> np.ndarray:
+    """The plan in a table of `visits` columns; codes of later visits are lost."""
+    return codes.take(np.minimum(np.arange(visits), codes.shape[1] - 1), axis=1)
 
 
 def evaluator(

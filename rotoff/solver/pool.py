@@ -52,11 +52,6 @@ class Pool:
         """Whether any plan fits."""
         return not all(self.excess)
 
-    @property
-    def winner(self) -> np.ndarray | None:
-        """The best plan; None if it does not fit."""
-        return next(iter(self.winners(1)), None)
-
     def winners(self, most: int) -> list[np.ndarray]:
         """The best plans that fit, the best first, at most `most`; of those that take equally long, one."""
         order = {self._scores[n]: n for n in reversed(self.ranked()) if not self._scores[n][0]}

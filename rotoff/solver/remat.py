@@ -60,11 +60,11 @@ def rows(L: int, reach: int) -> np.ndarray:
     return np.concatenate([[0, 0], np.cumsum(counts)]).astype(np.int64) - np.arange(L + 2)
 
 
-def fill(chain: Chain, slots: Slots, reach: int, bare: int) -> Remat:
+def fill(chain: Chain, slots: Slots, reach: int) -> Remat:
     """The tables at the given slots, with segments of up to `reach` stages; two threads share those of one length."""
     c, L = arrays(chain), len(chain)
     reach = max(1, min(reach, L - 1))
-    kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(bare, reach))
+    kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(BARE, reach))
     with ThreadPoolExecutor(2) as pool:
         for d in range(min(reach, L - 1)):
             count = L - 1 - d
@@ -101,25 +101,23 @@ class Tables:
     chain: Chain
     slots: Slots
     kernel: Remat
-    reach: int
 
     def plan(self, m: int) -> tuple[float, np.ndarray | None]:
         """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
         L = len(self.chain)
         cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
-        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m)) if math.isfinite(
-            cost
-        ) else None
+        if not math.isfinite(cost):
+            return cost, None
+        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m))
 
 
-def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", bare: int = BARE) -> Tables:
+def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up") -> Tables:
     """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0.
 
-    reach: most stages that are recomputed from one input. bare: most stages that are recomputed to get the input of an
-    ā that was kept without it.
+    reach: most stages that are recomputed from one input.
     """
     slots = discretize(arrays(chain), mem_limit, N, rounding)
-    return Tables(chain, slots, fill(chain, slots, reach, bare), reach)
+    return Tables(chain, slots, fill(chain, slots, reach))
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
@@ -223,14 +221,14 @@ def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.n
     if W[1] > m:
         return None
     while i <= L:
-        choice = _first_fit(c, need, i, L, m, P, W[1:], 0, i == L)
+        choice = _first_fit(c, need, i, L, m, P, W[1:], 0)
         i, m = _run(c, choice, i, m, done, waiting)
     while waiting:
         what, i, j, m = waiting.pop()
         if what == "sweep":
             done += segment_codes("ck", i, j)
             continue
-        choice = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]), i == j)
+        choice = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]))
         next_i, next_m = _run(c, choice, i, m, done, waiting)
         if next_i <= j:
             waiting.append(("segment", next_i, j, next_m))
@@ -261,14 +259,14 @@ def _run(
 
 
 def _first_fit(
-    c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int, alone: bool
+    c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int
 ) -> tuple[str, int, int]:
     """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: least bytes of stages k+1..j.
 
     ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k, and make its input again later.
     """
     for x in range(int(c.n_forms[i])):
-        if max(held + need.all[i, x], need.b[i, x]) <= m and (alone or c.saved[i, x] + rest[i] <= m):
+        if max(held + need.all[i, x], need.b[i, x]) <= m and (i == j or c.saved[i, x] + rest[i] <= m):
             return "all", i, x
     for k in range(j - 1, i - 1, -1):
         if held + need.ck[i, k] <= m and c.out[k] + rest[k] <= m and P[i, k] <= m:

@@ -184,21 +184,15 @@ def _undisturbed(
 
 def _by_forms(problem: Problem, mode: str, forms: bool, progress: Progress | None) -> Candidate | None:
     if not forms:
-        best = _searched(problem, mode, progress)
-    else:
-        plain = problem.without_forms()
-        best = None
-        if problem.limit >= min_mem_limit(plain.chain, mode):
-            best = _best(plain, mode, None)
-            if best is not None and best.codes is not None and mode != "offload":
-                problem = replace(problem, known=(*problem.known, best.codes))
-        if mode != "offload":  # mode offload keeps all that autograd saves
-            share = 1.0 if best is None else FORMS_SHARE
-            shorter = replace(problem, budget=problem.budget.part(share))
-            other = _searched(shorter, mode, progress)
-            if best is None or (other is not None and other.makespan < best.makespan):
-                best = other
-    return best
+        return _searched(problem, mode, progress)
+    plain = problem.without_forms()
+    best = _best(plain, mode, None) if plain.fits(mode) else None
+    if mode == "offload":  # which keeps all that autograd saves
+        return best
+    if best is not None:
+        known = problem.known if best.codes is None else (*problem.known, best.codes)
+        problem = replace(problem, known=known, budget=problem.budget.part(FORMS_SHARE))
+    return _fastest([best, _searched(problem, mode, progress)])
 
 
 def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
@@ -220,9 +214,7 @@ def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candida
     starts += [codes for codes in plans if not any(codes is start for start in starts)][: 2 + 6 - len(starts)]
     codes = refined(chain, limit, mode, starts, problem.budget, host, progress)
     made = None if codes is None else judged(chain, limit, codes, "refined", host)
-    found += [made] if made is not None else []
-    found += _of_less(problem, mode, starts)
-    return min(found, key=lambda candidate: candidate.makespan, default=None)
+    return _fastest([*found, made, *_of_less(problem, mode, starts)])
 
 
 def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[Candidate]:
@@ -249,7 +241,7 @@ def _competitors(problem: Problem, mode: str) -> Iterator[Proposal]:
     if mode == "joint":
         # The results of the pure modes compete, so that joint is never slower than they are.
         for pure in ("offload", "remat"):
-            if limit >= min_mem_limit(chain, pure):
+            if problem.fits(pure):
                 yield _best(problem, pure, None), None
     yield from problem.proposals(mode)
     if mode == "joint":

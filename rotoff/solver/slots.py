@@ -46,7 +46,7 @@ def discretize(c: Arrays, mem_limit: int, N: int, rounding: str) -> Slots:
     N = min(N, (2**63 - 1) // max(room, 1))
     rule = _up if rounding == "up" else _sums
     saved = np.stack([rule(column, N, room) for column in c.saved.T], axis=1)
-    return Slots(N, room, rule(c.out, N, room), np.ascontiguousarray(saved))
+    return Slots(N, room, rule(c.out, N, room), saved)
 
 
 def _up(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
@@ -67,7 +67,7 @@ def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
 def needed(sizes: np.ndarray, slots: Slots) -> np.ndarray:
     """Needs in slots, rounded up; those above the room become N + 1, which never fits."""
     up = -(-np.minimum(sizes, slots.room + 1) * slots.N // slots.room)
-    return np.ascontiguousarray(np.where(sizes > slots.room, slots.N + 1, up).astype(np.int32))
+    return np.where(sizes > slots.room, slots.N + 1, up)
 
 
 def clock(times: np.ndarray, beta: float) -> np.ndarray:

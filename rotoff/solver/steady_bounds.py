@@ -84,7 +84,7 @@ import numpy as np
 
 from ..core.chain import Chain
 from ..core.steady_step import PERIODS
-from .arrays import Arrays
+from .arrays import MOST_LIMIT, Arrays
 from .kernels.steady_bound import Dual
 
 ROWS = 10  # of prices: of memory, and of link out, link in and host in each of three parts of an interval
@@ -96,7 +96,6 @@ PRICE_SCALES = (2.0, 1.0, 0.0, 1.0, 2.0)
 PRICE_SCALE = 100.0  # of steps in λ, beside the share of one interval squared; from 30 to 300 the ascent ends alike
 ASCENT_WORK = 150_000_000_000  # of evaluations and what one does: some seconds for 100 stages
 QUICK = 16  # the first ascents, which show which bound is higher, have this part of the patience
-MOST_LIMIT = 2**56  # bytes; more than any step holds
 SUM_ERROR = 1e-15  # of one sum, relative to what is summed
 ROOM_ERROR = 1e-12  # share of the limit that is added, so that rounding leaves room for what just fits
 
@@ -259,7 +258,7 @@ def problem(
     dual = Dual(
         chain.duplex,
         *rates,
-        np.ascontiguousarray(room),
+        room,
         work / seconds,
         c.u_again / seconds,
         c.saved / size,
@@ -268,7 +267,7 @@ def problem(
         c.n_forms,
         c.apart(limit, needs[0] + read[1:], needs[1] + trained[1:]),
         sizes / size,
-        np.ascontiguousarray(times / seconds),
+        times / seconds,
         np.cumsum([len(at) for at in cuts]).astype(np.int32),
         np.concatenate(cuts).astype(np.int32),
         np.array([2 * L - max(s.stages) for s in groups], np.int32),

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ..checkpointable import ATTACHED, Checkpointable
-from ..errors import MeasureError, OptionError
+from ..errors import OptionError
+from ..planning.options import check_module
 from ..report.rotor_names import NO_LIMIT
 from .config import RotoffConfig, read_settings
 
@@ -47,7 +48,7 @@ def attach(
         OptionError: if the model is attached already. LimitError: also for two limits. MeasureError: as for
             `Checkpointable`.
     """
-    _check_module(model)
+    check_module(model)
     if model.__dict__.get(ATTACHED) is not None:
         raise OptionError("the model is attached already; call rotoff.detach(model) first")
     given = read_settings(mem_limit, options if mode is None else {**options, "mode": mode})
@@ -98,7 +99,7 @@ def detach(model: nn.Module) -> None:
     Raises:
         MeasureError: for anything but a module.
     """
-    _check_module(model)
+    check_module(model)
     attachment = model.__dict__.pop(ATTACHED, None)
     if attachment is not None:
         attachment.restore()
@@ -108,11 +109,6 @@ def attached(model: nn.Module) -> Checkpointable | None:
     """The `Checkpointable` that plans `model`, or None if it is not attached."""
     attachment = model.__dict__.get(ATTACHED)
     return None if attachment is None else attachment.planned
-
-
-def _check_module(model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
 
 
 class _Attachment:

@@ -10,8 +10,7 @@ from torch import nn
 from ..capture.strategy import read_sample
 from ..checkpointable import Checkpointable, refuse_planned
 from ..core.chain import Chain
-from ..errors import MeasureError
-from ..planning.options import Options
+from ..planning.options import Options, check_module
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import estimate_profile
 from ..profile.profile import Profile
@@ -34,12 +33,6 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
         MeasureError: if the model's stages cannot be found, or its forward depends on its tensors' contents.
     """
     return estimated(model, sample, kwargs, find(device)).chain
-
-
-def check_module(model: Any) -> None:
-    """Raise MeasureError if `model` is no module."""
-    if not isinstance(model, nn.Module):
-        raise MeasureError(f"the model is a {type(model).__name__}; give a torch.nn.Module")
 
 
 def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:

@@ -52,7 +52,7 @@ def plan_key(
     text = described_whole(model, (args, kwargs))
     interactive = "__main__." in text and getattr(sys.modules["__main__"], "__file__", None) is None
     asked = [repr(value) for value in asked]
-    if _of_this_process(text, *options, *asked) or interactive:
+    if interactive or any("@" in one or " at 0x" in one for one in (text, *options, *asked)):  # objects' addresses
         return None
     return {
         "model": hashlib.sha256(text.encode()).hexdigest(),
@@ -62,11 +62,6 @@ def plan_key(
         "torch": settings_of_torch(["cpu", "cuda"]),
         "versions": [__version__, torch.__version__, platform.python_version()],
     }
-
-
-def _of_this_process(*texts: str) -> bool:
-    """Whether one of `texts` identifies an object by its address."""
-    return any("@" in text or " at 0x" in text for text in texts)
 
 
 def find_plan(cache: Cache, key: dict[str, Any] | None) -> PlannedModes | None:

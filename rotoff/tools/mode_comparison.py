@@ -22,7 +22,7 @@ from ..solver.search import Shared
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
 from .estimate import estimated
-from .planned_modes import MARGIN, WAYS_ON, PlacedStep, PlannedMode, PlannedModes, resident_parts, usable_bytes
+from .planned_modes import WAYS_ON, PlacedStep, PlannedMode, PlannedModes, resident_parts, usable_bytes
 from .whole_device import EFFORT, placed_steps, with_parameters
 
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
@@ -65,7 +65,7 @@ def answer(
         usable = usable_bytes(target.memory_bytes)
         if asked.mem_limit is None and profile.chain.meta["parameter_bytes"]:
             chain, constant, streamable = with_parameters(profile, target, asked.optimizer, asked.host_bandwidth)
-            placed = placed_steps(chain, constant, streamable, usable, MARGIN, _batch(sample, kwargs))
+            placed = placed_steps(chain, constant, streamable, usable, _batch(sample, kwargs))
         resident = resident_bytes(profile, asked.optimizer)
         return planned_modes(profile, target, asked.mem_limit, resident, placed, asked.modes, asked.mem_slots)
 

@@ -110,7 +110,7 @@ def _known(
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise MeasureError if `model` is no module, OptionError for a name that neither `plan` nor its forward takes."""
     from ..checkpointable import Checkpointable
-    from .estimate import check_module
+    from ..planning.options import check_module
 
     check_module(model)
     inner = model._model if isinstance(model, Checkpointable) else model

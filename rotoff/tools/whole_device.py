@@ -29,7 +29,7 @@ from ..solver.bounds import host_plan, min_mem_limit, steady_bound
 from ..solver.plan_codes import keep_all
 from ..solver.search import Candidate, Problem, best_candidate
 from ..tensors.stage import StageModule
-from .planned_modes import PlacedStep
+from .planned_modes import MARGIN, PlacedStep
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
@@ -81,18 +81,17 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
 
 
 def placed_steps(
-    chain: Chain, constant: int, streamable: int, usable: int, margin: float, batch: int | None
+    chain: Chain, constant: int, streamable: int, usable: int, batch: int | None
 ) -> tuple[PlacedStep, ...]:
     """The steps of `chain` within `usable` bytes, with updates after the backward and during it.
 
-    constant, streamable: as `with_parameters` returns them.
-    margin: the share of a device that is not usable. batch: the sample's batch size, if it has one.
+    constant, streamable: as `with_parameters` returns them. batch: the sample's batch size, if it has one.
     """
     rows: list[PlacedStep] = []
     best: Candidate | None = None
     unit = chain.compute_time
     for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
-        least = int((min_mem_limit(chain, "joint", updates) + constant - streamable) / (1 - margin)) + 1
+        least = int((min_mem_limit(chain, "joint", updates) + constant - streamable) / (1 - MARGIN)) + 1
         everything = keep_all(chain, updates)
         trace, bound = simulate(chain, everything, updates=updates), unit
         streamed = min(streamable, max(0, trace.peak_bytes + constant - usable))

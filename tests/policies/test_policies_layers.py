@@ -147,7 +147,7 @@ def test_table_1_peaks_of_alexnet():
     layers, batch, _ = TABLE_1["AlexNet"]
     chain = chain_of(layers, batch)
     l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
-    most = max(segment_bytes(chain, s) for s in segments(len(chain), checkpoints(layers)) if s.last >= s.first)
+    most = max(segment_bytes(chain, s) for s in segments(checkpoints(layers)) if s.last >= s.first)
     assert round(l_peak / MIB, 2) == 886.23
     assert round(most / MIB, 3) == 993.018
 

@@ -119,7 +119,7 @@ def published(chain: Chain, limit: int, N: int) -> float:
 def test_the_tables_are_the_published_recurrences(chain, part, N):
     limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
     table = costs(chain, limit, N)
-    assert predicted(table, fill(table)) == pytest.approx(published(chain, limit, N), rel=1e-9, abs=1e-9)
+    assert predicted(fill(table)) == pytest.approx(published(chain, limit, N), rel=1e-9, abs=1e-9)
 
 
 @examples(20)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 import rotoff
 from rotoff.profile.estimate.estimate import cpu_temporaries
-from rotoff.profile.estimate.fake import fake_mode
+from rotoff.profile.estimate.fake_kernels import FakeKernels
 from rotoff.profile.memory.allocator import Allocation, AllocationLog, record
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -48,14 +48,14 @@ def norms(x: torch.dtype, w: torch.dtype) -> dict[str, Callable[[], torch.Tensor
 @pytest.mark.parametrize("name", ["layer", "group", "batch", "instance"])
 def test_fake_norms_keep_cpu_dtypes(name: str, x: torch.dtype, w: torch.dtype) -> None:
     real = norms(x, w)
-    with fake_mode():
+    with FakeKernels():
         fake = norms(x, w)
         answer = saved(fake[name])
     assert answer == saved(real[name])
 
 
 def test_fake_cuda_norms_keep_float32_statistics() -> None:
-    with fake_mode(cuda=True):
+    with FakeKernels(cuda=True):
         for name, shape in (("layer", (2, 4, 1)), ("batch", (8,))):
             kept = saved(norms(HALF, HALF)[name])
             assert kept.count((FULL, shape)) == 2, name
@@ -109,7 +109,7 @@ def test_repeated_answers_are_those_of_the_first_time(name: str) -> None:
             shared = [t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in found]
             return [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t is x) for t in found], keys, shared
 
-    mode = fake_mode()
+    mode = FakeKernels()
     assert told(mode) == told(mode) == told(FakeTensorMode())
 
 

@@ -108,7 +108,7 @@ def test_parts_that_are_placed_like_their_group_move_like_it(chain: Chain, seed:
             for op in to_sequence(placer(one, 2**50, VISITS, updates), codes)
             if op.of
         )
-        for one, codes, name in ((whole, plan, sorted(set(part))), (chain, spread(chain, plan, part), part))
+        for one, codes, name in ((whole, plan, sorted(set(part))), (chain, spread(plan, part), part))
     )
     assert of_parts == Counter({move: count * part.count(move[2]) for move, count in moves.items()})
 

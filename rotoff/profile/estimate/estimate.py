@@ -39,8 +39,9 @@ from ..timing.stage_timing import EarlyStop, Timings
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
 from .devices import Device
-from .fake import FakeAllocator, InMode, fake_copy, fake_mode
+from .fake import FakeAllocator, InMode, fake_copy
 from .fake_forms import FakeFormMeter
+from .fake_kernels import FakeKernels
 from .roofline import Roofline
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def estimate_profile(
         wanted, forms, backward_from: the options `stages`, `forms` and `backward_from` of `Checkpointable`.
     """
     wanted = strategy.named(model, wanted) or wanted  # names also find the modules of the copy
-    mode = fake_mode(device.capability is not None)
+    mode = FakeKernels(device.capability is not None)
     copied = fake_copy(model, mode).train()
     value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
     with cuda_variants(device):

@@ -32,15 +32,6 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-def fake_mode(cuda: bool = False) -> FakeTensorMode:
-    """Return the mode of fake copies; it treats real tensors that a forward makes or closes over as fake ones.
-
-    Args:
-        cuda: whether they stand for tensors of a CUDA device.
-    """
-    return FakeKernels(cuda)
-
-
 def fake_copy(thing: T, mode: FakeTensorMode) -> T:
     """Return a copy of a module, or of a structure of tensors, whose tensors are fake ones on the CPU.
 
@@ -245,7 +236,7 @@ def _engine_references() -> tuple[int, int, int]:
                 seen.append(_references(args, 0))
             return func(*args, **(kwargs or {}))
 
-    with fake_mode(), torch.enable_grad():
+    with FakeKernels(), torch.enable_grad():
         x = torch.empty(2, requires_grad=True, device=_CPU)
         y = torch.stack([x.tanh().sin() * 2, x.cos().sin() * 2])
         with Watch():

@@ -32,9 +32,10 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class FakeKernels(EagerMode, FakeTensorMode):
-    """The mode of an estimate's fake tensors. cuda: whether they stand for a CUDA device."""
+    """The mode of an estimate's fake tensors; it treats real tensors that a forward makes or closes over as fake ones,
+    too. cuda: whether they stand for tensors of a CUDA device."""
 
-    def __init__(self, cuda: bool) -> None:
+    def __init__(self, cuda: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._cuda = cuda
         self._answers: dict[Any, Answer] = {}

@@ -184,11 +184,10 @@ def keep_in_place(
 
 def _without(stage: Stage, nbytes: int, handed: int, spare: tuple[int, int], staying: int) -> Stage:
     """Return `stage` with `nbytes` fewer in its values; it passes on `handed` of these and makes the rest."""
-    assert stage.checkpoint_transient_bytes is not None and stage.backward_transient_bytes is not None
+    assert stage.checkpoint_transient_bytes is not None
     made = nbytes - handed
 
     def less(form: Form) -> Form:
-        assert form.forward_transient_bytes is not None and form.backward_transient_bytes is not None
         # `spare` and `staying` are unknown for a smaller form
         return replace(
             form,

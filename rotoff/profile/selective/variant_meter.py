@@ -305,7 +305,7 @@ def _alike(a: Stage, b: Stage, slack: int = 0) -> bool:
     if (a.saved_bytes, a.output_bytes) != (b.saved_bytes, b.output_bytes):
         return False
     forward = abs(a.forward_transient_bytes - b.forward_transient_bytes)
-    backward = abs((a.backward_transient_bytes or 0) - (b.backward_transient_bytes or 0))
+    backward = abs(a.backward_transient_bytes - b.backward_transient_bytes)
     return max(forward, backward) <= slack
 
 

@@ -92,8 +92,7 @@ class StageGraph:
 
     def __init__(self, log: OperationLog, kinds: Sequence[SavedKind]) -> None:
         self._log = log
-        self.own = [n for n, kind in enumerate(kinds) if kind is SavedKind.OWN]
-        self._packs = {n: log.packs[n] for n in self.own}
+        self._packs = {n: log.packs[n] for n, kind in enumerate(kinds) if kind is SavedKind.OWN}
         self.writers: dict[int, list[int]] = {}
         self._always: list[int] = []  # operations that run in every redo
         self._draws: list[int] = []
@@ -295,7 +294,7 @@ class StageGraph:
 
     def choices(self, policy: Policy | None = None) -> list[Choice]:
         """Return at most `MAX_FORMS` forms worth measuring, from most to fewest bytes."""
-        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0), MAX_FORMS)
+        points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0))
         return [Choice(self.recipe(kept), nbytes, seconds) for kept, nbytes, seconds in points]
 
     def choice(self, slots: Iterable[int]) -> Choice | None:
@@ -329,11 +328,11 @@ def _turns(a: Any, b: Any, c: Any) -> bool:
     return bool((a[1] - c[1]) * (b[2] - a[2]) >= (a[1] - b[1]) * (c[2] - a[2]))
 
 
-def _thinned(points: list[Point], full: tuple[int, float], most: int) -> list[Point]:
-    """Return `most` of `points`, always with the last one. The point that forms the smallest triangle with its
-    neighbours is dropped first."""
+def _thinned(points: list[Point], full: tuple[int, float]) -> list[Point]:
+    """Return at most `MAX_FORMS` of `points`, always with the last one. The point that forms the smallest triangle with
+    its neighbours is dropped first."""
     points = list(points)
-    while len(points) > max(1, most):
+    while len(points) > MAX_FORMS:
         ends = [(None, *full), *points]
 
         def loss(n: int, ends: list[Any] = ends) -> float:

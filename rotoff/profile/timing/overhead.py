@@ -36,7 +36,7 @@ from .harness import Run, backward, get_edges
 
 logger = logging.getLogger("rotoff")
 MAX_SECONDS = 2e-3  # a longer time is not credible
-STAGES, RUNS = 3, 2  # numbers of stages and of runs of each; the first run does not count
+STAGES, RUNS = 3, 2  # numbers of stages and of runs of each; the last run counts
 LONG = 50 * MAX_SECONDS  # of a stage, forward and backward, from which on its overhead is lost in its noise
 
 
@@ -52,10 +52,8 @@ class OverheadMeter:
         fit = len(self._spans) < STAGES and any(t.requires_grad for t in run.tensors)
         if not fit or run.last or behaviour.varying or run.collective:
             return
-        spans = _Spans()
-        for n in range(RUNS):
-            if n == 1:
-                spans = _Spans()
+        for _ in range(RUNS):
+            spans = _Spans()
             try:
                 _run_step(run, behaviour, spans)
             except Exception as error:  # the user's own step gives a better message

@@ -15,10 +15,6 @@ from libc.stdint cimport int8_t, int32_t
 from libc.string cimport memcpy
 
 
-cdef inline double _least(double x, double y) noexcept nogil:
-    return x if x < y else y
-
-
 cdef inline void _hold(Work *w, Py_ssize_t first, Py_ssize_t last, double size) noexcept nogil:
     """Add `size` bytes at the cuts first to last; none if last < first."""
     if first <= last:
@@ -166,8 +162,7 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             twice_at = first - 1
         if w.alpha[last - 1] < w.alpha[twice_at]:
             twice_at = last - 1
-        lowest = _least(lowest, _least(w.alpha[first - 1], w.alpha[first]))
-        lowest = _least(lowest, _least(w.alpha[last - 1], w.alpha[last]))
+        lowest = min(lowest, w.alpha[first - 1], w.alpha[first], w.alpha[last - 1], w.alpha[last])
         best = INFINITY
         best_way = STAYS
         best_form = 0
@@ -185,18 +180,18 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
             way = STAYS
             # Leaving in the interval of F_q itself passes no cut.
             early = size * p_made[first - 1] * c.out_rate
-            out = _least(size * (w.leave[first] - total[first - 1]), early + size * lam[first]) - ends
+            out = min(size * (w.leave[first] - total[first - 1]), early + size * lam[first]) - ends
             out = INFINITY if c.apart[x] & 1 else out
             back = INFINITY if c.apart[x] & 2 else size * (w.arrive[in_at] + until) - late
             cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
-            returned = _least(back, cost)
-            cost = _least(out + back, _least(early, out) + returned + twice)
+            returned = min(back, cost)
+            cost = min(out + back, min(early, out) + returned + twice)
             if cost < least:
                 least = cost
                 way = MOVES
             # A lower bound of the cost of making it again, at any time; it excludes most ways.
             if lowest * u - late - ends < least and not c.apart[x] & 2:
-                cost = _least(_least_sum(w.alpha + first, w.minus + first, u, size, last - first),
+                cost = min(_least_sum(w.alpha + first, w.minus + first, u, size, last - first),
                               INFINITY if c.apart[x] & 1 else
                               w.alpha[first - 1] * u + size * w.minus[first - 1] - ends) + size * until - late
                 if cost < least:
@@ -261,11 +256,11 @@ cdef double dual_value(Problem *c, const double *lam, const double *p, const dou
         until = total[last] + s.lam[last]
         early = size * p_made[first - 1] * c.out_rate
         soon = early + size * lam[first] - c.entry[q] * lam[first]
-        out = _least(size * (w.leave[first] - total[first - 1]) - c.entry[q] * lam[first], soon)
+        out = min(size * (w.leave[first] - total[first - 1]) - c.entry[q] * lam[first], soon)
         out = INFINITY if c.apart[x] & 1 else out
         back = INFINITY if c.apart[x] & 2 else size * (w.arrive[in_at] + until) - late
         cost = size * (c.before[last] if parts else w.arrive[last] + total[last] + s.r[last] * c.in_rate)
-        if best_way == MOVES and out + back < _least(early, out) + _least(back, cost) + twice:
+        if best_way == MOVES and out + back < min(early, out) + min(back, cost) + twice:
             early, cost = INFINITY, INFINITY
         elif best_way == MOVES:
             _computes(c, w, twice_at, u, g_p, g_r, g, w.redone)

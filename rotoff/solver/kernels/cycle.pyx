@@ -100,7 +100,6 @@ cdef void _positions(Work *w, Groups *p, Cycle *s, const int16_t *genes, Py_ssiz
 cdef void _costs(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     """Seconds, and bytes beside the values, at each position; `room` still holds differences between positions."""
     cdef int32_t t, i, x
-    cdef Py_ssize_t r
     cdef int64_t gradient = 0, need, after
     cdef bint backward = False
     s.least = 0.0

@@ -172,10 +172,6 @@ cdef void _prefetches(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t floor_p
         append(&w.place[p], w.gap_next, g)
 
 
-cdef inline double _later(double a, double b) noexcept nogil:
-    return a if a > b else b
-
-
 cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
     """Pass 4: the times of all operations; rows (kind, stage, form, of) go to `emitted` unless that is NULL."""
     cdef int32_t v, i, t, g
@@ -192,7 +188,7 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
             peak = op.memory
         while next_free < m.n_gaps and w.gap[next_free].begin == t:
             v = w.gap[next_free].value
-            compute = _later(compute, copied(l, v))
+            compute = max(compute, copied(l, v))
             l.job[v].copy_end = 0.0
             next_free += 1
             _emit_move(emitted, r, E_FREE, &w.value[v])
@@ -204,21 +200,21 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
             g = w.gap_next[g]
         while next_wait < m.n_reloads and w.gap[w.reload[next_wait]].end == t:
             v = w.gap[w.reload[next_wait]].value
-            compute = _later(compute, copied(l, v))
+            compute = max(compute, copied(l, v))
             next_wait += 1
             _emit_move(emitted, r, E_WAIT, &w.value[v])
         i = op.stage
         if op.kind == BACK:
             compute += c.u_B[i * c.K + op.form]
             v = op.saved_set
-            compute = _later(compute, copied(l, v))
+            compute = max(compute, copied(l, v))
             if w.value[v].moves:
                 host -= w.value[v].size
         else:
             compute += forward_time(c, w, t, t + 1)
         v = op.gone
         if v >= 0:
-            compute = _later(compute, copied(l, v))
+            compute = max(compute, copied(l, v))
             if w.value[v].moves:
                 host -= w.value[v].size
         _emit(emitted, r, op.kind, i, op.form, -1)
@@ -233,7 +229,7 @@ cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Re
             _emit_move(emitted, r, E_OFFLOAD, &w.value[v])
     if c.host_limit >= 0 and host_peak - c.host_limit > r.over:
         r.over = host_peak - c.host_limit
-    r.makespan = _later(compute, drained(l))
+    r.makespan = max(compute, drained(l))
     r.peak = peak
     r.host_peak = host_peak
 

@@ -21,10 +21,6 @@ cdef double INF = float("inf")
 cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
 
 
-cdef inline double _later(double a, double b) noexcept nogil:
-    return a if a > b else b
-
-
 cdef void _alone(Chain *c, Cycle *s) noexcept nogil:
     """A first prediction: compute is as slow as the busiest lane throughout, and copies out run one after another."""
     cdef Py_ssize_t x, turn
@@ -38,7 +34,7 @@ cdef void _alone(Chain *c, Cycle *s) noexcept nogil:
         for x in range(s.n):
             g = s.at[x].leaving.head
             while g >= 0:
-                lane = _later(lane, s.before[x + 1]) + s.gap[g].size / c.out_bandwidth
+                lane = max(lane, s.before[x + 1]) + s.gap[g].size / c.out_bandwidth
                 s.gap[g].out_end = lane
                 g = s.out_next[g]
         lane -= period
@@ -202,7 +198,7 @@ cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             g = s.out_next[g]
 
 
-cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
+cdef double _lanes(Work *w, Groups *p, Cycle *s) noexcept nogil:
     """Seconds of a steady step; `before` and `out_end` then hold the times of the last one."""
     cdef Py_ssize_t e, period, x
     cdef int32_t v, g, kind, K = <int32_t>p.K
@@ -223,27 +219,27 @@ cdef double _lanes(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
             if kind == E_HERE:
                 s.before[v] = compute - begin
             elif kind == E_FREE or kind == E_DROP:
-                compute = _later(compute, copied(l, v))
+                compute = max(compute, copied(l, v))
                 l.job[v].copy_end = 0.0
             elif kind == E_WAIT:
-                compute = _later(compute, copied(l, v))
+                compute = max(compute, copied(l, v))
             elif kind == E_PREFETCH:
                 issue(l, BACK_IN, v, compute, event.seconds)
             elif kind == E_OFFLOAD:
                 issue(l, OUT, v, compute, event.seconds)
             elif kind == E_U:
                 for x in range(3):
-                    compute = _later(compute, copied(l, s.base + <int32_t>x * K + v))
+                    compute = max(compute, copied(l, s.base + <int32_t>x * K + v))
                 compute += event.seconds
             elif kind == E_H:
                 issue(l, HOST, s.base + (3 + <int32_t>period) * K + v, compute, event.seconds)
             else:
                 compute += event.seconds
                 if kind == BACK:
-                    compute = _later(compute, copied(l, w.op[v].saved_set))
+                    compute = max(compute, copied(l, w.op[v].saved_set))
                     l.job[w.op[v].saved_set].copy_end = 0.0
                 if event.gone >= 0:
-                    compute = _later(compute, copied(l, event.gone))
+                    compute = max(compute, copied(l, event.gone))
                     l.job[event.gone].copy_end = 0.0
         same = same_lanes(l, compute)
         for g in range(<int32_t>s.n_gaps):
@@ -303,13 +299,13 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         _starts(c, s)
         _prefetches(c, s)
         _text(c, w, p, s)
-        now = _lanes(c, w, p, s)
+        now = _lanes(w, p, s)
         if now < found:
             found = now
             best[0] = r
-        if found <= s.busiest * (1 + 1e-12) or found > enough * (1 + near):
+        if found <= s.busiest * (1 + 1e-12) or now > found or found > enough * (1 + near):
             break
-        near /= 4
+        near /= 16
     return found
 
 

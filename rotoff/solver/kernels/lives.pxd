@@ -66,8 +66,4 @@ cdef struct Lines:
     double[2] *by      # of all parts: what a price of copies out, and in, takes of α
 
 
-cdef inline double _min(double x, double y) noexcept nogil:
-    return x if x < y else y
-
-
 cdef double group_value(Groups *c, Problem *a, const double *lam, double *g_lam, Lines *t) noexcept nogil

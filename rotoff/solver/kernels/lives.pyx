@@ -200,7 +200,7 @@ cdef void _states(Groups *c, Lines *t) noexcept nogil:
     """A byte of optimizer state for each interval of the update."""
     cdef Py_ssize_t u, N = c.N
     for u in range(c.earliest, N - 1):
-        t.state[u] = _min(t.cum[u + N] - t.cum[u], _across(t, u, u + N, u + N, N - 1, True, not c.after, 0.0))
+        t.state[u] = min(t.cum[u + N] - t.cum[u], _across(t, u, u + N, u + N, N - 1, True, not c.after, 0.0))
 
 
 cdef void _last_uses(Lines *t, Py_ssize_t whole, Py_ssize_t N) noexcept nogil:
@@ -208,15 +208,15 @@ cdef void _last_uses(Lines *t, Py_ssize_t whole, Py_ssize_t N) noexcept nogil:
     cdef double lowest_X = INFINITY, lowest_Y = INFINITY, pair = INFINITY, made = INFINITY, pair_g = INFINITY, kept
     cdef Py_ssize_t u
     for u in range(whole, N - 1):
-        lowest_X = _min(lowest_X, t.paid * t.P[u] + t.cum[u])
-        made = _min(made, (t.Q[u] if u == whole else t.P[u]) + t.cum[u])
-        lowest_Y = _min(lowest_Y, t.Y[u])
-        pair = _min(pair, lowest_X + t.Y[u])
-        pair_g = _min(pair_g, made + t.Y[u])
+        lowest_X = min(lowest_X, t.paid * t.P[u] + t.cum[u])
+        made = min(made, (t.Q[u] if u == whole else t.P[u]) + t.cum[u])
+        lowest_Y = min(lowest_Y, t.Y[u])
+        pair = min(pair, lowest_X + t.Y[u])
+        pair_g = min(pair_g, made + t.Y[u])
         kept = t.cum[u] - t.cum[whole]
-        t.ends_1[u] = _min(kept, lowest_Y + t.cum[u])
-        t.ends_0[u] = _min(kept, pair + kept)
-        t.ends_g[u] = _min(kept, pair_g + kept)
+        t.ends_1[u] = min(kept, lowest_Y + t.cum[u])
+        t.ends_0[u] = min(kept, pair + kept)
+        t.ends_g[u] = min(kept, pair_g + kept)
 
 
 cdef double _update(Groups *c, Lines *t, Py_ssize_t k, Py_ssize_t *chosen) noexcept nogil:
@@ -232,13 +232,13 @@ cdef double _update(Groups *c, Lines *t, Py_ssize_t k, Py_ssize_t *chosen) noexc
     # As in `_across`, for all u at once: `pair` leaves across the end, or before it once u has passed it; `into` comes
     # in, for what has left before the end; `early` leaves across the end and before it.
     for u in range(use - 1, N - 2, -1):
-        lowest_Y = _min(lowest_Y, t.Y[u])
-        late = _min(late, t.late[u])
-        lowest_P = _min(lowest_P, t.paid * t.P[u])
-        pair = _min(pair, t.paid * t.P[u] + t.cum[u] + lowest_Y)
-    into = _min(lowest_Y, late - t.cum[N - 2])
+        lowest_Y = min(lowest_Y, t.Y[u])
+        late = min(late, t.late[u])
+        lowest_P = min(lowest_P, t.paid * t.P[u])
+        pair = min(pair, t.paid * t.P[u] + t.cum[u] + lowest_Y)
+    into = min(lowest_Y, late - t.cum[N - 2])
     for u in range(N - 2, low - 1, -1):
-        into = _min(into, t.crossing[u])
+        into = min(into, t.crossing[u])
         # What U makes is copied out after the first part of u, or later.
         made = t.Q[u] + t.cum[u]
         cost = t.alpha[u] * c.update[k] + c.g[k] * (t.ends_g[u] + t.cum[whole] - t.cum[c.begun[k] - 1])
@@ -246,16 +246,16 @@ cdef double _update(Groups *c, Lines *t, Py_ssize_t k, Py_ssize_t *chosen) noexc
             cost += c.o[k] * t.state[u]
         if c.w[k] > 0.0:
             kept = t.cum[use] - t.cum[u]
-            w_cost = _min(pair, _min(made + into, _min(early, t.paid * t.Q[u]) + t.cum[N - 1] + lowest_Y))
-            w_cost = kept + _min(_min(lowest_P, t.paid * t.Q[u]), w_cost)
-            w_cost = _min(w_cost + q_11 + t.ends_1[u], kept + _min(q_00 + t.ends_0[u], q_01 + t.ends_1[u]))
+            w_cost = min(pair, min(made + into, min(early, t.paid * t.Q[u]) + t.cum[N - 1] + lowest_Y))
+            w_cost = kept + min(min(lowest_P, t.paid * t.Q[u]), w_cost)
+            w_cost = min(w_cost + q_11 + t.ends_1[u], kept + min(q_00 + t.ends_0[u], q_01 + t.ends_1[u]))
             cost += c.w[k] * w_cost
         if cost < best:
             best = cost
             chosen[0] = u
-        pair = _min(pair, t.X[u] + into)
-        early = _min(early, t.paid * t.P[u])
-        lowest_P = _min(lowest_P, t.paid * t.P[u])
+        pair = min(pair, t.X[u] + into)
+        early = min(early, t.paid * t.P[u])
+        lowest_P = min(lowest_P, t.paid * t.P[u])
     return best
 
 
@@ -284,7 +284,7 @@ cdef void _write_update(Groups *c, Lines *t, Py_ssize_t k, Py_ssize_t u) noexcep
     ends_0 = _fresh(t, whole, u, u, -1, t.paid, 0.0)
     fresh = t.cum[use] - t.cum[u]
     made = _across(t, u, use, use - 1, end, True, True, 0.0)
-    if made + q_11 + ends_1 < fresh + _min(q_00 + ends_0, q_01 + ends_1):
+    if made + q_11 + ends_1 < fresh + min(q_00 + ends_0, q_01 + ends_1):
         _across(t, u, use, use - 1, end, True, True, size)
         _uses(t, cuts, n, N, True, size, &q_ignored)
         _valid(t, N + whole, N + u, N + u, size)
@@ -408,7 +408,7 @@ cdef double group_value(Groups *c, Problem *a, const double *lam, double *g_lam,
             continue
         on_device = _update(c, t, k, &u)
         on_host = _host_update(c, t, k, False) if c.host_update[k] >= 0.0 else INFINITY
-        value += _min(on_device, on_host)
+        value += min(on_device, on_host)
         if on_device <= on_host:
             _write_update(c, t, k, u)
         else:

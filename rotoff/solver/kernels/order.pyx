@@ -64,10 +64,6 @@ cdef inline bint _tied(Text *t, Operation *a, Operation *b) noexcept nogil:
     return False
 
 
-cdef inline double _later(double a, double b) noexcept nogil:
-    return a if a > b else b
-
-
 cdef double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
     """Seconds of a steady step, or of the step where there is only one. exact: whether to the machine's last bit."""
     cdef Py_ssize_t period, x
@@ -89,7 +85,7 @@ cdef double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
                 compute += op.seconds
                 for y in range(3):
                     if op.dropped[y] >= 0:
-                        compute = _later(compute, copied(l, op.dropped[y]))
+                        compute = max(compute, copied(l, op.dropped[y]))
                         l.job[op.dropped[y]].copy_end = 0.0
             elif op.kind == PREFETCH:
                 issue(l, BACK_IN, op.value, compute, op.seconds)
@@ -99,10 +95,10 @@ cdef double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
                 issue(l, HOST, op.value + <int32_t>period * K, compute, op.seconds)
             elif op.kind == UPDATE:
                 for y in range(3):
-                    compute = _later(compute, copied(l, op.dropped[y]))
+                    compute = max(compute, copied(l, op.dropped[y]))
                 compute += op.seconds
             else:
-                compute = _later(compute, copied(l, op.value))
+                compute = max(compute, copied(l, op.value))
                 if op.kind == LOSE:
                     l.job[op.value].copy_end = 0.0
         same = same_lanes(l, compute)
@@ -112,7 +108,7 @@ cdef double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
             second = compute - 2 * (compute - begin)
             break
     end = drained(l)
-    return _later(compute, end) if t.periods == 1 else (compute - second) / 2
+    return max(compute, end) if t.periods == 1 else (compute - second) / 2
 
 
 cdef inline bint _fits(Text *t, Operation *op, int64_t held, int64_t host) noexcept nogil:

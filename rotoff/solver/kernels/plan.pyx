@@ -142,8 +142,7 @@ cdef class Evaluator:
         """
         cdef double found
         cdef Py_ssize_t n = codes.shape[0] * codes.shape[1]
-        work = np.zeros(2 * n, dtype=np.int16)
-        cdef int16_t[::1] room = work
+        cdef int16_t[::1] room = np.zeros(n, dtype=np.int16)
         with nogil:
             found = _anneal(&self.c, &self.w, &codes[0, 0], n, self.V, evaluations, seed, hot, cold, masks[0], masks[1],
                             weight, &best[0, 0], &room[0], &stop[0])

@@ -62,8 +62,7 @@ cdef void _backward(Costs *c, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize
     cdef Py_ssize_t N = c.N, k, D1, D2, D3
     cdef double u_F = c.U[i] - c.U[i - 1], u_B = c.u_B[i], need_F = c.all_F[i] + c.held[j], need_B = c.need_B[i]
     cdef double idle, other, c1, c2, cost
-    best.cost = INFINITY
-    best.cut = -1
+    best[0] = Choice(INFINITY, -1, 0, 0, 0, 0, 0)
     if A + D > N:
         return
     if need_F + A <= N and need_B + A <= N:
@@ -108,9 +107,7 @@ cdef void _forward(Costs *c, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_
     cdef Py_ssize_t N = c.N, L = c.L, j, v, A1, F1, B1
     cdef Py_ssize_t size = c.saved[i - 1] if x else c.out[i - 1]
     cdef double u_F = c.U[i] - c.U[i - 1], u_B = c.u_B[i], wait_F, wait_B, D_F, D_B, cost, rest, segment
-    best.cost = INFINITY
-    best.cut = -1
-    best.moved = 0
+    best[0] = Choice(INFINITY, -1, 0, 0, 0, 0, 0)
     if A + F > N or A + B > N:
         return
     if c.all_F[i] + A + size <= N and c.need_B[i] + A + size <= N:
@@ -199,15 +196,15 @@ cdef class Kernel:
                             self.c.O[(((i * 2 + x) * (N + 1) + A) * (N + 1) + F) * (N + 1) + B] = best.cost
 
     def backward(self, Py_ssize_t i, Py_ssize_t j, Py_ssize_t A, Py_ssize_t D):
-        """(cost, cut or 0, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
+        """(cost, 0 for F_all or -1, cut, A and Δ of the part that runs first) of C_A(i, j, A, Δ)."""
         cdef Choice best
-        best.A, best.D = 0, 0
         _backward(&self.c, i, j, A, D, &best)
-        return best.cost, best.cut, best.A, best.D
+        return best.cost, 0 if best.cut == 0 else -1, best.cut, best.A, best.D
 
     def forward(self, Py_ssize_t i, Py_ssize_t x, Py_ssize_t A, Py_ssize_t A_F, Py_ssize_t A_B):
-        """(cost, cut or 0, whether the input moves, A', A_F', A_B') of OC_x(i, A, A_F, A_B)."""
+        """(cost, 0 for F_all or -1, cut, whether the input moves, A with the input, A', A_F', A_B') of OC_x(i, A, A_F,
+        A_B)."""
         cdef Choice best
-        best.A, best.A_F, best.A_B = 0, 0, 0
         _forward(&self.c, i, x, A, A_F, A_B, &best)
-        return best.cost, best.cut, bool(best.moved), best.A, best.A_F, best.A_B
+        kept = A + (self.c.saved[i - 1] if x else self.c.out[i - 1])
+        return best.cost, 0 if best.cut == 0 else -1, best.cut, bool(best.moved), kept, best.A, best.A_F, best.A_B

@@ -16,7 +16,7 @@ from libc.math cimport INFINITY
 from libc.stdint cimport int8_t, int32_t
 
 from rotoff.solver.kernels.bound cimport Problem, Second, Work, compute_price, dual_value, lower
-from rotoff.solver.kernels.lives cimport Groups, Interval, Lines, Price, _min, group_value
+from rotoff.solver.kernels.lives cimport Groups, Interval, Lines, Price, group_value
 
 
 cdef double MOST_PRICE = 1e6  # of memory: where rounding makes a limit too small by a hair, the dual rises without end
@@ -132,7 +132,7 @@ cdef void _project(Problem *a, double *x, Py_ssize_t N) noexcept nogil:
     cdef double[4] back = [0.0, 1.0, 1.0, 0.0]
     v[3] = 0.0
     for k in range(N):
-        x[k] = 0.0 if x[k] < 0.0 else _min(x[k], MOST_PRICE)
+        x[k] = 0.0 if x[k] < 0.0 else min(x[k], MOST_PRICE)
     for part in range(PARTS):
         for k in range(N + 3 * part * N, 2 * N + 3 * part * N):
             for i in range(3):

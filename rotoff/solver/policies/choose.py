@@ -8,6 +8,7 @@ from ...core.chain import Chain
 from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
 from ...errors import OptionError
+from ..arrays import arrays
 from .refusal import refusal
 
 
@@ -21,31 +22,22 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
     Raises:
         InfeasibleError: if none fits; its `min_mem_limit` is the least peak among them.
     """
-    best, least = None, None
+    tried = []
     for source, ops in candidates:
         trace = simulate(chain, ops)
-        least = trace.peak_bytes if least is None else min(least, trace.peak_bytes)
-        key = (trace.makespan, trace.peak_bytes)
-        if trace.peak_bytes <= mem_limit and (best is None or key < best[0]):
-            best = (key, source, ops)
-    if best is None:
-        assert least is not None, "a policy proposes at least one sequence"
-        raise refusal(policy, mem_limit, least)
-    _, source, ops = best
+        tried.append((trace.makespan, trace.peak_bytes, source, ops))
+    fitting = [one for one in tried if one[1] <= mem_limit]
+    if not fitting:
+        raise refusal(policy, mem_limit, min(peak for _, peak, *_ in tried))
+    *_, source, ops = min(fitting, key=lambda one: one[:2])
     return Sequence(ops, meta={"source": f"{policy}, {source}"})
 
 
 def largest_size(chain: Chain) -> int:
     """Bytes of the largest value, gradient or transient: a slot of that size holds any one of them."""
-    return max(
-        chain.input_bytes,
-        chain.input_grad_bytes,
-        *(max(s.output_bytes, s.saved_bytes, s.grad_bytes or 0) for s in chain.stages),
-        *(
-            max(s.forward_transient_bytes, s.checkpoint_transient_bytes or 0, s.backward_transient_bytes)
-            for s in chain.stages
-        ),
-    )
+    c = arrays(chain)
+    sizes = c.out, c.grad, c.saved[:, 0], c.f_transient[:, 0], c.ck_transient, c.b_transient[:, 0]
+    return max(int(several.max()) for several in sizes)
 
 
 def too_few_slots(slots: int) -> OptionError:

@@ -32,10 +32,11 @@ from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
 from ...core.sizes import format_bytes
 from ...errors import OptionError
+from .. import remat
 from ..arrays import arrays
+from ..joint import forwards
 from ..kernels.pofo import Kernel
-from ..plan_codes import MOVE, evaluator, from_forwards, to_ops
-from ..remat import segment_codes
+from ..plan_codes import evaluator, from_forwards, to_ops
 from ..slots import parse_slots
 from .choose import largest_size, too_few_slots
 from .refusal import refusal
@@ -44,12 +45,9 @@ SLOTS = 50
 TABLE_BYTES = 8 << 30
 
 
-class Costs(SimpleNamespace):
-    """Input of the kernel, with the names and units of `solver/kernels/pofo.pyx`."""
-
-
-def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
-    """The chain in slots of ``mem_limit / N`` bytes, each size rounded up."""
+def costs(chain: Chain, mem_limit: int, N: int) -> SimpleNamespace:
+    """The chain in slots of ``mem_limit / N`` bytes, each size rounded up; names and units are those of
+    `solver/kernels/pofo.pyx`."""
     c, L = arrays(chain), len(chain)
 
     def up(sizes: np.ndarray) -> np.ndarray:
@@ -70,7 +68,7 @@ def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
         rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
         early[i, q] = np.maximum.accumulate(step[i, q] - beta * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, q] = np.maximum.accumulate(step[i, q] + beta * U[q]) - beta * U[q]
-    return Costs(
+    return SimpleNamespace(
         L=L,
         N=N,
         beta=beta,
@@ -87,11 +85,11 @@ def costs(chain: Chain, mem_limit: int, N: int) -> Costs:
         rest=rest,
         late=late,
         early=early,
-        row=np.array([0, *((i - 1) * (L - 1) - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 1))], dtype=np.int64),
+        row=remat.rows(L, L),
     )
 
 
-def fill(table: Costs) -> Kernel:
+def fill(table: SimpleNamespace) -> Kernel:
     """Fill both tables, stage by stage from the last; Python runs between stages, so that Ctrl-C works."""
     L, N = table.L, table.N
     C = np.full((max(1, L * (L - 1) // 2), N + 1, N + 1), math.inf)
@@ -104,40 +102,9 @@ def fill(table: Costs) -> Kernel:
     return kernel
 
 
-def predicted(table: Costs, kernel: Kernel) -> float:
+def predicted(kernel: Kernel) -> float:
     """Seconds of OC_0(1, 0, 0, 0), the program's own prediction; infinite if nothing fits its slots."""
     return kernel.forward(1, 0, 0, 0, 0)[0]
-
-
-def _forwards(t: Costs, kernel: Kernel) -> list[tuple[int, int]]:
-    """The forwards of an optimum in program order, as (stage, code); a value that moves has MOVE where it is made."""
-    done: list[tuple[int, int]] = []
-    waiting: list[tuple[int, int, int, int]] = []  # segments to recompute: i, j, A, Δ
-    i, x, A, A_F, A_B = 1, 0, 0, 0, 0
-    while i <= t.L:
-        _, cut, moved, *after = kernel.forward(i, x, A, A_F, A_B)
-        if moved:
-            stage, code = done[-1]
-            done[-1] = (stage, code | MOVE)
-        if cut == 0:
-            done += segment_codes("all", i, 0)
-            i, x = i + 1, 1
-        else:
-            waiting.append((i, cut, A + int(t.saved[i - 1] if x else t.out[i - 1]), A_B))
-            done += segment_codes("ck", i, cut)
-            i, x = cut + 1, 0
-        A, A_F, A_B = after
-    while waiting:
-        i, j, A, D = waiting.pop()
-        _, cut, A1, D1 = kernel.backward(i, j, A, D)
-        if cut == 0:
-            done += segment_codes("all", i, 0)
-            if i < j:
-                waiting.append((i + 1, j, A1, D1))
-        else:
-            done += segment_codes("ck", i, cut)
-            waiting += [(i, cut, A, D), (cut + 1, j, A1, D1)]
-    return done
 
 
 def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
@@ -155,12 +122,11 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
             f"slots is {slots}: the tables of {L} stages would take {format_bytes(size)}, more than"
             f" {format_bytes(TABLE_BYTES)}; give fewer slots"
         )
-    table = costs(chain, mem_limit, slots)
-    kernel = fill(table)
-    seconds = predicted(table, kernel)
+    kernel = fill(costs(chain, mem_limit, slots))
+    seconds = predicted(kernel)
     ops: tuple[Op, ...] | None = None
     if math.isfinite(seconds):
-        ops = _decoded(chain, mem_limit, from_forwards(chain, _forwards(table, kernel)))
+        ops = _decoded(chain, mem_limit, from_forwards(chain, forwards(L, kernel)))
     if ops is None:
         raise refusal("pofo", mem_limit, least_limit(chain, mem_limit, slots), slots)
     return Sequence(ops, meta={"source": f"pofo, {slots} slots", "predicted_time": seconds})
@@ -183,12 +149,12 @@ def least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
     while high - low > max(1, high // 500):
         middle = (low + high) // 2
         low, high = (low, middle) if _operations_fit(costs(chain, middle, slots)) else (middle, high)
-    while not math.isfinite(predicted(table := costs(chain, high, slots), fill(table))):
+    while not math.isfinite(predicted(fill(costs(chain, high, slots)))):
         high += -(-high // slots)  # rare: backlogs of copies leave no room for a checkpoint
     return high
 
 
-def _operations_fit(t: Costs) -> bool:
+def _operations_fit(t: SimpleNamespace) -> bool:
     """Whether every operation can fit with nothing in transit: the recurrences with peaks in place of times."""
     L, N = t.L, t.N
     P = np.zeros((L + 2, L + 1), dtype=np.int64)  # slots that C_A(i, j) needs beyond A

@@ -42,7 +42,7 @@ class Program:
         self.slots: Slots = discretize(self.c, mem_limit, N, "up")
         L = self.L
         # Segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
-        base = np.array([0, *((i - 1) * L - (i - 1) * (i - 2) // 2 - i for i in range(1, L + 2))], dtype=np.int64)
+        base = remat.rows(L + 1, L)
         one_form = replace(self.c, n_forms=np.ones_like(self.c.n_forms))
         self.kernel = Remat(one_form, self.slots, self.need, base, L, 0)
         for d in range(L):

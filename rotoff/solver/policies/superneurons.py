@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ...core.chain import Chain
 from ...core.sequence import (
@@ -71,10 +72,9 @@ class Segment:
     last: int
 
 
-def segments(L: int, checkpoints: list[int]) -> list[Segment]:
+def segments(checkpoints: list[int]) -> list[Segment]:
     """The segment before each checkpoint, in order; stages after the last checkpoint belong to no segment."""
-    before = [0, *checkpoints]
-    return [Segment(s + 1, i - 1) for s, i in zip(before, checkpoints, strict=False)]
+    return [Segment(s + 1, i - 1) for s, i in pairwise([0, *checkpoints])]
 
 
 def layer_bytes(chain: Chain, i: int) -> int:
@@ -94,7 +94,7 @@ def segment_bytes(chain: Chain, segment: Segment) -> int:
 
 def recomputed_once(chain: Chain, checkpoints: list[int], technique: str) -> set[Segment]:
     """The segments that are kept after they run again (speed-centric); the others run again for each backward."""
-    made = segments(len(chain), checkpoints)
+    made = segments(checkpoints)
     if technique != "cost-aware":
         return set(made) if technique == "speed-centric" else set()
     l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
@@ -127,7 +127,7 @@ def again(segment: Segment, last: int) -> list[Op]:
 def backward(L: int, checkpoints: list[int], once: set[Segment], kept: bool) -> list[Op]:
     """Backwards L..1 with the recomputations that they need."""
     made, i = [], L
-    places = dict(zip(checkpoints, segments(L, checkpoints), strict=True))
+    places = dict(zip(checkpoints, segments(checkpoints), strict=True))
     while i >= 1:
         segment = places.get(i)
         if kept or segment is None or segment.last < segment.first:
