@@ -144,7 +144,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     following = len(calls)
     for op in reversed(tape.operations):
         following = place.get(id(op), following)
-        for n in (*op.reads, *(n for n in op.outputs if n is not None)):
+        for n in op.touched:
             last.setdefault(n, following)  # for an operation that makes nothing, the call after it
     lasting = set(tape.result_variables())
     last_uses: list[list[int]] = [[] for _ in range(len(calls) + 1)]

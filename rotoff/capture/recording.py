@@ -149,7 +149,7 @@ def _has_random_branches(tape: Tape) -> bool:
         if op.draws or not random.isdisjoint(op.reads):
             if op.expected is not NOTHING:
                 return True
-            random.update(n for n in op.outputs if n is not None)
+            random.update(op.made)
     return False
 
 

@@ -128,6 +128,16 @@ class Operation:
         return bool(self.outputs or self.writes or self.writes_owned or isinstance(self.function, nn.Module))
 
     @property
+    def made(self) -> list[int]:
+        """The variables that it returns."""
+        return [n for n in self.outputs if n is not None]
+
+    @property
+    def touched(self) -> list[int]:
+        """The variables that it reads and returns."""
+        return [*self.reads, *self.made]
+
+    @property
     def name(self) -> str:
         """The name of the function, for messages and tables."""
         return name_of(self.function)

@@ -41,9 +41,8 @@ def put_in_stages(
             own = (made.get(n) == open_stage or (made.get(n) and n in given) or n in tape.inputs for n in op.reads)
             if id(op) in needed or all(own):
                 stage_of[id(op)] = open_stage
-        for n in op.outputs:
-            if n is not None:
-                made.setdefault(n, stage_of.get(id(op), OUTSIDE))
+        for n in op.made:
+            made.setdefault(n, stage_of.get(id(op), OUTSIDE))
     return made
 
 
@@ -70,7 +69,7 @@ def beside_bytes(
         stage = stage_of.get(id(op)) or stage
         within = 0
         if id(op) not in needed:
-            touched = {tape.variables[n] for n in (*op.reads, *op.outputs) if n is not None}
+            touched = {tape.variables[n] for n in op.touched}
             within = sum(variable.nbytes for variable in touched) + sum(nbytes for _, nbytes in op.saves) + SCALARS
         found[stage - 1] = max(found[stage - 1], level + within)
     return tuple(found)
@@ -94,7 +93,7 @@ def _spans(
     for k, op in enumerate(calls):
         stage = stage_of.get(id(op)) or stage
         apart = id(op) not in needed and not stage_of.get(id(op))
-        for n in (*op.reads, *(n for n in op.outputs if n is not None)):
+        for n in op.touched:
             storage = tape.variables[n].storage
             nbytes[storage] = tape.variables[n].nbytes
             if id(op) in needed:
@@ -105,7 +104,7 @@ def _spans(
             end = released.get(storage, len(calls)) if apart and n in op.outputs else last.get(n, k)
             ends[storage] = max(ends.get(storage, 0), end)
         if apart:
-            until = max((ends[tape.variables[n].storage] for n in op.outputs if n is not None), default=k)
+            until = max((ends[tape.variables[n].storage] for n in op.made), default=k)
             yield from ((k, until, size) for storage, size in op.saves if storage not in elsewhere)
     places = {n: stage_of.get(id(op), 0) for n, op in enumerate(calls)}
     for storage, first in begins.items():

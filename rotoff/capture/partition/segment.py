@@ -99,9 +99,8 @@ def _held(tape: Tape, operations: Sequence[Operation], start: int) -> Iterator[t
     ends: dict[int | None, int] = {}
     for position in reversed(range(start, len(operations))):
         ends.update(dict.fromkeys(operations[position].ends, position))
-        for n in operations[position].outputs:
-            if n is not None:
-                yield n, ends.get(tape.variables[n].storage, len(operations) - 1)
+        for n in operations[position].made:
+            yield n, ends.get(tape.variables[n].storage, len(operations) - 1)
 
 
 class _Writer:
@@ -138,7 +137,7 @@ class _Writer:
         yield "    del values"
         last: dict[int, int] = {}
         for position, operation in enumerate(self._operations):
-            for n in (*operation.reads, *(n for n in operation.outputs if n is not None)):
+            for n in operation.touched:
                 last[n] = max(position, self._until.get(n, 0))
         kept = set(self._tape.result_variables() if self._leaves is None else self._leaves)
         dying: dict[int, list[int]] = {}
