@@ -20,17 +20,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.buffers import buffers_of, buffers_preserved, preserved
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
-from ..tensors.tree import flatten
+from ..tensors.tree import flatten, tensor_leaves
 from .collectives import collectives_visible, several_processes
 from .interception import Patches, intercept_calls, other_generators, put_other_generators
-from .recorder import Recorder
+from .module_recorder import ModuleRecorder
 from .tape import NOTHING, Tape
 from .union import union
 from .unrepeatable import UnrepeatableError
@@ -164,8 +163,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
         given = [copied(t).requires_grad_(t.requires_grad) for t in given]
         args, kwargs = rebuild(given)
     with nullcontext() if call.in_step else buffers_preserved(buffers_of(model)), torch.enable_grad():
-        recorder = Recorder(model, device, named, call.in_step is not None)
-        recorder.begin(given)
+        recorder = ModuleRecorder(model, device, given, named, call.in_step is not None)
         try:
             with (
                 nullcontext() if call.in_step is None else call.in_step.watched(recorder.tape.opaque),
@@ -184,7 +182,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
                 raise recorder.trouble from error
             raise
         recorder.end(result)
-        graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        graph = [tensor.grad_fn for tensor in tensor_leaves(result)]
         del result
         recorder.finish()
         del graph

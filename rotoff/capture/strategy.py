@@ -27,8 +27,9 @@ from ..tensors.storage import storage_key
 from ..tensors.tree import flatten, look_into, refuse_packed
 from .backward_roots import BackwardStarts
 from .caches import caches, switched_off, tell
+from .module_recorder import one_call
 from .partition import cuts
-from .recorder import UnrecordableError, one_call
+from .recorder import UnrecordableError
 from .recording import Call, InStep, record, same_calls
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError

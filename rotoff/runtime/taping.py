@@ -17,7 +17,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.interception import Patches, other_generators, put_other_generators
-from ..capture.recorder import HOOKS, one_call
+from ..capture.module_recorder import one_call
+from ..capture.recorder import HOOKS
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from ._follow import TAG, Var

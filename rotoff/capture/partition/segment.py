@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ...tensors.autocast import autocast_as
 from ...tensors.kernel_flags import kernels_as
 from ...tensors.stage import names_in
-from ...tensors.tree import flatten
+from ...tensors.tree import flatten, tensor_leaves
 from ..tape import Operation, Owned, Pinned, Ref, Tape
 
 
@@ -241,10 +241,7 @@ def results_noted(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
 
 
 def _flat(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        found = [result]
-    else:
-        found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    found = tensor_leaves(result)
     for note in _LISTENERS:
         for tensor in found:
             note(tensor)
