@@ -89,7 +89,7 @@ class Interpreter:
     # -- one method for each operation
 
     def _f_all(self, op: Op) -> None:
-        self._algorithms.plain(op.stage)
+        self._algorithms.ran(op.stage, None)
         self._forward(op, True, None)
 
     def _f_ck(self, op: Op) -> None:
@@ -201,9 +201,8 @@ class Interpreter:
         earlier stage."""
         op = self._plan.sequence.ops[self._next]
         moves = op.kind not in FORWARDS and op.kind is not OpKind.B
-        if op.of or op.kind in UPDATES:
-            self._execute(op)
-        elif op.stage > self._last or (moves and op.stage == self._last < len(self._stages)):
+        beyond = op.stage > self._last or (moves and op.stage == self._last < len(self._stages))
+        if beyond and not (op.of or op.kind in UPDATES):
             self._next += 1
         else:
             self._execute(op)

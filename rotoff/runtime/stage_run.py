@@ -110,7 +110,6 @@ class StageRun:
     own: Sequence[bool] = ()
     _open_hooks: saved_tensors_hooks | None = None
     _graph: Callable[[], object] = staticmethod(lambda: None)  # alive as long as autograd has a saved tensor
-    _early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
     _dead = 0  # number of tensors saved by dead calls
     _as_measured = False  # whether autograd saved the same tensors as when the stage was measured
     _taken = False  # whether a tensor stays in place only because one in its position did when the stage was measured
@@ -222,8 +221,6 @@ class StageRun:
         """End the first run. kept: positions of `outputs` in skip connections that are kept in place."""
         self.cease()
         self._as_measured = [one is not None for one in self._saved] == self._behaviour.own_saved
-        if self._as_measured:
-            self._early_stop = self._behaviour.early_stop
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.kept = {n: Slot(outputs[n]) for n in kept}
 
@@ -300,7 +297,7 @@ class StageRun:
 
         alone: the run serves only the stage's own backward, so it stops at the last saved tensor and returns none.
         """
-        enough = self._early_stop if alone else 0
+        enough = self._behaviour.early_stop if alone and self._as_measured else 0
         inputs, places = self._detached(given)
         saved, count = self._saved, 0
         if keep:

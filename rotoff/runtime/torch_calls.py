@@ -16,6 +16,7 @@ from torch import nn
 
 from ..capture.collectives import Collective, as_collective
 from ..capture.interception import code_of
+from .arguments import tensors_of
 
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
@@ -95,40 +96,38 @@ class Known:
         self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    return [t for t in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(t, torch.Tensor)]
+    return tensors_of(first)
 
 
-def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """For setting an attribute: no change if the tensor is set to itself, as ``nn.Module.to`` does."""
     return [] if args[0] is args[-1] else _first(args, kwargs)
 
 
-def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = kwargs.get("out")
-    return [t for t in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(t, torch.Tensor)]
+def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+    return tensors_of(kwargs.get("out"))
 
 
-def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """For a function whose argument `place` is ``inplace``."""
     return _first(args, kwargs) if (args[place] if len(args) > place else kwargs.get("inplace")) else []
 
 
 def _statistics(
     first: int, training: int, name: str, default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     """For batch norm and instance norm: the running statistics, which are arguments `first` and `first + 1`."""
     if not (args[training] if len(args) > training else kwargs.get(name, default)):
         return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [t for t in found if isinstance(t, torch.Tensor)]
+    return tensors_of([*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")])
 
 
-def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
-    flat = [t for one in found for t in (one if isinstance(one, (list, tuple)) else (one,))]
-    return [t for t in flat if isinstance(t, torch.Tensor)]
+def _by_schema(
+    names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[torch.Tensor]:
+    return tensors_of([args[n] if n < len(args) else kwargs.get(name) for n, name in names])
 
 
 _NATIVE = frozenset(map(type, (torch.cat, torch.Tensor.add, torch.Tensor.__getitem__)))
@@ -199,9 +198,9 @@ def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] 
     if name and _DRAWING.search(name) is None:
         return None
     if function in (torch.nn.functional.dropout, torch.dropout):
-        return partial(_likely, 1, "p")
+        return partial(_likely, 1, "p", 0.5)
     if function is torch.nn.functional.scaled_dot_product_attention:
-        return partial(_likely, 4, "dropout_p")
+        return partial(_likely, 4, "dropout_p", 0.0)
     return _surely
 
 
@@ -209,9 +208,9 @@ def _surely(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _likely(place: int, name: str, default: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws: its probability, argument `place`, is not zero."""
-    return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
+    return (args[place] if len(args) > place else kwargs.get(name, default)) != 0
 
 
 # custom and scripted functions that have changed arguments in place, with the positions of these among their tensors
