@@ -249,7 +249,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         grouped, updates = self._group is not None, options.get("updates")
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
         if self._steps.placement is not None:
-            self._steps.placement.refuse_before_step("compute_sequence")
+            self._steps.placement.gradients.refuse_before_step("compute_sequence")
         if device_limit is not None:
             return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
 

@@ -147,7 +147,8 @@ class _Recorder(EagerMode):
         given = tensor_leaves((args, kwargs))
         reads = tuple(self._number(t)[0] for t in given)
         result, seconds, draws = self._run(func, args, kwargs)
-        returned = tuple(self._leaf(leaf, given) for leaf in _leaves(result))
+        items = result if isinstance(result, (tuple, list)) else [result]
+        returned = tuple(self._leaf(leaf, given) for leaf in items)
         writes = tuple(dict.fromkeys(self._number(t)[0] for t in _written(func, args, kwargs)))
         single = isinstance(result, torch.Tensor)
         self.operations.append(Operation(func, tuple(dict.fromkeys(reads)), writes, returned, single, draws, seconds))
@@ -205,10 +206,6 @@ def _argument(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         if argument.name == name:
             return args[place] if place < len(args) else kwargs.get(name, argument.default_value)
     return None
-
-
-def _leaves(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

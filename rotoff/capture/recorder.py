@@ -231,7 +231,7 @@ class Recorder(TorchFunctionMode):
         self._note_changed(changed)
         draws, effect = self._drawn is not generated, name == "__set__" or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)
-        if silent and returned and not name.endswith("_") and _all_in(returned, given):
+        if silent and returned and not name.endswith("_") and {*map(id, returned)} <= {*map(id, given)}:
             return result  # no operation, such as x.to(x.dtype)
         outputs = tuple(self._tensors.output(t) for t in returned)
         reads = tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref)))
@@ -398,8 +398,3 @@ class Recorder(TorchFunctionMode):
 
 def _transformed(name: str) -> str:
     return f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
-
-
-def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    known = set(map(id, others))
-    return all(id(t) in known for t in tensors)

@@ -92,14 +92,14 @@ class BackwardPhase(Interpreter):
             self._algorithms.begin_backward(i)
         except BaseException as error:
             if self._placement is not None:
-                self._placement.backward_failed(error)
+                self._placement.updates.backward_failed(error)
             self._give_up()
             raise
 
     def _begin_pass(self, task: int) -> None:
         """Autograd has begun backward `task`. If an earlier one has used the graph, all values are made again."""
         if self._placement is not None:
-            self._placement.backward_begins()
+            self._placement.gradients.backward_begins()
         if self._task is not None:
             self._rest()  # an error of the caller's may have stopped the earlier one
             self._link = None if self._take is None else self._take()

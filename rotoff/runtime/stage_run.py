@@ -21,7 +21,7 @@ from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, SavedKind, stage_inputs
 from ..tensors.storage import View, storage_key
 from ._follow import Var
-from .hollowing import key_of
+from .hollowing import current_key
 from .live import LiveForward
 from .placed.tensor import PlacedTensor
 from .replay import ReplayState
@@ -171,8 +171,8 @@ class StageRun:
     ) -> None:
         """Begin the first run on the inputs `given`; of these, `staying` are in skip connections kept in place."""
         self.recipe = recipe
-        live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
-        kept_keys, whole = {key_of(given[n]) for n in staying}, [View.of(t) for t in given]
+        live.reads.places = places = {current_key(t): n for n, t in enumerate(given) if n not in staying}
+        kept_keys, whole = {current_key(given[n]) for n in staying}, [View.of(t) for t in given]
         live.saved = saved = self._saved
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
         staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None

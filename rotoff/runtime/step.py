@@ -22,7 +22,7 @@ from ..tensors.tree import flatten, look_into
 from ._follow import Var
 from .backward_phase import GIVEN_UP, BackwardPhase
 from .call_interception import following
-from .hollowing import key_of, renew_graph
+from .hollowing import current_key, renew_graph
 from .interpreter import has_own_bytes
 from .live import LiveForward
 from .placed.brought import bring
@@ -251,11 +251,11 @@ class Step(BackwardPhase):
             return View.of(tensor).on(copy)
 
         for held in self._held.values():
-            if any(slot.tensor is not None and key_of(slot.tensor) == key for slot in held.outputs):
+            if any(slot.tensor is not None and current_key(slot.tensor) == key for slot in held.outputs):
                 held.settle()
         outputs = [slot for held in self._held.values() for slot in held.outputs]
         for slot in (*outputs, *(slot for run in self._runs.values() for slot in run.kept.values())):
-            if slot.tensor is not None and key_of(slot.tensor) == key:
+            if slot.tensor is not None and current_key(slot.tensor) == key:
                 slot.put(old(slot.tensor))
                 slot.stale = True
         for var in every:

@@ -23,7 +23,7 @@ from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from ._follow import TAG, Var
 from .arguments import replaced, tensors_of
-from .hollowing import key_of
+from .hollowing import current_key
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ModuleState, ReplayState
@@ -124,7 +124,7 @@ class Taping(LiveForward):
         self.reads: _Reads = _Reads()
         for tensor in given:
             self.reads.note_resident(tensor)
-        self.reads.places = {key_of(tensor): n for n, tensor in enumerate(given)}
+        self.reads.places = {current_key(tensor): n for n, tensor in enumerate(given)}
         self.spans: list[Span] = []
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""

@@ -8,7 +8,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from ...tensors.autocast import autocast_as
 from ...tensors.kernel_flags import kernels_as
 from ...tensors.stage import names_in
 from ...tensors.tree import flatten, tensor_leaves
+from ..interception import code_of
 from ..tape import Operation, Owned, Pinned, Ref, Tape
 
 
@@ -186,12 +186,10 @@ class _Writer:
     def _called(self, function: Any) -> str:
         """Return the expression of a function. Custom and scripted functions are called as in the model's code, so that
         modes see one call."""
-        of = getattr(function, "__self__", None)
-        if isinstance(of, type) and issubclass(of, torch.autograd.Function):
-            return f"{self._named(of)}.apply"
-        if type(function) is partial and isinstance(function.args[0], torch.jit.ScriptFunction):
-            return self._named(function.args[0])
-        return self._named(function)
+        code = code_of(function)
+        if isinstance(code, type):
+            return f"{self._named(code)}.apply"
+        return self._named(code if isinstance(code, torch.jit.ScriptFunction) else function)
 
     def _expression(self, value: Any) -> str:
         kind = type(value)
