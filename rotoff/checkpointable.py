@@ -463,9 +463,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         request = self._courses.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
             return request.planner.keep_all_bytes(self._latest.profile)
-        lets_go, many = self._courses.lets_go, 1 if request is None else request.in_flight
         profile = self._latest.profile
-        return reported_bytes(profile, plan_everything(profile, not self._check, lets_go, many))
+        everything = plan_everything(profile, not self._check, self._courses.lets_go, self.in_flight)
+        return reported_bytes(profile, everything)
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far: one row for each kind and size of input that a training step had.

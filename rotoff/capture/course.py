@@ -23,7 +23,7 @@ from .places import Entry
 from .sharding import gathers
 from .tape import Operation, Owned, Ref, Tape, leaves
 from .unrepeatable import compiled
-from .unused_results import OUTSIDE, beside_bytes, put_in_stages
+from .unused_results import OUTSIDE, beside_bytes, put_in_stages, with_calls
 
 
 class ExpectedCall(NamedTuple):
@@ -139,13 +139,10 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     needed = {id(op) for op in used(tape)}
     leaving = [_segments(stage)[-1].leaves or () for stage in stages]
     made = put_in_stages(tape, calls, stage_of, needed, outside, [set[int](), *map(set, leaving)])
-    place = {id(op): k for k, op in enumerate(calls)}
     last: dict[int, int] = {}
-    following = len(calls)
-    for op in reversed(tape.operations):
-        following = place.get(id(op), following)
+    for op, k in with_calls(tape, calls):
         for n in op.touched:
-            last.setdefault(n, following)  # for an operation that makes nothing, the call after it
+            last.setdefault(n, k)
     lasting = set(tape.result_variables())
     last_uses: list[list[int]] = [[] for _ in range(len(calls) + 1)]
     for n, k in last.items():

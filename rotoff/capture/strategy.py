@@ -75,9 +75,7 @@ class Captured:
 
     def started(self, output: Any) -> Any:
         """Return the model's `output`, of which only the outputs from which a backward starts keep their graph."""
-        if self.starts is None:
-            return output
-        return self.starts.watched(output)
+        return output if self.starts is None else self.starts.watched(output)
 
 
 def is_sequential(model: nn.Module) -> bool:

@@ -84,7 +84,8 @@ def _spans(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (first call, last call, bytes) for each storage that exists without being needed."""
     elsewhere = {tape.variables[n].storage for n in tape.inputs} | tape.held | {None}
-    released = _released(tape, calls)
+    # the last call at which each storage exists that the model's own code releases
+    released: dict[int | None, int] = {storage: k for op, k in with_calls(tape, calls) for storage in op.ends}
     begins: dict[int | None, int] = {}  # for a needed storage, after its last needed use
     ends: dict[int | None, int] = {}
     nbytes: dict[int | None, int] = {}
@@ -114,12 +115,10 @@ def _spans(
             yield first, end, nbytes[storage]
 
 
-def _released(tape: Tape, calls: Sequence[Operation]) -> dict[int | None, int]:
-    """Return the last call at which each storage exists that the model's own code releases."""
-    place = {id(op): k for k, op in enumerate(calls)}
-    found: dict[int | None, int] = {}
-    following = len(calls)
+def with_calls(tape: Tape, calls: Sequence[Operation]) -> Iterator[tuple[Operation, int]]:
+    """Yield the operations, the last first, each with its index among `calls`; that of the next call if it is none."""
+    index = {id(op): k for k, op in enumerate(calls)}
+    k = len(calls)
     for op in reversed(tape.operations):
-        following = place.get(id(op), following)
-        found.update(dict.fromkeys(op.ends, following))
-    return found
+        k = index.get(id(op), k)
+        yield op, k

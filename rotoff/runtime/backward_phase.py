@@ -50,11 +50,9 @@ class BackwardPhase(Interpreter):
     # -- a backward
 
     def input_slots(self, i: int) -> list[Slot]:
-        """Return the slots of stage i's input tensors."""
         return self._held[self._held.input_of(i)].outputs
 
     def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-        """Return the saved-tensor hooks for a stage's first run."""
         return saved_hooks(pack, unpack)
 
     def gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:

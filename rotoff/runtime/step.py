@@ -169,8 +169,7 @@ class Step(BackwardPhase):
         replay = ReplayState(self._generators, changing=changed)
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
-        if self._placement is not None:
-            run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
+        run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
         live.autocast_before = replay.autocast if torch._C._is_any_autocast_enabled() else None
         live.kernels_before = replay.kernels
         live.reads.changing = {id(module._buffers[name]) for module, name in changed} if changed else set()
@@ -242,7 +241,6 @@ class Step(BackwardPhase):
         self._done_with(op)
 
     def keep_before(self, key: int, every: Sequence[Var]) -> None:
-        """Copy a storage that the open stage is about to change, for replays of earlier ones: `every` lies there."""
         copy: torch.UntypedStorage | None = None
 
         def old(tensor: torch.Tensor) -> torch.Tensor:
@@ -312,5 +310,5 @@ def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
 def _content(weights: dict[int, PlacedTensor], needs: dict[int, bool]) -> dict[int, torch.Tensor]:
     """Return, by id of a parameter, its copy on the device for a replay. needs: whether it needed a gradient."""
-    there = {key: weight.device for key, weight in weights.items() if weight.device is not None}
-    return {key: device.detach().requires_grad_(needs[key]) for key, device in there.items()}
+    there = ((key, weight.device) for key, weight in weights.items())
+    return {key: device.detach().requires_grad_(needs[key]) for key, device in there if device is not None}

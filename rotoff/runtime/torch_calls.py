@@ -138,32 +138,30 @@ def _is_said_to_change_nothing(function: Any) -> bool:
     """Whether all schemas of `function`, one of torch's own operators, say that it changes no positional argument."""
     if type(function) not in _NATIVE or _UNTOLD.search(function.__name__) is not None:
         return False
-    packet = getattr(torch.ops.aten, function.__name__, None)
-    return isinstance(packet, torch._ops.OpOverloadPacket) and not any(
-        not arg.kwarg_only for schema in _schemas(packet) for arg in schema.arguments if _is_written(arg)
-    )
+    schemas = _schemas(function)
+    written = [arg for schema in schemas for arg in schema.arguments if _is_written(arg)]
+    return bool(schemas) and all(arg.kwarg_only for arg in written)
 
 
 def _written_by_schema(function: Any) -> set[tuple[int, str]]:
     """Place and name of the arguments that an operator changes, as its schemas say; autograd counts not all of these
     changes. Of torch's own functions, those besides ``out`` and the tensor that the name's underscore is for."""
-    schemas, own = [], type(function) in _NATIVE
-    if isinstance(function, torch._ops.OpOverload):
-        schemas = [function._schema]
-    elif isinstance(function, torch._ops.OpOverloadPacket):
-        schemas = _schemas(function)
-    elif own:
-        packet = getattr(torch.ops.aten, function.__name__, None)
-        schemas = _schemas(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    own = type(function) in _NATIVE
     return {
         (n, arg.name)
-        for schema in schemas
+        for schema in _schemas(function)
         for n, arg in enumerate(schema.arguments)
         if _is_written(arg) and not (own and (arg.kwarg_only or arg.name == "self"))
     }
 
 
-def _schemas(packet: torch._ops.OpOverloadPacket) -> list[torch.FunctionSchema]:
+def _schemas(function: Any) -> list[torch.FunctionSchema]:
+    """Return the schemas of an operator, or of the one with the name of a function of torch's own; none of others."""
+    if isinstance(function, torch._ops.OpOverload):
+        return [function._schema]
+    packet = getattr(torch.ops.aten, function.__name__, None) if type(function) in _NATIVE else function
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
     return [getattr(packet, one)._schema for one in packet.overloads()]
 
 

@@ -27,7 +27,7 @@ from .in_turn import InTurn
 from .lending import Lender, Streamed
 from .placed_plan import PlacedPlan
 from .tensor import PlacedGradient, PlacedTensor, offload, prefetch, settle
-from .updates import is_nested
+from .updates import is_nested, parameters_of
 
 
 class OneStep(Protocol):
@@ -278,7 +278,7 @@ class Placement:
         except BaseException as error:
             self.updates.give_up(error)
             raise
-        self.gradients.hide_all(optimizer)
+        self.gradients.hide(parameters_of(optimizer))
 
     def after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
