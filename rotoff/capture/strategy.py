@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -151,18 +152,11 @@ def read_sample(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that a sample stands for: a single dict is passed as keywords if forward accepts those
     names."""
-    if (
-        len(sample) == 1
-        and not kwargs
-        and isinstance(sample[0], Mapping)
-        and not isinstance(model, torch.jit.ScriptModule)
-    ):
-        named = dict(sample[0])
-        try:
-            inspect.signature(model.forward).bind(**named)
-        except TypeError:
-            return sample, kwargs
-        return (), named
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if len(sample) == 1 and not kwargs and isinstance(sample[0], Mapping) and not scripted:
+        with suppress(TypeError):
+            inspect.signature(model.forward).bind(**sample[0])
+            return (), dict(sample[0])
     return sample, kwargs
 
 
@@ -283,12 +277,7 @@ def named(model: nn.Module, wanted: Wanted) -> list[str]:
     """Return the dotted names of the wanted modules."""
     if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
         return []
-    if (
-        isinstance(wanted, (int, str))
-        or not isinstance(wanted, Iterable)
-        or not isinstance(wanted, Sized)
-        or not len(wanted)
-    ):
+    if isinstance(wanted, str) or not (isinstance(wanted, Iterable) and isinstance(wanted, Sized) and len(wanted)):
         raise OptionError(
             f"stages is {wanted!r}; give a number of stages, or a list of the model's modules or their names"
         )

@@ -259,12 +259,7 @@ class HeldValues(dict[Value, Held]):
 
     def device_bytes(self, others: Iterable[torch.Tensor]) -> int:
         """Return the bytes that the values take on the device, without those of `others`."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for held in self.values():
-            for slot in held.slots() if held.on_device else ():
-                if (tensor := slot.tensor) is not None:
-                    storage = tensor.untyped_storage()
-                    storages[storage._cdata] = storage
+        storages = {s._cdata: s for held in self.values() if held.on_device for s in held.storages()}
         for tensor in others:
             storages.pop(storage_key(tensor), None)
         return sum(storage.nbytes() for storage in storages.values())
