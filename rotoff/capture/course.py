@@ -21,7 +21,7 @@ from .partition.cuts import used
 from .partition.segment import Segment
 from .places import Entry
 from .sharding import gathers
-from .tape import Operation, Owned, Ref, Tape, leaves
+from .tape import Operation, Owned, Ref, Tape, argument_leaves
 from .unrepeatable import compiled
 from .unused_results import OUTSIDE, beside_bytes, put_in_stages, with_calls
 
@@ -188,7 +188,7 @@ def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> li
 
 def _numbers(op: Operation) -> Iterator[int | None]:
     """Yield the variable of each tensor among the arguments of a call."""
-    for leaf in leaves((op.args, op.kwargs)):
+    for leaf in argument_leaves((op.args, op.kwargs)):
         if isinstance(leaf, Ref):
             yield leaf.variable
         elif isinstance(leaf, (Owned, torch.Tensor)):

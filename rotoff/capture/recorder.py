@@ -30,7 +30,7 @@ from .module_calls import ModuleCall, pinned
 from .partition.data_sizes import DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places
-from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, leaves, substitute
+from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, argument_leaves, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError
 
 # properties of a tensor that do not depend on its contents
@@ -234,7 +234,7 @@ class Recorder(TorchFunctionMode):
         if silent and returned and not name.endswith("_") and {*map(id, returned)} <= {*map(id, given)}:
             return result  # no operation, such as x.to(x.dtype)
         outputs = tuple(self._tensors.output(t) for t in returned)
-        reads = tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref)))
+        reads = tuple(dict.fromkeys(leaf.variable for leaf in argument_leaves(references) if isinstance(leaf, Ref)))
         expected = NOTHING
         if silent and not returned:
             if not given or result is None or not self._asks(function, name, reads, result):

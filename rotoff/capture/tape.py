@@ -144,7 +144,7 @@ class Operation:
 
     def owned(self) -> Iterator[Owned]:
         """Yield the parameters and buffers among the arguments, and those changed through a view."""
-        yield from (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
+        yield from (leaf for leaf in argument_leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
         yield from self.writes_owned
 
 
@@ -234,8 +234,8 @@ def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return the leaves of `value`, in the order of `substitute`."""
+def argument_leaves(value: Any) -> list[Any]:
+    """Return the leaves of an argument, in the order of `substitute`."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:

@@ -271,7 +271,7 @@ def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
 
 def _early(tape: Tape, operations: list[Operation]) -> set[int]:
     """Return the variables that can be made before all others."""
-    changed = {(o.module, o.table, o.name) for op in operations for o in op.writes_owned}
+    changed = {owned for op in operations for owned in op.writes_owned}
     producers: dict[int, Operation] = {}
     movable: dict[int, bool] = {}
     touching: dict[int, list[Operation]] = {}  # storage -> operations that read, make or write it
@@ -280,7 +280,7 @@ def _early(tape: Tape, operations: list[Operation]) -> set[int]:
         movable[id(op)] = (
             not any(v.needs_grad for v in tensors)
             and not (op.draws or op.effect or op.writes_owned or isinstance(op.function, nn.Module))
-            and not any((o.module, o.table, o.name) in changed for o in op.owned())
+            and changed.isdisjoint(op.owned())
         )
         for n in op.made:
             producers.setdefault(n, op)

@@ -55,7 +55,7 @@ class Segment(nn.Module):
         # in tuples, because a module as an attribute would become a submodule
         self._whole = tuple(whole)
         self.varying = any(module in tape.varying for module in whole)
-        self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
+        self._owned = tuple(dict.fromkeys(owned))
         self._run = _Writer(tape, made, enters, leaves, until).compiled()
 
     def forward(self, value: Any) -> Any:
