@@ -183,7 +183,8 @@ def check_measurable(model: nn.Module, value: Any) -> None:
     refuse_passed_by()
     if torch.is_inference_mode_enabled():
         raise MeasureError("the model cannot be measured within torch.inference_mode(); measure it outside")
-    if any(t.is_meta for t in (*model.parameters(), *flatten(value)[0])):
+    tensors = flatten(value)[0]
+    if any(t.is_meta for t in (*model.parameters(), *tensors)):
         raise MeasureError(
             "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
             ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'
@@ -202,7 +203,6 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             )
         if type(tensor) in (torch.Tensor, nn.Parameter):
             storage_key(tensor)  # refuses a sparse tensor
-    tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
     if not tensors:
         raise MeasureError(

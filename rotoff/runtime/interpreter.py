@@ -180,9 +180,10 @@ class Interpreter:
 
     def _execute(self, op: Op) -> None:
         self._begins(op, self._next)
+        of_parameters = op.of or op.kind in UPDATES
         try:
             with self._checked():
-                if op.of or op.kind in UPDATES:
+                if of_parameters:
                     assert self._placement is not None, "a plan that moves parameters has a placement"
                     if op.of == "w" and op.kind in (OpKind.FREE, OpKind.DROP):
                         self._let_go(op.stage)
@@ -190,7 +191,6 @@ class Interpreter:
                 else:
                     getattr(self, f"_{op.kind.name.lower()}")(op)
         except Exception as error:
-            of_parameters = op.of or op.kind in UPDATES
             what = f"group {op.stage} of the parameters" if of_parameters else f"stage {self._stage_name(op.stage)!r}"
             _note(error, f"rotoff: while running {describe(op, self._next, self._plan.sequence)}, {what}")
             raise

@@ -23,11 +23,8 @@ Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 def _is_like(tensor: Any, *wanted: Any, **named: Any) -> bool:
     """Whether ``tensor.to(*wanted, **named)`` is the tensor itself."""
-    if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or named.get("copy")
-        or named.get("memory_format") is not None
-    ):
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not plain or named.get("copy") or named.get("memory_format") is not None:
         return False
     for one in (*wanted[:2], *(named.get(name) for name in ("device", "dtype", "other"))):
         if isinstance(one, torch.Tensor):

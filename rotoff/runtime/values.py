@@ -279,6 +279,4 @@ class HeldValues(dict[Value, Held]):
 
 def compact(gradient: torch.Tensor) -> torch.Tensor | None:
     """Tensor hook: copy a gradient that is a part of a larger storage, so that the rest can be freed."""
-    return (
-        gradient.clone() if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() else None
-    )
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else None
