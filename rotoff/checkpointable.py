@@ -248,7 +248,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         grouped, updates = self._group is not None, options.get("updates")
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
         if self._steps.placement is not None:
-            self._steps.placement.refuse_before_step("compute_sequence")
+            self._steps.placement.gradients.refuse_before_step("compute_sequence")
         if device_limit is not None:
             return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
 
@@ -462,9 +462,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         request = self._courses.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
             return request.planner.keep_all_bytes(self._latest.profile)
-        lets_go, many = self._courses.lets_go, 1 if request is None else request.in_flight
         profile = self._latest.profile
-        return reported_bytes(profile, plan_everything(profile, not self._check, lets_go, many))
+        everything = plan_everything(profile, not self._check, self._courses.lets_go, self.in_flight)
+        return reported_bytes(profile, everything)
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far: one row for each kind and size of input that a training step had.

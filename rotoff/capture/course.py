@@ -21,9 +21,9 @@ from .partition.cuts import used
 from .partition.segment import Segment
 from .places import Entry
 from .sharding import gathers
-from .tape import Operation, Owned, Ref, Tape, leaves
+from .tape import Operation, Owned, Ref, Tape, argument_leaves
 from .unrepeatable import compiled
-from .unused_results import OUTSIDE, beside_bytes, put_in_stages
+from .unused_results import OUTSIDE, beside_bytes, put_in_stages, with_calls
 
 
 class ExpectedCall(NamedTuple):
@@ -139,13 +139,10 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     needed = {id(op) for op in used(tape)}
     leaving = [_segments(stage)[-1].leaves or () for stage in stages]
     made = put_in_stages(tape, calls, stage_of, needed, outside, [set[int](), *map(set, leaving)])
-    place = {id(op): k for k, op in enumerate(calls)}
     last: dict[int, int] = {}
-    following = len(calls)
-    for op in reversed(tape.operations):
-        following = place.get(id(op), following)
-        for n in (*op.reads, *(n for n in op.outputs if n is not None)):
-            last.setdefault(n, following)  # for an operation that makes nothing, the call after it
+    for op, k in with_calls(tape, calls):
+        for n in op.touched:
+            last.setdefault(n, k)
     lasting = set(tape.result_variables())
     last_uses: list[list[int]] = [[] for _ in range(len(calls) + 1)]
     for n, k in last.items():
@@ -191,7 +188,7 @@ def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> li
 
 def _numbers(op: Operation) -> Iterator[int | None]:
     """Yield the variable of each tensor among the arguments of a call."""
-    for leaf in leaves((op.args, op.kwargs)):
+    for leaf in argument_leaves((op.args, op.kwargs)):
         if isinstance(leaf, Ref):
             yield leaf.variable
         elif isinstance(leaf, (Owned, torch.Tensor)):

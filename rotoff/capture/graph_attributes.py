@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..tensors.tree import tensor_leaves
 from .tape import NOTHING
 from .undo import OF_EVERY_MODULE, scripted_attributes
 from .unrepeatable import UncuttableError
@@ -47,7 +47,7 @@ class GraphAttributes:
             if name in _TABLES or _torch_hooks(module):
                 continue
             try:
-                tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+                tensors = tensor_leaves(value)
             except RecursionError:  # it contains itself
                 continue
             if not any(t.requires_grad and made(t) for t in tensors):

@@ -69,9 +69,8 @@ def may_draw(code: Any) -> bool:
 
 def custom_function(function: Any) -> str:
     """Return the name of the custom Function, not torch's own, that `function` calls; "" if it is none."""
-    of: Any = getattr(function, "__self__", None)
-    custom = isinstance(of, type) and issubclass(of, torch.autograd.Function) and not of.__module__.startswith("torch.")
-    return str(of.__name__) if custom else ""
+    code = code_of(function)
+    return code.__name__ if isinstance(code, type) and not code.__module__.startswith("torch.") else ""
 
 
 @contextmanager

@@ -102,7 +102,8 @@ class KnownTensors:
         return entry[1] if entry is not None and entry[0]() is tensor else None
 
     def storage(self, tensor: torch.Tensor, new: bool = False) -> int | None:
-        """Return the variable of an operation's result, a new one if it has none; None for the model's own."""
+        """Return the number of the tensor's storage, a new one if it has none and `new`; None if it has none, or if the
+        storage existed before the forward."""
         try:
             key = storage_key(tensor)
         except (NotImplementedError, RuntimeError):  # a sparse tensor is refused, others without a storage are not

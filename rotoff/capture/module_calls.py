@@ -100,7 +100,7 @@ def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], late
     reads, born = dict.fromkeys(call.given), set[int]()
     for op in inner:
         reads.update(dict.fromkeys(n for n in op.reads if n not in born))
-        born.update(n for n in op.outputs if n is not None and n not in reads)
+        born.update(n for n in op.made if n not in reads)
     beside = tuple(sorted((born & later).difference(call.outputs)))
     saves = tuple(dict.fromkeys(one for op in inner for one in op.saves))
     seen = {tape.variables[n].storage for n in (*reads, *call.outputs, *beside) if n is not None} | {

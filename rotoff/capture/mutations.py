@@ -54,10 +54,9 @@ class ChangedAttributes:
         self._before: list[tuple[nn.Module, str, Any, Any]] = []  # and a tensor's version, or what a container holds
         for module in stage.every_module():
             for name, value in vars(module).items():
-                if isinstance(value, torch.Tensor):
-                    self._before += [(module, name, value, value._version)] if restorable(value) else []
-                elif restorable(value):
-                    self._before.append((module, name, value, None))
+                if restorable(value):
+                    version = value._version if isinstance(value, torch.Tensor) else None
+                    self._before.append((module, name, value, version))
                 elif name not in OF_EVERY_MODULE and (content := content_of(value)) is not None:
                     self._before.append((module, name, value, content))
 

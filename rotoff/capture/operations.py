@@ -21,7 +21,7 @@ from ..tensors.recipe import QUERIES
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import watch_saved
 from ..tensors.storage import View
-from ..tensors.tree import leaves
+from ..tensors.tree import tensor_leaves
 
 
 class Leaf(NamedTuple):
@@ -144,10 +144,11 @@ class _Recorder(EagerMode):
         kwargs = kwargs or {}
         if func.is_view or func in QUERIES:
             return func(*args, **kwargs)
-        given = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        given = tensor_leaves((args, kwargs))
         reads = tuple(self._number(t)[0] for t in given)
         result, seconds, draws = self._run(func, args, kwargs)
-        returned = tuple(self._leaf(leaf, given) for leaf in _leaves(result))
+        items = result if isinstance(result, (tuple, list)) else [result]
+        returned = tuple(self._leaf(leaf, given) for leaf in items)
         writes = tuple(dict.fromkeys(self._number(t)[0] for t in _written(func, args, kwargs)))
         single = isinstance(result, torch.Tensor)
         self.operations.append(Operation(func, tuple(dict.fromkeys(reads)), writes, returned, single, draws, seconds))
@@ -207,12 +208,7 @@ def _argument(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return None
 
 
-def _leaves(result: Any) -> list[Any]:
-    return list(result) if isinstance(result, (tuple, list)) else [result]
-
-
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensor arguments that the operation's schema says it changes."""
     writes = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    found = [_argument(name, func, args, kwargs) for name in writes]
-    return [leaf for leaf in leaves(found) if isinstance(leaf, torch.Tensor)]
+    return tensor_leaves([_argument(name, func, args, kwargs) for name in writes])

@@ -1,4 +1,4 @@
-"""Records every call of torch in a model's forward while it runs."""
+"""Records every call of torch in a model's forward while it runs; `module_recorder` adds the calls of modules."""
 
 from __future__ import annotations
 
@@ -6,34 +6,32 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import Enum
-from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.autocast import autocast_now
-from ..tensors.eager_mode import Unwatched, unseen, without
+from ..tensors.eager_mode import Unwatched
 from ..tensors.kernel_flags import kernel_flags
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.storage import versions_of
-from ..tensors.tree import look_into, refuse_packed
+from ..tensors.tree import look_into, tensor_leaves
 from .collectives import Collective, as_collective
-from .graph_attributes import GraphAttributes, tensors_within
-from .interception import noting_draws, without_interception
+from .graph_attributes import GraphAttributes
+from .interception import noting_draws
 from .known_tensors import KnownTensors
-from .module_calls import ModuleCall, as_one, pinned
+from .module_calls import ModuleCall, pinned
 from .partition.data_sizes import DataSizes
 from .partition.weight_casts import WeightCasts
-from .places import Places, alone
-from .sharding import gathers
-from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, leaves, name_of, substitute
-from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError, compiled, takes_fast_path
+from .places import Places
+from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, argument_leaves, substitute
+from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError
 
 # properties of a tensor that do not depend on its contents
 _FACTS = frozenset(
@@ -46,7 +44,6 @@ _FACTS = frozenset(
      "is_grad_enabled", "__instancecheck__", "_has_compatible_shallow_copy_type"]
 )  # fmt: skip
 HOOKS = frozenset(["register_hook", "register_post_accumulate_grad_hook", "retain_grad"])
-_EFFECTS = frozenset(["__set__"])
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, torch.layout)
 
 
@@ -72,6 +69,7 @@ class Recorder(TorchFunctionMode):
     """Records every call while it is active.
 
     Args:
+        given: the forward's tensors.
         named: modules that are called as a whole if what they do cannot be recorded.
         in_step: whether the forward is a training step's, which must not run twice: what cannot be recorded ends the
             recording, and the forward goes on.
@@ -84,8 +82,9 @@ class Recorder(TorchFunctionMode):
         self,
         model: nn.Module,
         device: torch.device,
+        given: list[torch.Tensor],
         named: Collection[nn.Module],
-        in_step: bool = False,
+        in_step: bool,
     ) -> None:
         super().__init__()
         self._in_step = in_step
@@ -95,17 +94,16 @@ class Recorder(TorchFunctionMode):
         self._now: list[Any] = []  # what the current call has returned, once it has
         self.ended = False
         self._open: list[ModuleCall] = []  # calls of modules that are running, outermost first
-        self._modules: list[ModuleCall] = []  # all calls of modules
         self._pinned: dict[int, Operation] = {}  # replacements of operations within modules, by number
         self._sizes = DataSizes()
         self.trouble: MeasureError | None = None
         self._model = model
         self._attributes = GraphAttributes(model)
-        self._names = {module: name for name, module in model.named_modules()}
         self._tensors = KnownTensors(model)
         self._parameters = Parameters([model])
         self.tape = Tape(variables=self._tensors.variables, tables=self._tensors.tables)
-        self.tape.modules = frozenset(self._names)
+        self.tape.modules = frozenset(model.modules())
+        self.tape.inputs = self._tensors.inputs(given)
         self._inside = False
         self._thread = threading.get_ident()
         self._places = Places()
@@ -116,14 +114,7 @@ class Recorder(TorchFunctionMode):
         self.casts = WeightCasts(self._tensors)
         self._hooks: list[Any] = []  # handles of hooks that the forward registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
-        self._applied: set[int] | None = None  # ids of the arguments of the custom Function that runs
-        self._reaches = False  # whether it has used modules or parameters that are not among them
         self._seeding: set[int] = set()  # numbers of the calls of modules in which ``torch.seed`` was called
-        self._left: set[int] = set()  # variables that compiled modules have left in attributes of their own
-        self._read: set[int] = set()  # variables that unrecorded calls read since the last recorded module call began
-
-    def begin(self, given: list[torch.Tensor]) -> None:
-        self.tape.inputs = self._tensors.inputs(given)
 
     def end(self, result: Any) -> None:
         """Record what the model returned.
@@ -152,7 +143,6 @@ class Recorder(TorchFunctionMode):
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
         self.tape.cast_bytes, self.tape.unsaved_cast_bytes = self.casts.kept_bytes, self.casts.unsaved_bytes
         self.tape.saved_casts = self.casts.saved
-        as_one(self.tape, self._modules, self._varying, self._pinned)
 
     def finish(self) -> None:
         """Record which storages still exist, apart from results; the caller holds the graph alone."""
@@ -198,17 +188,17 @@ class Recorder(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._passes():
-            result = func(*args, **kwargs)
-            self._note_read(args, kwargs)
-            if self._applied is not None and isinstance(result, torch.Tensor):
-                self._reaches |= any(map(self._reached_by, _all_leaves(args, kwargs)))
-            return result
+            return self._unrecorded(func, args, kwargs)
         if func is torch.Tensor.__iter__:
             return iter(self.call(torch.unbind, args, {}))
         if func == SET_REQUIRES_GRAD:
             self.call(torch.Tensor.requires_grad_, args, {})
             return None
         return self.call(func, args, kwargs)
+
+    def _unrecorded(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call within one that is recorded."""
+        return function(*args, **kwargs)
 
     def call(
         self,
@@ -270,12 +260,12 @@ class Recorder(TorchFunctionMode):
         newer = versions_of(given)
         changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
         self._note_changed(changed)
-        draws, effect = self._drawn is not generated, name in _EFFECTS or isinstance(function, nn.Module)
+        draws, effect = self._drawn is not generated, name == "__set__" or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)
-        if silent and returned and not name.endswith("_") and _all_in(returned, given):
+        if silent and returned and not name.endswith("_") and {*map(id, returned)} <= {*map(id, given)}:
             return result  # no operation, such as x.to(x.dtype)
         outputs = tuple(self._tensors.output(t) for t in returned)
-        reads = tuple(dict.fromkeys(leaf.variable for leaf in leaves(references) if isinstance(leaf, Ref)))
+        reads = tuple(dict.fromkeys(leaf.variable for leaf in argument_leaves(references) if isinstance(leaf, Ref)))
         expected = NOTHING
         if silent and not returned:
             if not given or result is None or not self._asks(function, name, reads, result):
@@ -307,7 +297,7 @@ class Recorder(TorchFunctionMode):
 
     def _returned(self, name: str, result: Any) -> list[torch.Tensor]:
         """The tensors in the result of a call."""
-        returned = [leaf for leaf in _all_leaves((result,), {}) if isinstance(leaf, torch.Tensor)]
+        returned = tensor_leaves(result)
         if any(tensor.is_nested for tensor in returned):
             self._refuse("makes a nested tensor, whose bytes rotoff cannot see", "; pad its rows")
         if any(map(is_functorch_wrapped_tensor, returned)):
@@ -331,8 +321,7 @@ class Recorder(TorchFunctionMode):
 
     def _looked_at(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Return the tensors among the arguments of a call; refuse one that cannot be recorded."""
-        found = _all_leaves(args, kwargs)
-        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        tensors = tensor_leaves((args, kwargs))
         if any(map(is_functorch_wrapped_tensor, tensors)):
             self._hide(_transformed(name))
         for one in (*args, *kwargs.values()):
@@ -358,179 +347,6 @@ class Recorder(TorchFunctionMode):
             self._varies()
         return True
 
-    def _note_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the variables that an unrecorded call reads."""
-        given = (leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor))
-        self._read.update(n for leaf in given if (n := self._tensors.number(leaf)) is not None)
-
-    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``nn.Module.__call__``."""
-        name = self._names.get(module)
-        if self._passes() or name is None:
-            self._reaches |= name is not None
-            return original(module, *args, **kwargs)
-        with torch._C.DisableTorchFunction():  # these calls are not the model's
-            call = self._begun(module, name, args, kwargs)
-            if takes_fast_path(module):
-                self.tape.opaque.add(module)
-            whole = module in self.tape.opaque or one_call(module)
-            held = self._held_by(module) if whole else set()
-            handed = held - self._left if compiled(module) else set()
-        made: list[Any] = []  # what it returns
-        try:
-            if handed and (outer := self._around(call, handed)):  # nobody sees what compiled code reads
-                self._hidden = outer
-                return self._compiled(module, *args, **kwargs)
-            self._read.clear()
-            made.append(result := self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs))
-            if (whole or self._hidden is call) and (outer := self._around(call, self._beyond(call, held))):
-                self._hidden = outer
-            if self._hidden is call:
-                self._join_hidden(call, args, kwargs, result)
-            elif not whole and self._hidden is None:
-                self._ended(call, result)
-            if compiled(module):
-                with torch._C.DisableTorchFunction():
-                    self._left |= self._held_by(module)
-            return result
-        except MeasureError as error:
-            self._go_on(error)
-            return made[0] if made else original(module, *args, **kwargs)
-        finally:
-            if self._hidden is call:
-                self._hidden = None
-            self._open.pop()
-            self._places.leave()
-
-    def _held_by(self, module: nn.Module) -> set[int]:
-        """Return the variables, with a graph, that a module holds in attributes or in the places of parameters."""
-        found = (self._tensors.number(tensor) for tensor in tensors_within(module) if tensor.requires_grad)
-        return {n for n in found if n is not None}
-
-    def _beyond(self, call: ModuleCall, held: set[int]) -> set[int]:
-        """Return the variables that a call of a module that runs as a whole has read otherwise than as arguments: from
-        attributes, or through what its code refers to. held: those in attributes when the call began."""
-        read = self._read.union(*(op.reads for op in self.tape.operations[call.begin :]))
-        read = {n for n in read if n in held or n not in call.given}
-        return self._made_before(call, read) if read else read
-
-    def _made_before(self, call: ModuleCall, variables: set[int]) -> set[int]:
-        """Return those of `variables` that were made before a call began."""
-        return variables.intersection(n for op in self.tape.operations[: call.begin] for n in op.outputs)
-
-    def _around(self, call: ModuleCall, beyond: set[int]) -> ModuleCall | None:
-        """Return the innermost module call around `call` in which the variables that `call` reads `beyond` its
-        arguments are made or are arguments: that module runs as a whole, too. None if there are no such variables, or
-        if only the model itself makes them and they have no graph: then the runtime keeps them.
-
-        Raises:
-            UncuttableError: if only the model itself makes them, and one has a graph.
-        """
-        if not beyond:
-            return None
-        for outer in reversed(self._open[: self._open.index(call)]):
-            if outer.name and not outer.transformed and not self._made_before(outer, beyond).difference(outer.given):
-                self.tape.opaque.add(outer.module)
-                return outer
-        if not any(self._tensors.variables[n].needs_grad for n in beyond):
-            return None
-        self._refuse(
-            f"lets {call.name!r}, which runs as a whole, read a tensor of the same forward from an"
-            " attribute or a variable",
-            "; pass it as an argument",
-            UncuttableError,
-        )
-        raise AssertionError
-
-    def _begun(self, module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleCall:
-        entry = self._places.enter(module)
-        self.tape.entries[entry] = self._made
-        given = [leaf for leaf in _all_leaves(args, kwargs) if isinstance(leaf, torch.Tensor)]
-        transformed = peek_interpreter_stack() is not None
-        call = ModuleCall(
-            module=module,
-            name=name,
-            number=len(self._modules) + 1,
-            entry=entry,
-            begin=len(self.tape.operations),
-            made=self._made,
-            given=tuple(n for t in given if (n := self._tensors.number(t)) is not None),
-            versions=[] if transformed else versions_of(given),
-            transformed=transformed,
-            drawn=self._generators.states(),
-            **self._settings(),
-        )
-        self._modules.append(call)
-        self._open.append(call)
-        call.place = self._place()
-        return call
-
-    def _whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a module as one operation."""
-        if module is self._model:
-            self._refuse(
-                "belongs to a model that is compiled, or sharded with hooks, as a whole; compile or shard the"
-                " rotoff.Checkpointable around it, or use rotoff.attach",
-                kind=UncuttableError,
-            )
-        refuse_packed((args, kwargs), "an argument")
-        if takes_fast_path(module):
-            return self.call(module, args, kwargs, partial(unseen, module))
-        return self.call(module, args, kwargs, partial(self._compiled, module) if compiled(module) else None)
-
-    def _ended(self, call: ModuleCall, result: Any) -> None:
-        """Note that a recorded call of a module has returned."""
-        call.until, call.end = len(self._modules), len(self.tape.operations)
-        returned = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        call.outputs = tuple(map(self._tensors.number, returned))
-        if call.module in self._varying:
-            self._sizes.taken_whole(call.given, call.outputs)
-            self._check_handed_on(result)
-
-    def _join_hidden(self, call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Replace what a hidden call of a module did by one operation, now that it has returned."""
-        seen = self.tape.operations[call.begin :]
-        self._pinned = {n: one for n, one in self._pinned.items() if n < call.begin}
-        del self.tape.operations[call.begin :]
-        for inner in self._modules[call.number :]:
-            self.tape.entries.pop(inner.entry, None)
-        del self._modules[call.number :]
-        self._hidden, self._made = None, call.made
-        self._saves[:0] = [one for op in seen for one in op.saves]
-        self._inside = True
-        try:
-            self._noted(call.module, args, kwargs, lambda *_, **__: result, call)
-        finally:
-            self._inside = False
-        last = self.tape.operations[-1]
-        ends = tuple(n for op in seen for n in op.ends)
-        self.tape.operations[-1] = replace(last, ends=ends + last.ends, keys=alone(call.entry, call.module))
-
-    def _compiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `module` so that the compiler does not see this mode."""
-        with without(self), without_interception():
-            return module(*args, **kwargs)
-
-    def applied(
-        self, apply: Callable[..., Any], original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Replaces the call of a custom Function or a scripted function."""
-        if self._passes():
-            return original(*args, **kwargs)
-        self._applied, self._reaches = {id(leaf) for leaf in _all_leaves(args, kwargs)}, False
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._now = [result]
-            if self._reaches:
-                self._hide(f"uses modules or parameters inside of {name_of(function)}, an autograd.Function")
-            return result
-
-        try:
-            return self.call(apply, args, kwargs, run)
-        finally:
-            self._applied = None
-
     def seeding(self, seed: Callable[[], int]) -> Callable[[], int]:
         """Return what replaces ``torch.seed`` meanwhile."""
 
@@ -541,10 +357,6 @@ class Recorder(TorchFunctionMode):
             return seed()
 
         return noted
-
-    def _reached_by(self, leaf: Any) -> bool:
-        """Whether a custom Function reads a parameter that it was not given."""
-        return isinstance(leaf, nn.Parameter) and self._applied is not None and id(leaf) not in self._applied
 
     def _reference(self, leaf: Any, detached: bool = False) -> Any:
         """Return what stands for `leaf` in an argument. detached: of a call that continues no graph."""
@@ -567,14 +379,6 @@ class Recorder(TorchFunctionMode):
                 self.tape.changed_bytes += tensor.nbytes
                 self.tape.changed[id(tensor)] = tensor
 
-    def _check_handed_on(self, result: Any) -> None:
-        """Check what a module whose work depends on data returns beside tensors; if that depends on data, so does the
-        module around it."""
-        for leaf in pytree.tree_leaves(result):
-            if not isinstance(leaf, (torch.Tensor, type(None), bool, str)):
-                what = f"passes on a {type(leaf).__name__}, which depends on data or cannot be looked into"
-                self._varies(what, self._open[:-1], UnrecordableError)
-
     def _varies(
         self,
         what: str = "",
@@ -592,7 +396,7 @@ class Recorder(TorchFunctionMode):
         elif what:
             self._refuse(what, kind=kind)
 
-    def _hide(self, what: str) -> None:
+    def _hide(self, what: str) -> NoReturn:
         """Stop recording in the innermost module around that is not itself transformed; refuse `what` if there is none
         but the model."""
         for call in reversed(self._open):
@@ -615,7 +419,7 @@ class Recorder(TorchFunctionMode):
     def _place(self) -> tuple[tuple[str, int], ...]:
         return tuple((call.name, call.number) for call in self._open)
 
-    def _refuse(self, what: str, cure: str = "", kind: type[MeasureError] = MeasureError) -> None:
+    def _refuse(self, what: str, cure: str = "", kind: type[MeasureError] = MeasureError) -> NoReturn:
         if kind is MeasureError and (call := next((c for c in self._open if c.module in self._named), None)):
             raise _HiddenError(call)
         where = f" in module {self._open[-1].name!r}" if self._open and self._open[-1].name else ""
@@ -623,23 +427,5 @@ class Recorder(TorchFunctionMode):
         raise self.trouble
 
 
-def _all_leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return pytree.tree_leaves((args, kwargs)) if kwargs else pytree.tree_leaves(args)
-
-
 def _transformed(name: str) -> str:
     return f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
-
-
-def _all_in(tensors: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    known = set(map(id, others))
-    return all(id(t) in known for t in tensors)
-
-
-def one_call(module: nn.Module) -> bool:
-    """Whether a call of `module` is recorded as one operation."""
-    return (
-        compiled(module)
-        or takes_fast_path(module)
-        or (bool(module._forward_hooks or module._forward_pre_hooks) and gathers(module))
-    )

@@ -20,17 +20,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import MeasureError
 from ..tensors.buffers import buffers_of, buffers_preserved, preserved
 from ..tensors.rng import Generators
 from ..tensors.saved_tensors import saved_hooks
 from ..tensors.storage import copied
-from ..tensors.tree import flatten
+from ..tensors.tree import flatten, tensor_leaves
 from .collectives import collectives_visible, several_processes
 from .interception import Patches, intercept_calls, other_generators, put_other_generators
-from .recorder import Recorder
+from .module_recorder import ModuleRecorder
 from .tape import NOTHING, Tape
 from .union import union
 from .unrepeatable import UnrepeatableError
@@ -142,7 +141,7 @@ def _has_random_branches(tape: Tape) -> bool:
         if op.draws or not random.isdisjoint(op.reads):
             if op.expected is not NOTHING:
                 return True
-            random.update(n for n in op.outputs if n is not None)
+            random.update(op.made)
     return False
 
 
@@ -157,8 +156,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
         given = [copied(t).requires_grad_(t.requires_grad) for t in given]
         args, kwargs = rebuild(given)
     with nullcontext() if call.in_step else buffers_preserved(buffers_of(model)), torch.enable_grad():
-        recorder = Recorder(model, device, named, call.in_step is not None)
-        recorder.begin(given)
+        recorder = ModuleRecorder(model, device, given, named, call.in_step is not None)
         try:
             with (
                 nullcontext() if call.in_step is None else call.in_step.watched(recorder.tape),
@@ -178,7 +176,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
             raise
         try:
             recorder.end(result)
-            graph = [leaf.grad_fn for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            graph = [tensor.grad_fn for tensor in tensor_leaves(result)]
             del result
             recorder.finish()
             del graph

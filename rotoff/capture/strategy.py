@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -27,8 +28,9 @@ from ..tensors.storage import storage_key
 from ..tensors.tree import flatten, look_into, refuse_packed
 from .backward_roots import BackwardStarts
 from .caches import caches, switched_off, tell
+from .module_recorder import one_call
 from .partition import cuts
-from .recorder import UnrecordableError, one_call
+from .recorder import UnrecordableError
 from .recording import Call, InStep, record, same_calls
 from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
@@ -74,9 +76,7 @@ class Captured:
 
     def started(self, output: Any) -> Any:
         """Return the model's `output`, of which only the outputs from which a backward starts keep their graph."""
-        if self.starts is None:
-            return output
-        return self.starts.watched(output)
+        return output if self.starts is None else self.starts.watched(output)
 
 
 def is_sequential(model: nn.Module) -> bool:
@@ -152,18 +152,11 @@ def read_sample(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments that a sample stands for: a single dict is passed as keywords if forward accepts those
     names."""
-    if (
-        len(sample) == 1
-        and not kwargs
-        and isinstance(sample[0], Mapping)
-        and not isinstance(model, torch.jit.ScriptModule)
-    ):
-        named = dict(sample[0])
-        try:
-            inspect.signature(model.forward).bind(**named)
-        except TypeError:
-            return sample, kwargs
-        return (), named
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if len(sample) == 1 and not kwargs and isinstance(sample[0], Mapping) and not scripted:
+        with suppress(TypeError):
+            inspect.signature(model.forward).bind(**sample[0])
+            return (), dict(sample[0])
     return sample, kwargs
 
 
@@ -190,7 +183,8 @@ def check_measurable(model: nn.Module, value: Any) -> None:
     refuse_passed_by()
     if torch.is_inference_mode_enabled():
         raise MeasureError("the model cannot be measured within torch.inference_mode(); measure it outside")
-    if any(t.is_meta for t in (*model.parameters(), *flatten(value)[0])):
+    tensors = flatten(value)[0]
+    if any(t.is_meta for t in (*model.parameters(), *tensors)):
         raise MeasureError(
             "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
             ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'
@@ -209,7 +203,6 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             )
         if type(tensor) in (torch.Tensor, nn.Parameter):
             storage_key(tensor)  # refuses a sparse tensor
-    tensors = flatten(value)[0]
     refuse_packed(value, "the model's input")
     if not tensors:
         raise MeasureError(
@@ -284,12 +277,7 @@ def named(model: nn.Module, wanted: Wanted) -> list[str]:
     """Return the dotted names of the wanted modules."""
     if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
         return []
-    if (
-        isinstance(wanted, (int, str))
-        or not isinstance(wanted, Iterable)
-        or not isinstance(wanted, Sized)
-        or not len(wanted)
-    ):
+    if isinstance(wanted, str) or not (isinstance(wanted, Iterable) and isinstance(wanted, Sized) and len(wanted)):
         raise OptionError(
             f"stages is {wanted!r}; give a number of stages, or a list of the model's modules or their names"
         )

@@ -128,13 +128,23 @@ class Operation:
         return bool(self.outputs or self.writes or self.writes_owned or isinstance(self.function, nn.Module))
 
     @property
+    def made(self) -> list[int]:
+        """The variables that it returns."""
+        return [n for n in self.outputs if n is not None]
+
+    @property
+    def touched(self) -> list[int]:
+        """The variables that it reads and returns."""
+        return [*self.reads, *self.made]
+
+    @property
     def name(self) -> str:
         """The name of the function, for messages and tables."""
         return name_of(self.function)
 
     def owned(self) -> Iterator[Owned]:
         """Yield the parameters and buffers among the arguments, and those changed through a view."""
-        yield from (leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
+        yield from (leaf for leaf in argument_leaves((self.args, self.kwargs)) if isinstance(leaf, Owned))
         yield from self.writes_owned
 
 
@@ -224,8 +234,8 @@ def substitute(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def leaves(value: Any) -> list[Any]:
-    """Return the leaves of `value`, in the order of `substitute`."""
+def argument_leaves(value: Any) -> list[Any]:
+    """Return the leaves of an argument, in the order of `substitute`."""
     found: list[Any] = []
 
     def note(leaf: Any) -> Any:

@@ -93,7 +93,7 @@ class _Side:
         self.variables: dict[int, int] = {}
         self.storages: dict[int, int] = {}
         self.position = 0
-        self.last = {n: k for k, op in enumerate(tape.operations) for n in (*op.reads, *op.outputs) if n is not None}
+        self.last = {n: k for k, op in enumerate(tape.operations) for n in op.touched}
         self.last.update((n, len(tape.operations)) for n in tape.result_variables())
         self.calls = 0
         self.entered = [(k, entry) for entry, k in reversed(tape.entries.items())]

@@ -41,9 +41,8 @@ def put_in_stages(
             own = (made.get(n) == open_stage or (made.get(n) and n in given) or n in tape.inputs for n in op.reads)
             if id(op) in needed or all(own):
                 stage_of[id(op)] = open_stage
-        for n in op.outputs:
-            if n is not None:
-                made.setdefault(n, stage_of.get(id(op), OUTSIDE))
+        for n in op.made:
+            made.setdefault(n, stage_of.get(id(op), OUTSIDE))
     return made
 
 
@@ -70,7 +69,7 @@ def beside_bytes(
         stage = stage_of.get(id(op)) or stage
         within = 0
         if id(op) not in needed:
-            touched = {tape.variables[n] for n in (*op.reads, *op.outputs) if n is not None}
+            touched = {tape.variables[n] for n in op.touched}
             within = sum(variable.nbytes for variable in touched) + sum(nbytes for _, nbytes in op.saves) + SCALARS
         found[stage - 1] = max(found[stage - 1], level + within)
     return tuple(found)
@@ -85,7 +84,8 @@ def _spans(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (first call, last call, bytes) for each storage that exists without being needed."""
     elsewhere = {tape.variables[n].storage for n in tape.inputs} | tape.held | {None}
-    released = _released(tape, calls)
+    # the last call at which each storage exists that the model's own code releases
+    released: dict[int | None, int] = {storage: k for op, k in with_calls(tape, calls) for storage in op.ends}
     begins: dict[int | None, int] = {}  # for a needed storage, after its last needed use
     ends: dict[int | None, int] = {}
     nbytes: dict[int | None, int] = {}
@@ -94,7 +94,7 @@ def _spans(
     for k, op in enumerate(calls):
         stage = stage_of.get(id(op)) or stage
         apart = id(op) not in needed and not stage_of.get(id(op))
-        for n in (*op.reads, *(n for n in op.outputs if n is not None)):
+        for n in op.touched:
             storage = tape.variables[n].storage
             nbytes[storage] = tape.variables[n].nbytes
             if id(op) in needed:
@@ -105,7 +105,7 @@ def _spans(
             end = released.get(storage, len(calls)) if apart and n in op.outputs else last.get(n, k)
             ends[storage] = max(ends.get(storage, 0), end)
         if apart:
-            until = max((ends[tape.variables[n].storage] for n in op.outputs if n is not None), default=k)
+            until = max((ends[tape.variables[n].storage] for n in op.made), default=k)
             yield from ((k, until, size) for storage, size in op.saves if storage not in elsewhere)
     places = {n: stage_of.get(id(op), 0) for n, op in enumerate(calls)}
     for storage, first in begins.items():
@@ -115,12 +115,10 @@ def _spans(
             yield first, end, nbytes[storage]
 
 
-def _released(tape: Tape, calls: Sequence[Operation]) -> dict[int | None, int]:
-    """Return the last call at which each storage exists that the model's own code releases."""
-    place = {id(op): k for k, op in enumerate(calls)}
-    found: dict[int | None, int] = {}
-    following = len(calls)
+def with_calls(tape: Tape, calls: Sequence[Operation]) -> Iterator[tuple[Operation, int]]:
+    """Yield the operations, the last first, each with its index among `calls`; that of the next call if it is none."""
+    index = {id(op): k for k, op in enumerate(calls)}
+    k = len(calls)
     for op in reversed(tape.operations):
-        following = place.get(id(op), following)
-        found.update(dict.fromkeys(op.ends, following))
-    return found
+        k = index.get(id(op), k)
+        yield op, k

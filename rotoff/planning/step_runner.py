@@ -177,7 +177,7 @@ class StepRunner:
     def watched(self, result: Any) -> Any:
         """Return the `result` of a forward without a plan; its backward begins as a planned one's."""
         if self.placement is not None:
-            self.placement.watch(result)
+            self.placement.gradients.watch(result)
         return result
 
     def streamed(self) -> AbstractContextManager[object]:

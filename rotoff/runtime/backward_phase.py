@@ -50,11 +50,9 @@ class BackwardPhase(Interpreter):
     # -- a backward
 
     def input_slots(self, i: int) -> list[Slot]:
-        """Return the slots of stage i's input tensors."""
         return self._held[self._held.input_of(i)].outputs
 
     def hooks(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> saved_tensors_hooks:
-        """Return the saved-tensor hooks for a stage's first run."""
         return saved_hooks(pack, unpack)
 
     def gradient_arrived(self, i: int, _gradient: torch.Tensor) -> None:
@@ -92,14 +90,14 @@ class BackwardPhase(Interpreter):
             self._algorithms.begin_backward(i)
         except BaseException as error:
             if self._placement is not None:
-                self._placement.backward_failed(error)
+                self._placement.updates.backward_failed(error)
             self._give_up()
             raise
 
     def _begin_pass(self, task: int) -> None:
         """Autograd has begun backward `task`. If an earlier one has used the graph, all values are made again."""
         if self._placement is not None:
-            self._placement.backward_begins()
+            self._placement.gradients.backward_begins()
         if self._task is not None:
             self._rest()  # an error of the caller's may have stopped the earlier one
             self._link = None if self._take is None else self._take()

@@ -11,14 +11,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..capture.collectives import several_processes
-from ..tensors.storage import local
+from ..tensors.storage import local, uses_of
 from ._follow import TAG, Var
 
 LETTING_GO = 0.2  # seconds
 
 
-def key_of(tensor: torch.Tensor) -> int:
-    """Return a key that identifies the tensor's storage; the tensor's id if it has none."""
+def current_key(tensor: torch.Tensor) -> int:
+    """Return a key that identifies the storage in which a tensor lies now; the tensor's id if it has none."""
     try:
         return (tensor if type(tensor) is torch.Tensor else local(tensor)).untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
@@ -33,7 +33,7 @@ def empty(tensor: torch.Tensor) -> None:
     """Release a tensor's bytes."""
     shape = tensor.shape
     stub = _stub(shape, tensor.dtype, tensor.device)
-    if key_of(tensor) != key_of(stub):
+    if current_key(tensor) != current_key(stub):
         storage = StorageWeakRef(local(tensor).untyped_storage())
         setattr(tensor, GEOMETRY, (storage, tensor.storage_offset(), shape, tensor.stride()))
     tensor.data = stub
@@ -52,20 +52,16 @@ def whole_base(tensor: torch.Tensor) -> None:
 
 def is_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor may lie in the storage of this one."""
-    if tensor._base is not None or tensor.layout is not torch.strided:
-        return True
-    storage = local(tensor).untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _HOLDERS
-
-
-_HOLDERS = 2  # of the storage of a lone tensor: this tensor, and the object that stands for the storage in Python
+    # a lone tensor's storage has two holders: this tensor, and the object that stands for the storage in Python
+    return tensor._base is not None or tensor.layout is not torch.strided or uses_of(tensor) > 2
 
 
 def renew_graph(view: torch.Tensor) -> None:
     """Before a view is read: after an in-place change of what it shares a storage with, autograd makes its graph anew,
     from the shape and strides of its base, which may be hollow."""
     base = view._base
-    if base is not None and (geometry := vars(base).get(GEOMETRY)) is not None and key_of(base) != key_of(view):
+    geometry = None if base is None else vars(base).get(GEOMETRY)
+    if base is not None and geometry is not None and current_key(base) != current_key(view):
         stub = base.data
         base.data = _laid(base, view.untyped_storage(), geometry)
         view.grad_fn  # noqa: B018  (this makes it)
@@ -113,7 +109,7 @@ class Frames:
         base = tensor._base
         if base is not None:  # the graph of a view holds it
             known = vars(base).get(TAG)
-            if (known is None or known.gone) and key_of(base) not in self._resident:
+            if (known is None or known.gone) and current_key(base) not in self._resident:
                 empty(base)
         empty(tensor)
         var.hollow = var.gone = True
@@ -123,7 +119,7 @@ class Frames:
         """Make `content` the bytes of a tensor."""
         tensor = var()
         if tensor is not None:
-            if var.hollow or key_of(tensor) != key_of(content):
+            if var.hollow or current_key(tensor) != current_key(content):
                 tensor.data = content
             if tensor._base is None:  # if it is the base of views, its bytes are no longer only for them
                 var.gone = False
@@ -141,7 +137,7 @@ class Frames:
         tensor = var()
         if tensor is None:
             return None
-        return vars(tensor)[GEOMETRY][0].cdata if var.hollow else key_of(tensor)
+        return vars(tensor)[GEOMETRY][0].cdata if var.hollow else current_key(tensor)
 
     def put_back(self, var: Var) -> bool:
         """Fill a hollow tensor from its own storage; returns False if that is gone. If something else holds the

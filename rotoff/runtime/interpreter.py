@@ -89,7 +89,7 @@ class Interpreter:
     # -- one method for each operation
 
     def _f_all(self, op: Op) -> None:
-        self._algorithms.plain(op.stage)
+        self._algorithms.ran(op.stage, None)
         self._forward(op, True, None)
 
     def _f_ck(self, op: Op) -> None:
@@ -180,9 +180,10 @@ class Interpreter:
 
     def _execute(self, op: Op) -> None:
         self._begins(op, self._next)
+        of_parameters = op.of or op.kind in UPDATES
         try:
             with self._checked():
-                if op.of or op.kind in UPDATES:
+                if of_parameters:
                     assert self._placement is not None, "a plan that moves parameters has a placement"
                     if op.of == "w" and op.kind in (OpKind.FREE, OpKind.DROP):
                         self._let_go(op.stage)
@@ -190,7 +191,6 @@ class Interpreter:
                 else:
                     getattr(self, f"_{op.kind.name.lower()}")(op)
         except Exception as error:
-            of_parameters = op.of or op.kind in UPDATES
             what = f"group {op.stage} of the parameters" if of_parameters else f"stage {self._stage_name(op.stage)!r}"
             _note(error, f"rotoff: while running {describe(op, self._next, self._plan.sequence)}, {what}")
             raise
@@ -201,9 +201,8 @@ class Interpreter:
         earlier stage."""
         op = self._plan.sequence.ops[self._next]
         moves = op.kind not in FORWARDS and op.kind is not OpKind.B
-        if op.of or op.kind in UPDATES:
-            self._execute(op)
-        elif op.stage > self._last or (moves and op.stage == self._last < len(self._stages)):
+        beyond = op.stage > self._last or (moves and op.stage == self._last < len(self._stages))
+        if beyond and not (op.of or op.kind in UPDATES):
             self._next += 1
         else:
             self._execute(op)

@@ -33,7 +33,7 @@ from ..tensors.rng import Generators
 from ..tensors.storage import versions_of
 from ._follow import TAG, Var
 from .arguments import NESTED, replaced, tensors_in, tensors_of
-from .hollowing import Frames, is_shared, key_of, renew_graph
+from .hollowing import Frames, current_key, is_shared, renew_graph
 from .on_course import OnCourse
 from .placed.brought import bring
 from .placed.in_turn import InTurn
@@ -336,7 +336,7 @@ class LiveForward(OnCourse):
             for var in self.frames.every:
                 if var.stage != self._stage and (key := self.frames.key(var)) is not None:
                     self._earlier.setdefault(key, []).append(var)
-        for key in {key_of(tensor) for tensor in written}:
+        for key in {current_key(tensor) for tensor in written}:
             if every := [var for var in self._earlier.get(key, ()) if var() is not None]:
                 for var in every:
                     if var.hollow:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ..capture.unused_results import SCALARS
 from ..core.chain import Chain
@@ -25,6 +24,7 @@ from ..errors import ExecutionError
 from ..report.rotor_names import NO_LIMIT
 from ..tensors.eager_mode import EagerMode
 from ..tensors.storage import key_of, rounded, storage_key
+from ..tensors.tree import tensor_leaves
 from .execution_plan import describe
 from .values import Held
 
@@ -152,9 +152,9 @@ class Made(EagerMode):
         return sum(rounded(nbytes, self._block) for _, nbytes in self._storages.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {key_of(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        given = set(map(key_of, tensor_leaves((args, kwargs))))
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
+        for tensor in tensor_leaves(result):
             if type(tensor) is torch.Tensor and (key := key_of(tensor)) is not None and key not in given:
                 storage = tensor.untyped_storage()
                 if storage.nbytes() > SCALARS:

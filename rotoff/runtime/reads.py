@@ -14,7 +14,7 @@ from ..capture.course import OUTSIDE
 from ..errors import ExecutionError
 from ..tensors.storage import View, copied, copy_of, version_of
 from ._follow import Var
-from .hollowing import key_of, whole_base
+from .hollowing import current_key, whole_base
 from .stage_tape import StageTape
 from .torch_calls import WRITERS, Known
 
@@ -44,7 +44,7 @@ class Reads:
         self._readers: dict[int, list[tuple[StageTape, Tensor]]] = {}  # the same by storage, filled on demand
 
     def note_resident(self, tensor: Tensor) -> None:
-        if (key := key_of(tensor)) not in self.resident:
+        if (key := current_key(tensor)) not in self.resident:
             strided = tensor.layout is torch.strided
             if is_functorch_wrapped_tensor(tensor):
                 raise ExecutionError(
@@ -108,20 +108,20 @@ class Reads:
         for tape, number in self._all:
             if number in tape.constants:
                 tensor = tape.constants[number][0]
-                self._readers.setdefault(key_of(tensor), []).append((tape, tensor))
+                self._readers.setdefault(current_key(tensor), []).append((tape, tensor))
         self._all.clear()
         return self._readers.get(key, [])
 
     def _keep_before(self, tensor: Tensor) -> None:
         """Copy, for the replays that read them, all tensors in the storage of `tensor`, which a call will change."""
-        key = key_of(tensor)
+        key = current_key(tensor)
         found: dict[StageTape, dict[int | Var, tuple[Any, Tensor]]] = {}
         for tape, constant in self._readers_of(key):
             if id(constant) not in tape.before:
                 found.setdefault(tape, {})[id(constant)] = constant, constant
         self.places.pop(key, None)
         for var in self.tape.inputs:
-            if (one := var()) is not None and key_of(one) == key and var not in self.tape.before:
+            if (one := var()) is not None and current_key(one) == key and var not in self.tape.before:
                 found.setdefault(self.tape, {})[var] = var, one
         whole: torch.UntypedStorage | None = None
         alone: list[tuple[Tensor, Tensor]] = []  # tensors that a tape reads by themselves, and their copies
@@ -148,7 +148,7 @@ class Reads:
         unknown = [t for t in changed if not is_among(t, expected) and id(t) not in copied_before]
         if unknown and known.owner is not None:
             WRITERS.setdefault(known.owner, set()).update(places)
-        for key in {key_of(t) for t in unknown}:
+        for key in {current_key(t) for t in unknown}:
             for tape in (*([self.tape] if key in self.places else ()), *(tape for tape, _ in self._readers_of(key))):
                 tape.lost = known.name
         return [*expected, *changed]

@@ -178,23 +178,6 @@ class ReplayState:
         modules: those that replays find as they are now.
     """
 
-    __slots__ = (
-        "_buffers",
-        "_cached",
-        "_called",
-        "_changing",
-        "_first",
-        "_functions",
-        "_generators",
-        "_instead",
-        "_modes",
-        "_rng",
-        "_versions",
-        "autocast",
-        "kernels",
-        "others",
-    )
-
     def __init__(
         self,
         generators: Generators,

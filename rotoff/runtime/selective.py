@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..tensors.autocast import uncached_autocast
 from ..tensors.convolutions import forward_by
@@ -27,6 +27,7 @@ from ..tensors.eager_mode import EagerMode
 from ..tensors.recipe import QUERIES, Argument, Constant, Recipe, Result, Stored, Unread
 from ..tensors.saved_tensors import watch_saved
 from ..tensors.storage import View, bytes_of
+from ..tensors.tree import tensor_leaves
 
 _MOST_VIEWS = 4096  # of one form
 
@@ -105,8 +106,7 @@ class _Redo(EagerMode):
                 raise OtherOperations
             return (view or result.view).into(stored)
         if isinstance(result, Argument):
-            given = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
-            return given[result.place]
+            return tensor_leaves((args, kwargs or {}))[result.place]
         if isinstance(result, Constant):
             return result.value
         view = view or result.view

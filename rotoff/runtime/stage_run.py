@@ -21,7 +21,7 @@ from ..tensors.saved_tensors import saved_hooks
 from ..tensors.stage import Behaviour, SavedKind, stage_inputs
 from ..tensors.storage import View, storage_key
 from ._follow import Var
-from .hollowing import key_of
+from .hollowing import current_key
 from .live import LiveForward
 from .placed.tensor import PlacedTensor
 from .replay import ReplayState
@@ -110,7 +110,6 @@ class StageRun:
     own: Sequence[bool] = ()
     _open_hooks: saved_tensors_hooks | None = None
     _graph: Callable[[], object] = staticmethod(lambda: None)  # alive as long as autograd has a saved tensor
-    _early_stop = 0  # number of saved tensors after which a replay for the stage's own backward may stop
     _dead = 0  # number of tensors saved by dead calls
     _as_measured = False  # whether autograd saved the same tensors as when the stage was measured
     _taken = False  # whether a tensor stays in place only because one in its position did when the stage was measured
@@ -172,8 +171,8 @@ class StageRun:
     ) -> None:
         """Begin the first run on the inputs `given`; of these, `staying` are in skip connections kept in place."""
         self.recipe = recipe
-        live.reads.places = places = {key_of(t): n for n, t in enumerate(given) if n not in staying}
-        kept_keys, whole = {key_of(given[n]) for n in staying}, [View.of(t) for t in given]
+        live.reads.places = places = {current_key(t): n for n, t in enumerate(given) if n not in staying}
+        kept_keys, whole = {current_key(given[n]) for n in staying}, [View.of(t) for t in given]
         live.saved = saved = self._saved
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
         staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None
@@ -227,8 +226,6 @@ class StageRun:
         """End the first run. kept: positions of `outputs` in skip connections that are kept in place."""
         self.cease()
         self._as_measured = [one is not None for one in self._saved] == self._behaviour.own_saved
-        if self._as_measured:
-            self._early_stop = self._behaviour.early_stop
         self._made = [(tensor.shape, tensor.dtype) for tensor in outputs]
         self.kept = {n: Slot(outputs[n]) for n in kept}
 
@@ -305,7 +302,7 @@ class StageRun:
 
         alone: the run serves only the stage's own backward, so it stops at the last saved tensor and returns none.
         """
-        enough = self._early_stop if alone else 0
+        enough = self._behaviour.early_stop if alone and self._as_measured else 0
         inputs, places = self._detached(given)
         saved, count = self._saved, 0
         if keep:

@@ -22,7 +22,7 @@ from ..tensors.tree import flatten, look_into
 from ._follow import Var
 from .backward_phase import GIVEN_UP, BackwardPhase
 from .call_interception import following
-from .hollowing import key_of, renew_graph
+from .hollowing import current_key, renew_graph
 from .interpreter import has_own_bytes
 from .live import LiveForward
 from .placed.brought import bring
@@ -169,8 +169,7 @@ class Step(BackwardPhase):
         replay = ReplayState(self._generators, changing=changed)
         run = StageRun(i, tape, behaviour, needs, replay)
         self._runs[i] = run
-        if self._placement is not None:
-            run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
+        run.brought = {storage_key(copy): self._weights[p] for p, copy in live.brought.items()}
         live.autocast_before = replay.autocast if torch._C._is_any_autocast_enabled() else None
         live.kernels_before = replay.kernels
         live.reads.changing = {id(module._buffers[name]) for module, name in changed} if changed else set()
@@ -242,7 +241,6 @@ class Step(BackwardPhase):
         self._done_with(op)
 
     def keep_before(self, key: int, every: Sequence[Var]) -> None:
-        """Copy a storage that the open stage is about to change, for replays of earlier ones: `every` lies there."""
         copy: torch.UntypedStorage | None = None
 
         def old(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,11 +249,11 @@ class Step(BackwardPhase):
             return View.of(tensor).on(copy)
 
         for held in self._held.values():
-            if any(slot.tensor is not None and key_of(slot.tensor) == key for slot in held.outputs):
+            if any(slot.tensor is not None and current_key(slot.tensor) == key for slot in held.outputs):
                 held.settle()
         outputs = [slot for held in self._held.values() for slot in held.outputs]
         for slot in (*outputs, *(slot for run in self._runs.values() for slot in run.kept.values())):
-            if slot.tensor is not None and key_of(slot.tensor) == key:
+            if slot.tensor is not None and current_key(slot.tensor) == key:
                 slot.put(old(slot.tensor))
                 slot.stale = True
         for var in every:
@@ -312,5 +310,5 @@ def _register_first(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) 
 
 def _content(weights: dict[int, PlacedTensor], needs: dict[int, bool]) -> dict[int, torch.Tensor]:
     """Return, by id of a parameter, its copy on the device for a replay. needs: whether it needed a gradient."""
-    there = {key: weight.device for key, weight in weights.items() if weight.device is not None}
-    return {key: device.detach().requires_grad_(needs[key]) for key, device in there.items()}
+    there = ((key, weight.device) for key, weight in weights.items())
+    return {key: device.detach().requires_grad_(needs[key]) for key, device in there if device is not None}

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..capture.interception import code_of
 from ..capture.tape import Tape
 from ..capture.undo import BeforeStep
 from ..errors import MeasureError
@@ -270,15 +271,10 @@ def _attributes(tensor: torch.Tensor) -> dict[str, Any]:
 
 def _as_called(call: Call) -> Call:
     """Return `call`, with a custom or scripted Function called as the model's own code calls it."""
-    function: Any = call[0]
-    of = getattr(function, "__self__", None)
-    if isinstance(of, type) and issubclass(of, torch.autograd.Function):
-        function = partial(_apply, of)
-    elif isinstance(function, partial) and isinstance(function.args[0], torch.jit.ScriptFunction):
-        function = function.args[0]
-    else:
-        return call
-    return function, *call[1:]
+    code = code_of(call[0])
+    if isinstance(code, type):
+        return partial(_apply, code), *call[1:]
+    return (code, *call[1:]) if isinstance(code, torch.jit.ScriptFunction) else call
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:

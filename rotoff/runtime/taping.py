@@ -17,12 +17,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch.utils.hooks import RemovableHandle
 
 from ..capture.interception import Patches, other_generators, put_other_generators
-from ..capture.recorder import HOOKS, one_call
+from ..capture.module_recorder import one_call
+from ..capture.recorder import HOOKS
 from ..tensors.rng import Generators
 from ..tensors.storage import version_of
 from ._follow import TAG, Var
 from .arguments import replaced, tensors_of
-from .hollowing import key_of
+from .hollowing import current_key
 from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ModuleState, ReplayState
@@ -104,13 +105,6 @@ class _Reads(Reads):
         self._guessed.clear()
 
 
-class _Around(NamedTuple):
-    """A module whose call is running. transformed: whether a transform of torch.func is active."""
-
-    module: nn.Module
-    transformed: bool
-
-
 class Taping(LiveForward):
     """Records one forward on one tape, and which calls each module made.
 
@@ -131,7 +125,7 @@ class Taping(LiveForward):
         self.reads: _Reads = _Reads()
         for tensor in given:
             self.reads.note_resident(tensor)
-        self.reads.places = {key_of(tensor): n for n, tensor in enumerate(given)}
+        self.reads.places = {current_key(tensor): n for n, tensor in enumerate(given)}
         self.spans: list[Span] = []
         self.hooks: list[tuple[Call, RemovableHandle | None]] = []
         self.untaped = ""
@@ -139,8 +133,9 @@ class Taping(LiveForward):
         self.within_functions: set[nn.Module] = set()
         self._found = found  # modules that the recorder, which sees the same calls, has found to be opaque
         self._entered = 0  # number of calls of modules so far
-        self._around: list[_Around] = []
-        self._hidden: _Around | None = None  # the call whose inner calls are not recorded, because it uses torch.func
+        # for each running call of a module, the number of the innermost around that no transform of torch.func runs
+        self._untransformed: list[int | None] = [None]
+        self._hidden: int | None = None  # the call whose inner calls are not recorded, because it uses torch.func
         self._within_hidden: set[Var | None] = set()  # made by calls that are not recorded, after all
         tape.inputs = [vars(tensor)[TAG] for tensor in given]
         self.begin_stage(FIRST, tape, replay)
@@ -149,7 +144,7 @@ class Taping(LiveForward):
         if self.inside:
             return function(*args, **kwargs)
         if any(is_functorch_wrapped_tensor(t) for t in tensors_of((args, kwargs))):
-            self._hidden = next((one for one in reversed(self._around) if not one.transformed), None)
+            self._hidden = self._untransformed[-1]
             if self._hidden is not None:
                 self.inside = True
                 return function(*args, **kwargs)
@@ -207,14 +202,13 @@ class Taping(LiveForward):
             before = replaced((args, kwargs), _unchanging)
         self._entered += 1
         given = tensors_of((args, kwargs))
-        around = _Around(module, peek_interpreter_stack() is not None)
+        self._untransformed.append(number if peek_interpreter_stack() is None else self._untransformed[-1])
         opaque = self._is_opaque(module)
-        self._around.append(around)
         try:
             result = super().called(module, args, kwargs, run)
         finally:
-            self._around.pop()
-            if self._hidden is around:
+            self._untransformed.pop()
+            if self._hidden == number:
                 self._hidden, self.inside = None, False
                 self.opaque.add(module)
         hidden = not opaque and (module in self.opaque or module in self._found)

@@ -16,17 +16,15 @@ from torch import nn
 
 from ..capture.collectives import Collective, as_collective
 from ..capture.interception import code_of
+from .arguments import tensors_of
 
 Written = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[torch.Tensor]]
 
 
 def _is_like(tensor: Any, *wanted: Any, **named: Any) -> bool:
     """Whether ``tensor.to(*wanted, **named)`` is the tensor itself."""
-    if (
-        type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-        or named.get("copy")
-        or named.get("memory_format") is not None
-    ):
+    plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    if not plain or named.get("copy") or named.get("memory_format") is not None:
         return False
     for one in (*wanted[:2], *(named.get(name) for name in ("device", "dtype", "other"))):
         if isinstance(one, torch.Tensor):
@@ -95,40 +93,38 @@ class Known:
         self.name = getattr(function if owner is None else owner, "__name__", type(function).__name__)
 
 
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     first = args[0] if args else kwargs.get("input", kwargs.get("self"))
-    return [t for t in (first if isinstance(first, (list, tuple)) else (first,)) if isinstance(t, torch.Tensor)]
+    return tensors_of(first)
 
 
-def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _set(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """For setting an attribute: no change if the tensor is set to itself, as ``nn.Module.to`` does."""
     return [] if args[0] is args[-1] else _first(args, kwargs)
 
 
-def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = kwargs.get("out")
-    return [t for t in (found if isinstance(found, (list, tuple)) else (found,)) if isinstance(t, torch.Tensor)]
+def _out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
+    return tensors_of(kwargs.get("out"))
 
 
-def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def _flagged(place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[torch.Tensor]:
     """For a function whose argument `place` is ``inplace``."""
     return _first(args, kwargs) if (args[place] if len(args) > place else kwargs.get("inplace")) else []
 
 
 def _statistics(
     first: int, training: int, name: str, default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[torch.Tensor]:
+) -> Sequence[torch.Tensor]:
     """For batch norm and instance norm: the running statistics, which are arguments `first` and `first + 1`."""
     if not (args[training] if len(args) > training else kwargs.get(name, default)):
         return []
-    found = [*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
-    return [t for t in found if isinstance(t, torch.Tensor)]
+    return tensors_of([*args[first : first + 2], kwargs.get("running_mean"), kwargs.get("running_var")])
 
 
-def _by_schema(names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    found = [args[n] if n < len(args) else kwargs.get(name) for n, name in names]
-    flat = [t for one in found for t in (one if isinstance(one, (list, tuple)) else (one,))]
-    return [t for t in flat if isinstance(t, torch.Tensor)]
+def _by_schema(
+    names: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Sequence[torch.Tensor]:
+    return tensors_of([args[n] if n < len(args) else kwargs.get(name) for n, name in names])
 
 
 _NATIVE = frozenset(map(type, (torch.cat, torch.Tensor.add, torch.Tensor.__getitem__)))
@@ -139,32 +135,30 @@ def _is_said_to_change_nothing(function: Any) -> bool:
     """Whether all schemas of `function`, one of torch's own operators, say that it changes no positional argument."""
     if type(function) not in _NATIVE or _UNTOLD.search(function.__name__) is not None:
         return False
-    packet = getattr(torch.ops.aten, function.__name__, None)
-    return isinstance(packet, torch._ops.OpOverloadPacket) and not any(
-        not arg.kwarg_only for schema in _schemas(packet) for arg in schema.arguments if _is_written(arg)
-    )
+    schemas = _schemas(function)
+    written = [arg for schema in schemas for arg in schema.arguments if _is_written(arg)]
+    return bool(schemas) and all(arg.kwarg_only for arg in written)
 
 
 def _written_by_schema(function: Any) -> set[tuple[int, str]]:
     """Place and name of the arguments that an operator changes, as its schemas say; autograd counts not all of these
     changes. Of torch's own functions, those besides ``out`` and the tensor that the name's underscore is for."""
-    schemas, own = [], type(function) in _NATIVE
-    if isinstance(function, torch._ops.OpOverload):
-        schemas = [function._schema]
-    elif isinstance(function, torch._ops.OpOverloadPacket):
-        schemas = _schemas(function)
-    elif own:
-        packet = getattr(torch.ops.aten, function.__name__, None)
-        schemas = _schemas(packet) if isinstance(packet, torch._ops.OpOverloadPacket) else []
+    own = type(function) in _NATIVE
     return {
         (n, arg.name)
-        for schema in schemas
+        for schema in _schemas(function)
         for n, arg in enumerate(schema.arguments)
         if _is_written(arg) and not (own and (arg.kwarg_only or arg.name == "self"))
     }
 
 
-def _schemas(packet: torch._ops.OpOverloadPacket) -> list[torch.FunctionSchema]:
+def _schemas(function: Any) -> list[torch.FunctionSchema]:
+    """Return the schemas of an operator, or of the one with the name of a function of torch's own; none of others."""
+    if isinstance(function, torch._ops.OpOverload):
+        return [function._schema]
+    packet = getattr(torch.ops.aten, function.__name__, None) if type(function) in _NATIVE else function
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
     return [getattr(packet, one)._schema for one in packet.overloads()]
 
 
@@ -199,9 +193,9 @@ def _chance(function: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], bool] 
     if name and _DRAWING.search(name) is None:
         return None
     if function in (torch.nn.functional.dropout, torch.dropout):
-        return partial(_likely, 1, "p")
+        return partial(_likely, 1, "p", 0.5)
     if function is torch.nn.functional.scaled_dot_product_attention:
-        return partial(_likely, 4, "dropout_p")
+        return partial(_likely, 4, "dropout_p", 0.0)
     return _surely
 
 
@@ -209,9 +203,9 @@ def _surely(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return True
 
 
-def _likely(place: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _likely(place: int, name: str, default: float, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call draws: its probability, argument `place`, is not zero."""
-    return (args[place] if len(args) > place else kwargs.get(name, place != 4)) != 0
+    return (args[place] if len(args) > place else kwargs.get(name, default)) != 0
 
 
 # custom and scripted functions that have changed arguments in place, with the positions of these among their tensors

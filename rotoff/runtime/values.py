@@ -73,7 +73,6 @@ class Held:
 
     offloaded: Ticket = None
     offset = 0  # of the copy in the host slab
-    _sources: Sequence[torch.Tensor] = ()
     _layout: Sequence[tuple[weakref.ref[Slot], int, View]] = ()  # slot, index of its storage, view
     _sizes: Sequence[int] = ()
     _kinds: Sequence[torch.dtype | None] = ()  # of each storage, if the link is typed
@@ -149,9 +148,8 @@ class Held:
         if (offset := where(sum(self._sizes))) is None:
             return False
         self._kinds = kinds if link.typed else []
-        sources = self._as_kinds(sources)
-        self._sources, self.offset = sources, offset
-        self.offloaded = link.copy_out(sources, offset)
+        self.offset = offset
+        self.offloaded = link.copy_out(self._as_kinds(sources), offset)
         self.tickets.append((link, self.offloaded))
         return True
 
@@ -166,7 +164,6 @@ class Held:
         """Free the device bytes; copies that still run keep theirs until they end."""
         for slot in self.slots():
             slot.put(None)
-        self._sources = ()
         self.on_device = self.usable = False
 
     def storages(self) -> list[torch.UntypedStorage]:
@@ -181,7 +178,7 @@ class Held:
         for ref, index, view in self._layout:
             if (slot := ref()) is not None:
                 slot.put(view.on(targets[index].untyped_storage()))
-        self._sources, self.on_device, self.usable = targets, True, False
+        self.on_device, self.usable = True, False
         self.tickets.append((link, link.copy_in(self._as_kinds(targets), self.offset, self.offloaded)))
 
     def _as_kinds(self, storages: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,7 +193,6 @@ class Held:
         while self.tickets:
             link, ticket = self.tickets.pop()
             link.wait(ticket)
-        self._sources = ()
         self.usable = self.on_device
 
     def check_unmodified(self) -> None:
@@ -263,12 +259,7 @@ class HeldValues(dict[Value, Held]):
 
     def device_bytes(self, others: Iterable[torch.Tensor]) -> int:
         """Return the bytes that the values take on the device, without those of `others`."""
-        storages: dict[int, torch.UntypedStorage] = {}
-        for held in self.values():
-            for slot in held.slots() if held.on_device else ():
-                if (tensor := slot.tensor) is not None:
-                    storage = tensor.untyped_storage()
-                    storages[storage._cdata] = storage
+        storages = {s._cdata: s for held in self.values() if held.on_device for s in held.storages()}
         for tensor in others:
             storages.pop(storage_key(tensor), None)
         return sum(storage.nbytes() for storage in storages.values())
@@ -288,6 +279,4 @@ class HeldValues(dict[Value, Held]):
 
 def compact(gradient: torch.Tensor) -> torch.Tensor | None:
     """Tensor hook: copy a gradient that is a part of a larger storage, so that the rest can be freed."""
-    return (
-        gradient.clone() if gradient.untyped_storage().nbytes() > gradient.numel() * gradient.element_size() else None
-    )
+    return gradient.clone() if gradient.untyped_storage().nbytes() > gradient.nbytes else None

@@ -103,19 +103,13 @@ class StageAlgorithms:
     """Remembers which stages of a step ran by other algorithms, and sets the flags during their backwards."""
 
     def __init__(self) -> None:
-        self._of: dict[int, Algorithms] = {}
+        self._of: dict[int, Algorithms | None] = {}
         self._put_back: Callable[[], None] | None = None
         self._guarded = False
 
-    def plain(self, i: int) -> None:
-        """The backward of stage i will use the user's flags."""
-        self._of.pop(i, None)
-
     def ran(self, i: int, algorithms: Algorithms | None) -> None:
-        """The forward of stage i that made ā_i ran by `algorithms`; so will its backward."""
-        self.plain(i)
-        if algorithms is not None:
-            self._of[i] = algorithms
+        """The forward of stage i that made ā_i ran by `algorithms`, None for the user's flags; so will its backward."""
+        self._of[i] = algorithms
 
     def begin_backward(self, i: int) -> None:
         """Autograd runs the backward of stage i next; to be called within that backward."""

@@ -27,12 +27,9 @@ class EagerMode(TorchDispatchMode):
     def __enter__(self) -> Any:
         if "torch._dynamo" in sys.modules:
             for one in type(self).__mro__:
-                if (
-                    issubclass(one, EagerMode)
-                    and "__torch_dispatch__" in vars(one)
-                    and not vars(one).get("_kept", False)
-                ):
-                    one.__torch_dispatch__ = torch.compiler.disable(vars(one)["__torch_dispatch__"])  # type: ignore[method-assign]
+                own = vars(one).get("__torch_dispatch__")
+                if issubclass(one, EagerMode) and own is not None and not vars(one).get("_kept", False):
+                    one.__torch_dispatch__ = torch.compiler.disable(own)  # type: ignore[method-assign]
                     one._kept = True  # type: ignore[attr-defined]
         return super().__enter__()
 

@@ -82,12 +82,8 @@ class Recipe:
         own, view = View.of(tensor), self.views[n]
         if self.sized:
             return own == view
-        return own.dense and (own.dtype, len(own.size), own.conj, own.neg) == (
-            view.dtype,
-            len(view.size),
-            view.conj,
-            view.neg,
-        )
+        kind = own.dtype, len(own.size), own.conj, own.neg
+        return own.dense and kind == (view.dtype, len(view.size), view.conj, view.neg)
 
     @property
     def identity(self) -> tuple[tuple[int, ...], str]:

@@ -28,6 +28,11 @@ def leaves(value: Any) -> list[Any]:
 _PLAIN = frozenset({torch.Tensor, bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout})
 
 
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a pytree, in order."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     """Return the tensors in `value` (a tensor, or tuples, lists and dicts of them), and a function that rebuilds
     `value` with other tensors in their places."""

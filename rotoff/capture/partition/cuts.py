@@ -92,7 +92,7 @@ def _modules(
     last_use = needed | {n: len(pieces) for n in tape.result_variables()}
     for number, piece in enumerate(pieces):
         for op in piece:
-            for n in (*op.reads, *_made(op)):
+            for n in op.touched:
                 last_use[n] = max(last_use.get(n, 0), number)
     calls = _calls(pieces[0], names)
     whole = calls and calls.isdisjoint(call for piece in pieces[1:] for call in _calls(piece, names))
@@ -100,7 +100,7 @@ def _modules(
     enters, known = list(tape.inputs), dict.fromkeys(tape.inputs)
     for number, piece in enumerate(pieces):
         for op in piece:
-            known.update(dict.fromkeys(_made(op)))
+            known.update(dict.fromkeys(op.made))
         final = number + 1 == len(pieces)
         leaves = [n for n in known if last_use.get(n, -1) > number]
         name = "masks and tables" if prepared and number == 0 and not whole else _name(piece, names)
@@ -118,14 +118,10 @@ def used(tape: Tape) -> list[Operation]:
     kept = []
     for op in reversed(tape.operations):
         asks = op.expected is not NOTHING
-        if op.writes or op.writes_owned or op.draws or op.effect or asks or any(n in wanted for n in _made(op)):
+        if op.writes or op.writes_owned or op.draws or op.effect or asks or any(n in wanted for n in op.made):
             kept.append(op)
             wanted.update(op.reads)
     return kept[::-1]
-
-
-def _made(op: Operation) -> list[int]:
-    return [n for n in op.outputs if n is not None]
 
 
 @dataclass(frozen=True)
@@ -177,7 +173,7 @@ def _births(tape: Tape, operations: list[Operation]) -> tuple[dict[int, int], li
     births = {s: -1 for n in tape.inputs if (s := tape.variables[n].storage) is not None}
     made = []
     for position, op in enumerate(operations):
-        fresh = {v.storage: v.nbytes for v in map(tape.variables.__getitem__, _made(op)) if v.storage not in births}
+        fresh = {v.storage: v.nbytes for v in map(tape.variables.__getitem__, op.made) if v.storage not in births}
         fresh.pop(None, None)
         births.update((storage, position) for storage in fresh if storage is not None)
         made.append(sum(fresh.values()))
@@ -199,9 +195,9 @@ def _crossing(tape: Tape, operations: list[Operation]) -> tuple[dict[int, list[i
     first: dict[int, int] = {}
     last: dict[int, int] = {n: len(operations) for n in tape.result_variables()}
     for position, op in enumerate(operations):
-        for n in _made(op):
+        for n in op.made:
             first.setdefault(n, position)
-        for n in (*op.reads, *_made(op)):
+        for n in op.touched:
             last[n] = max(last.get(n, -1), position)
     begin, end = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
     for n, position in first.items():
@@ -251,7 +247,7 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
 def _frozen(tape: Tape, operations: list[Operation]) -> int:
     """Return the number of operations before the first whose result needs a gradient, if some of them read parameters.
     As stages of their own they have no backward."""
-    grads = (k for k, op in enumerate(operations) if any(tape.variables[n].needs_grad for n in _made(op)))
+    grads = (k for k, op in enumerate(operations) if any(tape.variables[n].needs_grad for n in op.made))
     first = next(grads, 0)
     return first if any(o.table == "_parameters" for op in operations[:first] for o in op.owned()) else 0
 
@@ -275,20 +271,20 @@ def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
 
 def _early(tape: Tape, operations: list[Operation]) -> set[int]:
     """Return the variables that can be made before all others."""
-    changed = {(o.module, o.table, o.name) for op in operations for o in op.writes_owned}
+    changed = {owned for op in operations for owned in op.writes_owned}
     producers: dict[int, Operation] = {}
     movable: dict[int, bool] = {}
     touching: dict[int, list[Operation]] = {}  # storage -> operations that read, make or write it
     for op in operations:
-        tensors = [tape.variables[n] for n in _made(op)]
+        tensors = [tape.variables[n] for n in op.made]
         movable[id(op)] = (
             not any(v.needs_grad for v in tensors)
             and not (op.draws or op.effect or op.writes_owned or isinstance(op.function, nn.Module))
-            and not any((o.module, o.table, o.name) in changed for o in op.owned())
+            and changed.isdisjoint(op.owned())
         )
-        for n in _made(op):
+        for n in op.made:
             producers.setdefault(n, op)
-        for n in {*op.reads, *_made(op)}:
+        for n in set(op.touched):
             if (storage := tape.variables[n].storage) is not None:
                 touching.setdefault(storage, []).append(op)
     order = {id(op): p for p, op in enumerate(operations)}
@@ -318,7 +314,7 @@ def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts
     number, bounds = 0, set(cuts)
     wanted: set[int] = set()
     for position, op in enumerate(operations):
-        for n in _made(op):
+        for n in op.made:
             piece_of.setdefault(n, number)
         wanted.update(n for n in op.reads if n in early and piece_of.get(n, number) != number)
         if position in bounds:
@@ -329,7 +325,7 @@ def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts
             written.setdefault(storage, set()).update(op.reads)
     found = []
     for op in reversed(operations):
-        made = set(_made(op))
+        made = set(op.made)
         own = bool(made) and made <= early
         writes = [s for s in op.writes if any(tape.variables[n].storage == s for n in wanted)]
         if (own and made & wanted) or (writes and all(n in early for n in op.reads)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..tape import Owned, leaves
+from ..tape import Owned, argument_leaves
 
 _PICK = frozenset(["nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_return_output", "nms"])
 _INDEXED = frozenset(["__setitem__", "index_put", "index_put_", "masked_scatter", "masked_scatter_"])
@@ -44,7 +44,7 @@ class DataSizes:
     ) -> None:
         """Note a call with the arguments `references`, among which are `tensors`."""
         made = {n for n in outputs if n is not None}
-        learnt = any(isinstance(leaf, Owned) and leaf.table == "_parameters" for leaf in leaves(references))
+        learnt = any(isinstance(leaf, Owned) and leaf.table == "_parameters" for leaf in argument_leaves(references))
         if learnt or random or isinstance(function, torch.nn.Module) or not self.computed.isdisjoint(reads):
             self.computed |= made
             if name == "__setitem__" or name.endswith("_"):

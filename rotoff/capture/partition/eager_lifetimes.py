@@ -43,13 +43,13 @@ def lifetimes(
     held: dict[int, list[HeldElsewhere]] = {}
     left = set(tape.held)
     for position, op in enumerate(tape.operations):
-        for variable in (tape.variables[n] for n in op.outputs if n is not None):
+        for variable in map(tape.variables.__getitem__, op.made):
             if variable.storage in left:
                 left.remove(variable.storage)
                 one = HeldElsewhere(variable.storage, variable.nbytes, variable.storage in saved)
                 held.setdefault(pieces[position], []).append(one)
         ends.update((storage, position) for storage in op.ends if storage not in saved_for_nothing)
-        for n in {*op.reads, *(n for n in op.outputs if n is not None)}:
+        for n in set(op.touched):
             variable = tape.variables[n]
             if variable.storage is None or variable.storage in elsewhere:
                 continue
@@ -76,7 +76,7 @@ def _leading(tape: Tape) -> set[int]:
     wanted = set(tape.result_variables())
     found = set()
     for op in reversed(tape.operations):
-        if op.writes or op.writes_owned or not wanted.isdisjoint(n for n in op.outputs if n is not None):
+        if op.writes or op.writes_owned or not wanted.isdisjoint(op.made):
             found.add(id(op))
             wanted.update(op.reads)
     return found
@@ -92,7 +92,7 @@ def _leads(tape: Tape, used: Collection[int], pieces: Sequence[int]) -> dict[int
     read: dict[int, int] = {}
     found = {}
     for op, piece in zip(reversed(tape.operations), reversed(pieces), strict=True):
-        holding = [n for n in op.outputs if n is not None and tape.variables[n].needs_grad]
+        holding = [n for n in op.made if tape.variables[n].needs_grad]
         found[id(op)] = leads = max((read.get(n, -1) for n in holding), default=-1)
         if id(op) in used:
             for n in op.reads:

@@ -8,7 +8,6 @@ import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch.utils import _pytree as pytree
 from ...tensors.autocast import autocast_as
 from ...tensors.kernel_flags import kernels_as
 from ...tensors.stage import names_in
-from ...tensors.tree import flatten
+from ...tensors.tree import flatten, tensor_leaves
+from ..interception import code_of
 from ..tape import Operation, Owned, Pinned, Ref, Tape
 
 
@@ -55,7 +55,7 @@ class Segment(nn.Module):
         # in tuples, because a module as an attribute would become a submodule
         self._whole = tuple(whole)
         self.varying = any(module in tape.varying for module in whole)
-        self._owned = tuple(dict.fromkeys((o.module, o.table, o.name) for o in owned))
+        self._owned = tuple(dict.fromkeys(owned))
         self._run = _Writer(tape, made, enters, leaves, until).compiled()
 
     def forward(self, value: Any) -> Any:
@@ -99,9 +99,8 @@ def _held(tape: Tape, operations: Sequence[Operation], start: int) -> Iterator[t
     ends: dict[int | None, int] = {}
     for position in reversed(range(start, len(operations))):
         ends.update(dict.fromkeys(operations[position].ends, position))
-        for n in operations[position].outputs:
-            if n is not None:
-                yield n, ends.get(tape.variables[n].storage, len(operations) - 1)
+        for n in operations[position].made:
+            yield n, ends.get(tape.variables[n].storage, len(operations) - 1)
 
 
 class _Writer:
@@ -138,7 +137,7 @@ class _Writer:
         yield "    del values"
         last: dict[int, int] = {}
         for position, operation in enumerate(self._operations):
-            for n in (*operation.reads, *(n for n in operation.outputs if n is not None)):
+            for n in operation.touched:
                 last[n] = max(position, self._until.get(n, 0))
         kept = set(self._tape.result_variables() if self._leaves is None else self._leaves)
         dying: dict[int, list[int]] = {}
@@ -187,12 +186,10 @@ class _Writer:
     def _called(self, function: Any) -> str:
         """Return the expression of a function. Custom and scripted functions are called as in the model's code, so that
         modes see one call."""
-        of = getattr(function, "__self__", None)
-        if isinstance(of, type) and issubclass(of, torch.autograd.Function):
-            return f"{self._named(of)}.apply"
-        if type(function) is partial and isinstance(function.args[0], torch.jit.ScriptFunction):
-            return self._named(function.args[0])
-        return self._named(function)
+        code = code_of(function)
+        if isinstance(code, type):
+            return f"{self._named(code)}.apply"
+        return self._named(code if isinstance(code, torch.jit.ScriptFunction) else function)
 
     def _expression(self, value: Any) -> str:
         kind = type(value)
@@ -242,10 +239,7 @@ def results_noted(note: Callable[[torch.Tensor], object]) -> Iterator[None]:
 
 
 def _flat(result: Any) -> list[torch.Tensor]:
-    if isinstance(result, torch.Tensor):
-        found = [result]
-    else:
-        found = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    found = tensor_leaves(result)
     for note in _LISTENERS:
         for tensor in found:
             note(tensor)

@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import ExecutionError
@@ -133,26 +133,24 @@ class HostFile:
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` from byte `offset` of the file."""
-        done = 0
-        while done < len(data):  # a write may end short, on a signal or at the kernel's limit of 2 GiB a call
-            try:
-                count = os.pwrite(self._descriptor, data[done:], offset + done)
-            except OSError as error:
-                raise self._failure("writing", len(data), error) from error
-            if count == 0:
-                raise self._failure("writing", len(data), OSError(errno.EIO, "no byte was written"))
-            done += count
+        self._move(data, offset, os.pwrite, "writing", "no byte was written")
 
     def read(self, data: memoryview, offset: int) -> None:
         """Fill `data` with the bytes from byte `offset` of the file."""
+        self._move(data, offset, lambda file, part, at: os.preadv(file, [part], at), "reading", "the file ends before")
+
+    def _move(
+        self, data: memoryview, offset: int, move: Callable[[int, memoryview, int], int], doing: str, end: str
+    ) -> None:
+        """Call `move` until it has moved all of `data`. end: the reason if a call moves nothing."""
         done = 0
-        while done < len(data):
+        while done < len(data):  # a call may end short, on a signal or at the kernel's limit of 2 GiB
             try:
-                count = os.preadv(self._descriptor, [data[done:]], offset + done)
+                count = move(self._descriptor, data[done:], offset + done)
             except OSError as error:
-                raise self._failure("reading", len(data), error) from error
+                raise self._failure(doing, len(data), error) from error
             if count == 0:
-                raise self._failure("reading", len(data), OSError(errno.EIO, "the file ends before"))
+                raise self._failure(doing, len(data), OSError(errno.EIO, end))
             done += count
 
     def close(self) -> None:

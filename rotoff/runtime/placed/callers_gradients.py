@@ -108,24 +108,21 @@ class CallersGradients:
                 ' updates="after"' + ("" if told else ", or change them before the backward")
             )
         self._has_stepped(optimizer)
-        self._hide(marked)
+        self.hide(marked)
 
     def _has_stepped(self, optimizer: Optimizer) -> None:
         self._await_step.pop(optimizer, None)
         self.marks.awaited = bool(self._await_step)
 
-    def hide_all(self, optimizer: Optimizer) -> None:
-        """After the update: hide all gradients, so that the optimizer's own step finds nothing left to do."""
-        self._hide(parameters_of(optimizer))
-
-    def _hide(self, parameters: list[nn.Parameter]) -> None:
+    def hide(self, parameters: list[nn.Parameter]) -> None:
+        """Hide the gradients of `parameters` until `show`, so that the optimizer's own step finds nothing to do."""
         for parameter in parameters:
             if parameter.grad is not None:
                 self._hidden.append((parameter, parameter.grad))
                 parameter.grad = None
 
     def show(self) -> None:
-        """Put the gradients back that were hidden from the optimizer."""
+        """Put the hidden gradients back."""
         while self._hidden:
             parameter, gradient = self._hidden.pop()
             parameter.grad = gradient

@@ -27,7 +27,7 @@ from .in_turn import InTurn
 from .lending import Lender, Streamed
 from .placed_plan import PlacedPlan
 from .tensor import PlacedGradient, PlacedTensor, offload, prefetch, settle
-from .updates import is_nested
+from .updates import is_nested, parameters_of
 
 
 class OneStep(Protocol):
@@ -40,6 +40,8 @@ class OneStep(Protocol):
 class Placement:
     """The parameters of one model and the states that `optimizers` keep of them.
 
+    gradients, updates: what the caller finds in ``parameter.grad``, and the running update.
+
     Args:
         link: to the host, of which this takes bytes from 0 on.
     """
@@ -48,8 +50,8 @@ class Placement:
         self.link = link
         self.optimizers = tuple(optimizers)
         self._groups = PlacedGroups(link, self.optimizers)
-        self._updates = GroupUpdates(self._groups)
-        self._gradients = CallersGradients(self._groups)
+        self.updates = GroupUpdates(self._groups)
+        self.gradients = CallersGradients(self._groups)
         self._rest: tuple[Op, ...] = ()  # operations after ``B 1`` that have not run yet
         self._guarded: PlacedPlan | None = None
         self._unguard: Callable[[], object] = tuple  # closes the `Guard`
@@ -86,7 +88,7 @@ class Placement:
         self._rest = ()
         for places in self._groups.places.values():
             places.gradient.apart = None  # of a backward that failed
-        self._gradients.show()
+        self.gradients.show()
         self.link.begin()
         self._groups.follow(plan, host_bytes)
         if plan is not self._guarded:
@@ -98,14 +100,14 @@ class Placement:
 
     def _guard(self) -> Callable[[], object]:
         guard = Guard(self._groups.every(), self.optimizers)
-        self._gradients.marks = guard.marks
+        self.gradients.marks = guard.marks
         return weakref.finalize(self, guard.close)
 
     def _abandon(self) -> None:
         if self._groups.step is not None and (step := self._groups.step()) is not None:
             step.abandon()
         self._groups.step = None
-        self.backward_failed(None)
+        self.updates.backward_failed(None)
 
     def takes(self, step: OneStep) -> None:
         """Note that `step` is running.
@@ -114,7 +116,7 @@ class Placement:
             ExecutionError: if updates come during the backward, and there are gradients before it.
         """
         if self._groups.plan.during:
-            self._gradients.refuse_earlier()
+            self.gradients.refuse_earlier()
         self._groups.step = weakref.ref(step)
         for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
             ordered: Any = optimizer  # its hooks are in ordered dictionaries
@@ -125,16 +127,16 @@ class Placement:
         """Return everything to the caller, on the device if `resident`, else where it lies; and free the host's
         bytes."""
         self._abandon()
-        if self._gradients.marks.awaited:
+        if self.gradients.marks.awaited:
             warnings.warn(
                 "rotoff: closed between a backward that has updated the parameters and optimizer.step(), which finds"
                 " nothing left to do",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._updates.host.close()
+        self.updates.host.close()
         self._unguard()
-        self._gradients.show()
+        self.gradients.show()
         for _, *hooks in self._hooks:
             for hook in hooks:
                 hook.remove()
@@ -151,38 +153,17 @@ class Placement:
         Raises:
             ExecutionError: if the forward comes between a backward that has updated parameters and its step.
         """
-        self.refuse_before_step()
-        self._updates.step_begins()
-
-    def refuse_before_step(self, what: str = "this forward") -> None:
-        """Raise if `what` comes between a backward that has updated parameters and the ``optimizer.step()`` in which
-        plain PyTorch would update them."""
-        self._gradients.refuse_before_step(what)
-
-    def watch(self, result: Any) -> None:
-        """Have the backward of a step without a plan, whose forward has returned `result`, begin as a planned one's."""
-        self._gradients.watch(result)
-
-    def backward_begins(self) -> None:
-        """Check that the caller has cleared the gradients that an earlier backward used up.
-
-        Raises:
-            ExecutionError: if not, since plain PyTorch would add to them.
-        """
-        self._gradients.backward_begins()
-
-    def backward_failed(self, error: BaseException | None) -> None:
-        """Abort the updates of a backward that ended early; add to `error`, or else warn, what it has updated."""
-        self._updates.backward_failed(error)
+        self.gradients.refuse_before_step("this forward")
+        self.updates.step_begins()
 
     def operate(self, op: Op) -> None:
         """Run an update, or a move of ``w``, ``g`` or ``o``."""
         if op.kind in UPDATES:
-            self._updates.update(op)
+            self.updates.update(op)
             return
         if op.of != "g":
-            self._updates.host.join(op.stage)
-        begun = op.stage in self._updates.begun
+            self.updates.host.join(op.stage)
+        begun = op.stage in self.updates.begun
         if op.kind is OpKind.PREFETCH and op.value in self._groups.plan.early and begun:
             return  # it comes when the next step begins, since the caller may change it before
         tensors = [one for one in self._groups.tensors(op.value) if not self._groups.with_autograd(one)]
@@ -241,12 +222,12 @@ class Placement:
                 self._rest = tuple(rest)
                 self.operate(op)
             if during:
-                self._updates.end()
+                self.updates.end()
         except BaseException as error:
-            self.backward_failed(error)
+            self.updates.backward_failed(error)
             raise
         if during:
-            self._gradients.use_up(self._updates.gone)
+            self.gradients.use_up(self.updates.gone)
         else:
             self._groups.hand_over()
 
@@ -286,23 +267,23 @@ class Placement:
         if not self._groups.planned:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
-        self._gradients.show()
-        self._gradients.hide_marks(optimizer, any(given is not None for given in (*args, *kwargs.values())))
-        self._updates.begin(optimizer, args, kwargs)
+        self.gradients.show()
+        self.gradients.hide_marks(optimizer, any(given is not None for given in (*args, *kwargs.values())))
+        self.updates.begin(optimizer, args, kwargs)
         rest, self._rest = self._rest, ()
         try:
             for op in rest:
                 self.operate(op)
-            self._updates.finish(planned=bool(rest))
+            self.updates.finish(planned=bool(rest))
         except BaseException as error:
-            self._updates.give_up(error)
+            self.updates.give_up(error)
             raise
-        self._gradients.hide_all(optimizer)
+        self.gradients.hide(parameters_of(optimizer))
 
     def after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook after ``optimizer.step()``: give the gradients back to the caller."""
         if not is_nested(optimizer):
-            self._gradients.show()
+            self.gradients.show()
 
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:

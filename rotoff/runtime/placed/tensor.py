@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...errors import ExecutionError
 from ...tensors.storage import View, bytes_of, rounded, storage_key, uses_of, version_of
+from ...tensors.tree import tensor_leaves
 from ..links.base import Link, Ticket
 
 ALIGNMENT = 64  # bytes; kernels may take another path, and round otherwise, on tensors that begin elsewhere
@@ -45,7 +45,7 @@ def unplaceable(state: Mapping[str, Any]) -> list[torch.Tensor]:
     found = []
     for value in state.values():
         if not isinstance(value, torch.Tensor) or value.numel() < 2:
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += tensor_leaves(value)
     return found
 
 
