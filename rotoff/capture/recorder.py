@@ -257,8 +257,8 @@ class Recorder(TorchFunctionMode):
         if name == "__set__":  # of ``data``, perhaps
             self._tensors.moved(args[0])
         returned = self._returned(name, result)
-        newer = versions_of(given)
-        changed = [*received, *(t for t, old, new in zip(given, versions, newer, strict=True) if old != new)]
+        pairs = zip(given, versions, versions_of(given), strict=True)
+        changed = [*received, *(tensor for tensor, old, new in pairs if old != new)]
         self._note_changed(changed)
         draws, effect = self._drawn is not generated, name == "__set__" or isinstance(function, nn.Module)
         silent = not (changed or effect or draws)
@@ -290,8 +290,7 @@ class Recorder(TorchFunctionMode):
             casts=tuple(casts),
             saves=tuple(self._saves),
         )
-        picks = self._sizes.picks(name, references, given)
-        self.tape.picks |= picks
+        self.tape.picks |= (picks := self._sizes.picks(name, references, given))
         self._append(one, pinned(one, given, returned) if picks else None)
         return result
 

@@ -183,15 +183,14 @@ class StageRun:
             if live.dead:
                 self._dead += 1
                 return Dead(self._dead - 1)
-            n, kind = len(saved), None
+            n = len(saved)
             try:
                 key = tensor.untyped_storage()._cdata
             except NotImplementedError:  # a sparse tensor
                 saved.append(None)
                 return _resident((tensor.detach(), tensor._version))
             place = places.get(key)
-            if live.as_measured:
-                kind = staying_kinds.get(n)
+            kind = staying_kinds.get(n) if live.as_measured else None
             if place is None and kind is None and not (key in resident or key in kept_keys or key in brought):
                 slot = Slot(tensor.detach() if keeps and not (n in for_nothing and live.as_measured) else None)
                 saved.append((reference(slot), tensor.shape, tensor.dtype))

@@ -303,9 +303,9 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         if now < found:
             found = now
             best[0] = r
-        if found <= s.busiest * (1 + 1e-12) or now > found or found > enough * (1 + near):
+        if found <= s.busiest * (1 + 1e-12) or found > enough * (1 + near):
             break
-        near /= 16
+        near /= 4
     return found
 
 
