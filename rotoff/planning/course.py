@@ -91,7 +91,8 @@ class Specialization:
     @property
     def wants_more(self) -> bool:
         """Whether to record the next step, since the forward is random and has left this course before."""
-        return self.captured.tape.random and self.missed > 0 and len(self.seen) < _SEEN
+        more = self.missed > 0 and len(self.seen) < _SEEN and not self.no_more_courses
+        return more and self.captured.tape.random
 
     def miss(self, astray: int) -> None:
         """Count a step that was expected to take this course; `astray` identifies the course that it took."""

@@ -82,9 +82,11 @@ class Specializations(MeasuredCourses):
         try:
             course = self._taken(value, measured_here, looked_at)
             if taped is None and course is not None and self._group is None and course.wants_more:
-                taped = TapedForward(self._model, given, self.meter.device_for(given))
-                value = tree_map(lambda leaf: leaf, given)
-                course.seen.append(self.meter.record(value, taped).tape)  # for the next plan
+                try:
+                    with recording() as forward:
+                        course.seen.append(self.meter.record(value, forward).tape)  # for the next plan
+                except MeasureError as error:
+                    _go_on(course, error)
             return course, taped if taped is not None and taped.usable else None
         except BaseException:
             if taped is not None:
@@ -130,15 +132,8 @@ class Specializations(MeasuredCourses):
                 return measured_here()
             if course.grown == hint and course.looks:
                 return looked_at(course, key)
-        except UnrepeatableError:  # nor may a replay repeat it
-            raise
         except MeasureError as error:
-            course.no_more_courses = True
-            logger.warning(
-                "rotoff: steps take a course that cannot be planned, and may exceed the limit; their results are those"
-                " of the plain model (%s)",
-                error,
-            )
+            _go_on(course, error)
         return course
 
     def _taken(
@@ -352,3 +347,15 @@ class Specializations(MeasuredCourses):
                 one.missed, one.patience = 0, course.patience
             return before[0]
         return course
+
+
+def _go_on(course: Specialization, error: MeasureError) -> None:
+    """Go on with the plan of `course`, since another one cannot be planned."""
+    if isinstance(error, UnrepeatableError):  # nor may a replay repeat it
+        raise error
+    course.no_more_courses = True
+    logger.warning(
+        "rotoff: steps take a course that cannot be planned, and may exceed the limit; their results are those of the"
+        " plain model (%s)",
+        error,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,3 +98,28 @@ def test_the_forward_runs_once(kind: str, mode: str, caplog: pytest.LogCaptureFi
     assert all(map(torch.equal, expected, trained(model, own)))
     assert caplog.text.count("a course that cannot be planned") == 1
     assert caplog.text.count("runs once more, since a custom Function uses modules") == (kind == "function")
+
+
+class Sometimes(Changing):
+    """Draws whether it does what cannot be recorded."""
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        self.step = 2 if random.random() < 0.4 else 0
+        return super().forward(x)
+
+
+def test_a_random_branch_that_cannot_be_planned(caplog: pytest.LogCaptureFixture) -> None:
+    """The first step, which is measured, does not take it."""
+
+    def run(model: nn.Module, own: Sometimes) -> list[Any]:
+        random.seed(6)
+        return trained(model, own)
+
+    torch.manual_seed(0)
+    plain = Sometimes("sparse")
+    expected = run(plain, plain)
+    torch.manual_seed(0)
+    own = Sometimes("sparse")
+    model = rotoff.Checkpointable(own, cache_directory=None).compute_sequence("150 KiB", mode="remat")
+    assert all(map(torch.equal, expected, run(model, own)))
+    assert caplog.text.count("a course that cannot be planned") == 1
