@@ -84,6 +84,7 @@ def trained(model: nn.Module, own: Changing) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.grid
 @pytest.mark.parametrize("mode", ["remat", "joint"])
 @pytest.mark.parametrize("kind", ["distribution", "graph", "nested", "sparse", "function"])
 def test_the_forward_runs_once(kind: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
