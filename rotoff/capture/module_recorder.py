@@ -64,13 +64,16 @@ class ModuleRecorder(Recorder):
             whole = module in self.tape.opaque or one_call(module)
             held = self._held_by(module) if whole else set()
             handed = held - self._left if compiled(module) else set()
-        made: list[Any] = []  # what it returns
+        made, begun = list[Any](), False  # what it returns; whether its own code has begun
         try:
             if handed and (outer := self._around(call, handed)):  # nobody sees what compiled code reads
                 self._hidden = outer
                 return self._compiled(module, *args, **kwargs)
             self._read.clear()
+            begun = not whole
             made.append(result := self._whole(module, args, kwargs) if whole else original(module, *args, **kwargs))
+            if self.ended:
+                return result
             if (whole or self._hidden is call) and (outer := self._around(call, self._beyond(call, held))):
                 self._hidden = outer
             if self._hidden is call:
@@ -82,6 +85,8 @@ class ModuleRecorder(Recorder):
                     self._left |= self._held_by(module)
             return result
         except MeasureError as error:
+            if begun and not made:  # raised by the module's own code
+                raise
             self._go_on(error)
             return made[0] if made else original(module, *args, **kwargs)
         finally:

@@ -225,7 +225,7 @@ class Recorder(TorchFunctionMode):
     def _go_on(self, error: MeasureError) -> None:
         """End the recording, if the forward must not run twice and a replay may repeat what it does; else raise
         `error`."""
-        if not self._in_step or isinstance(error, UnrepeatableError):
+        if self.ended or not self._in_step or isinstance(error, UnrepeatableError):
             raise error
         self.trouble, self.ended = error.with_traceback(None), True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,21 @@ class Doubled(torch.autograd.Function):
         return 2 * gradients[0]
 
 
+class Dense(nn.Module):
+    """Raises, or uses a sparse tensor, if it is told to."""
+
+    kind = ""
+    runs: ClassVar[list[str]] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs.append(self.kind)
+        if self.kind == "sparse within":
+            x = torch.sparse.mm(torch.eye(x.shape[0]).to_sparse(), x)
+        elif self.kind == "raises":
+            raise rotoff.MeasureError("the model's own")
+        return x
+
+
 class Kept:
     """What no recording can look into."""
 
@@ -42,7 +57,13 @@ class Changing(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
+            nn.Sequential(
+                nn.Linear(16, 64),
+                nn.BatchNorm1d(64),
+                nn.GELU(),
+                nn.Sequential(nn.Dropout(0.1), Dense()),
+                nn.Linear(64, 16),
+            )
             for _ in range(5)
         )
         self.kind, self.step = kind, 0
@@ -53,6 +74,7 @@ class Changing(nn.Module):
         kind = self.kind if self.step > 2 else ""
         x, beside = x * next(self.numbers), None
         for n, block in enumerate(self.blocks):
+            block[3][1].kind = kind if n == 2 else ""
             x = x + block(x)
             if n == 2 and kind == "sparse":
                 x = torch.sparse.mm(torch.eye(x.shape[0]).to_sparse(), x)
@@ -86,7 +108,7 @@ def trained(model: nn.Module, own: Changing) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.grid
 @pytest.mark.parametrize("mode", ["remat", "joint"])
-@pytest.mark.parametrize("kind", ["distribution", "graph", "nested", "sparse", "function"])
+@pytest.mark.parametrize("kind", ["distribution", "graph", "nested", "sparse", "sparse within", "function"])
 def test_the_forward_runs_once(kind: str, mode: str, caplog: pytest.LogCaptureFixture) -> None:
     """But where a custom Function uses modules, which is said."""
     torch.manual_seed(0)
@@ -99,6 +121,17 @@ def test_the_forward_runs_once(kind: str, mode: str, caplog: pytest.LogCaptureFi
     assert all(map(torch.equal, expected, trained(model, own)))
     assert caplog.text.count("a course that cannot be planned") == 1
     assert caplog.text.count("runs once more, since a custom Function uses modules") == (kind == "function")
+
+
+def test_an_error_of_the_models_own_is_raised_at_once() -> None:
+    """Also if it is a MeasureError, in a step that is recorded: no module runs again."""
+    own = Changing("raises")
+    own.step = 2
+    model = rotoff.Checkpointable(own, cache_directory=None).compute_sequence("150 KiB")
+    Dense.runs.clear()
+    with pytest.raises(rotoff.MeasureError, match="the model's own"):
+        model(torch.randn(32, 16))
+    assert len(Dense.runs) == 3
 
 
 class Sometimes(Changing):
