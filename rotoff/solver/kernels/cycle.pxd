@@ -4,7 +4,7 @@ Positions: the n operations of the compute lane in program order, updates on the
 end of the step. A step follows a step, so position n + 1 is position 0 of the next; such later positions stand in gaps.
 """
 
-from libc.stdint cimport int8_t, int16_t, int32_t, int64_t
+from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 
 from rotoff.solver.kernels.lanes cimport Lanes
 from rotoff.solver.kernels.work cimport Chain, List, Work
@@ -117,3 +117,4 @@ cdef inline bint on_device(Cycle *s, int32_t k) noexcept nogil:
 
 
 cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V) noexcept nogil
+cdef uint64_t mark(Work *w, Cycle *s) noexcept nogil

@@ -8,11 +8,11 @@ after the use before it, prefetch right before the use after it), every operatio
 these leave of the limit.
 """
 
-from libc.stdint cimport int16_t, int32_t, int64_t
+from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 
 from rotoff.solver.kernels.cycle cimport CycleGap, Use
 from rotoff.solver.kernels.operations cimport operations
-from rotoff.solver.kernels.work cimport ALL, BACK, Chain, Work, append, forward_time
+from rotoff.solver.kernels.work cimport ALL, BACK, Chain, Operation, Work, append, forward_time
 
 cdef int64_t HUGE = 4611686018427387904
 
@@ -302,3 +302,30 @@ cdef Py_ssize_t cycle(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *cod
             if -now > s.over:
                 s.over = -now
     return s.n
+
+
+cdef inline uint64_t _mixed(uint64_t made, uint64_t by) noexcept nogil:
+    made = (made ^ by) * <uint64_t>0x9E3779B97F4A7C15
+    return made ^ made >> 29
+
+
+cdef uint64_t mark(Work *w, Cycle *s) noexcept nogil:
+    """A hash of all that `cycle` has made: two plans with one mark are the same step."""
+    cdef Py_ssize_t x
+    cdef uint64_t made = <uint64_t>s.n
+    cdef Operation *op
+    cdef CycleGap *gap
+    for x in range(s.n):
+        made = _mixed(made, <uint64_t>s.at[x].act)
+        if s.at[x].act >= 0:
+            op = &w.op[s.at[x].act]
+            made = _mixed(made, <uint64_t>op.kind << 60 ^ <uint64_t>op.form << 44 ^ <uint64_t>op.stage << 24
+                          ^ <uint64_t>op.gone)
+    for x in range(s.n_order):
+        made = _mixed(made, <uint64_t>s.order[x] << 32 ^ <uint64_t>s.group[s.order[x]].update_at)
+    for x in range(s.n_gaps):
+        gap = &s.gap[x]
+        made = _mixed(made, <uint64_t>gap.value << 32 ^ <uint64_t>gap.begin << 1 ^ <uint64_t>gap.copies)
+        made = _mixed(made, <uint64_t>gap.end)
+        made = _mixed(made, <uint64_t>gap.free_most << 32 ^ <uint64_t>gap.in_least)
+    return made

@@ -300,9 +300,10 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         _prefetches(c, s)
         _text(c, w, p, s)
         now = _lanes(w, p, s)
-        if now < found:
-            found = now
-            best[0] = r
+        if now >= found:
+            break
+        found = now
+        best[0] = r
         if found <= s.busiest * (1 + 1e-12) or found > enough * (1 + near):
             break
         near /= 4
