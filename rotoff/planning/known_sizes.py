@@ -12,12 +12,12 @@ from ..errors import InfeasibleError
 from ..profile.profile import Profile
 from ..profile.timing.timing_cache import KnownTimes, known_times
 from ..runtime.execution_plan import ExecutionPlan
-from .course import Specialization
 from .course_meter import Known
 from .memory_account import reported_bytes
 from .planner import GOOD, least_limit, make_plan, plan_everything
 from .request import Request
 from .sizes import MeasuredSizes, Sizes, rounded, saved_bytes, volume
+from .specialization import Specialization
 
 _FAMILIES = 8  # families whose sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one

@@ -1,4 +1,4 @@
-"""Measures the courses of a model's forward, and keeps those used last; `specialization` selects one for each step."""
+"""Measures the courses of a model's forward and keeps those used last. `specializations` selects one for each step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..runtime.taped_forward import TapedForward
 from ..tensors.autocast import Autocast, autocast_as, autocast_now, in_region
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
-from .course import LOOKS, Specialization, constants, family_of, signature
 from .course_meter import CourseMeter, FormUse, Wanted
 from .known_sizes import KnownSizes, fits
 from .options import Options
 from .planner import least_limit, make_plan, useful_forms
 from .request import Request
 from .sizes import Sizes, halves
+from .specialization import LOOKS, Specialization, constants, family_of, signature
 
 logger = logging.getLogger("rotoff")
 OF_ONE_SIGNATURE = 8  # courses kept for each signature

@@ -20,13 +20,13 @@ from ..errors import InfeasibleError, MeasureError
 from ..runtime.step import Step
 from ..runtime.taped_forward import TapedForward
 from ..tensors.tree import flatten
-from .course import Specialization, constants, family_of, signature
 from .course_meter import Wanted
 from .known_sizes import SEVERAL, fits, lacks_times
 from .measured_courses import OF_ONE_SIGNATURE, MeasuredCourses, untimed_if
 from .planner import make_plan
 from .request import Request
 from .sizes import covers
+from .specialization import Specialization, constants, family_of, signature
 
 logger = logging.getLogger("rotoff")
 SOON = 3  # limit / bytes that keeping everything takes, up to which a second size is timed
