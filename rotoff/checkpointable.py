@@ -117,7 +117,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         host_directory: str | os.PathLike[str] | None = None,
         check: bool = False,
         process_group: Any = None,
-        stages: strategy.Wanted = None,
+        stages: strategy.StagesOption = None,
         backward_from: BackwardFrom = None,
         offload_dtype: torch.dtype | None = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,

@@ -24,7 +24,7 @@ from ..runtime.taped_forward import TapedForward
 from ..tensors.autocast import Autocast, autocast_as, autocast_now, in_region
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
-from .course_meter import CourseMeter, FormUse, Wanted
+from .course_meter import CourseMeter, FormUse, MeasureRequest
 from .known_sizes import KnownSizes, fits
 from .options import Options
 from .planner import least_limit, make_plan, useful_forms
@@ -147,7 +147,7 @@ class MeasuredCourses:
             key = signature(value, self._model)
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
         like = None if timed or also else self._sizes.told(*family_of(key or signature(value, self._model)))
-        wanted = Wanted(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
+        wanted = MeasureRequest(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
         room = room or request
         surely = room is not None and self._sizes.exceeds(*family_of(key or signature(value, self._model)), room)
         captured, profile = self.meter.measure(wanted, None if surely else untimed_if(room))
@@ -217,7 +217,7 @@ class MeasuredCourses:
         planned = course.plan is not None
         if self._sizes.is_measured(course):
             began = time.perf_counter()
-            wanted = Wanted(value, captured=course.captured, use=self._form_use(request))
+            wanted = MeasureRequest(value, captured=course.captured, use=self._form_use(request))
             course.become(self.meter.measure(wanted)[1])
             self._learn(course, key, time.perf_counter() - began)
             self._now(course, value, key)

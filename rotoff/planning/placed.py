@@ -34,7 +34,7 @@ from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from ..tensors.storage import block_bytes, rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
-from .planner import Known, in_forms_of, plan_everything
+from .planner import KnownPlan, in_forms_of, plan_everything
 from .request import Request
 
 logger = logging.getLogger("rotoff")
@@ -86,7 +86,7 @@ class PlacedPlanner:
     times: dict[Any, UpdateCosts] = field(default_factory=dict, compare=False)
 
     def __call__(
-        self, profile: Profile, request: Request, near: Several[Known] = (), thorough: bool = True
+        self, profile: Profile, request: Request, near: Several[KnownPlan] = (), thorough: bool = True
     ) -> ExecutionPlan:
         """The fastest of the plans `near` of other sizes that fits the request's limit, so that a new size needs no
         search and moves no parameters. If none fits, the fastest plan that a search finds, unless not `thorough`.
@@ -247,7 +247,9 @@ def _plans(
         less, limit = less + _peak(plan) - asked, limit - (_peak(plan) - asked)
 
 
-def _reused(profile: Profile, request: Request, groups: FoundGroups, near: Several[Known]) -> Iterator[ExecutionPlan]:
+def _reused(
+    profile: Profile, request: Request, groups: FoundGroups, near: Several[KnownPlan]
+) -> Iterator[ExecutionPlan]:
     """Those of the plans `near` for the same groups that fit `profile`, too."""
     placing = profile.placing(groups.costs)
     forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in placing.behaviours]

@@ -82,14 +82,14 @@ class PlanVariant:
         return replace(self, request=self.request.shortened())
 
 
-Known = tuple[Profile, ExecutionPlan]
+KnownPlan = tuple[Profile, ExecutionPlan]
 
 
 def make_plan(
     profile: Profile,
     request: Request,
     group: Any = None,
-    near: Iterable[Known] = (),
+    near: Iterable[KnownPlan] = (),
     thorough: bool = True,
     better: bool = True,
 ) -> ExecutionPlan:
@@ -122,7 +122,7 @@ def make_plan(
 
 
 def _decide(
-    profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool, good: float
+    profile: Profile, request: Request, room: int | None, near: tuple[KnownPlan, ...], thorough: bool, good: float
 ) -> Sequence:
     """All that `make_plan` decides, as a sequence and its meta. room: free host bytes; None: unknown. good: step time /
     compute time up to which a plan `near` is reused without a search.
@@ -151,7 +151,12 @@ def _decide(
 
 
 def _quickly(
-    profile: Profile, request: Request, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None, good: float
+    profile: Profile,
+    request: Request,
+    ways: list[PlanVariant],
+    near: tuple[KnownPlan, ...],
+    room: int | None,
+    good: float,
 ) -> Sequence | None:
     """The faster of the best plan `near` and a short search's; None if neither fits."""
     reused = _reused(request.mem_limit, ways, near, room)
@@ -177,7 +182,7 @@ def _quickly(
 
 
 def _reused(
-    asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
+    asked: int, ways: list[PlanVariant], near: tuple[KnownPlan, ...], room: int | None
 ) -> tuple[float, Sequence] | None:
     """The fastest of the plans `near` that fits this size, and its seconds; None if none fits."""
     best: tuple[float, Sequence] | None = None

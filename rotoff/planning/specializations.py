@@ -20,7 +20,7 @@ from ..errors import InfeasibleError, MeasureError
 from ..runtime.step import Step
 from ..runtime.taped_forward import TapedForward
 from ..tensors.tree import flatten
-from .course_meter import Wanted
+from .course_meter import MeasureRequest
 from .known_sizes import SEVERAL, fits, lacks_times
 from .measured_courses import OF_ONE_SIGNATURE, MeasuredCourses, untimed_if
 from .planner import make_plan
@@ -296,7 +296,7 @@ class Specializations(MeasuredCourses):
             return course
         logger.info("rotoff: measuring again, since the tensors of this step are larger than before")
         like = self._sizes.told(*family_of(key))
-        wanted = Wanted(value, known=like, taped=taped, captured=captured, use=self._form_use(self.request))
+        wanted = MeasureRequest(value, known=like, taped=taped, captured=captured, use=self._form_use(self.request))
         _, profile = self.meter.measure(wanted, untimed_if(self.request))
         found = Specialization(profile, captured, hint=constants(value), patience=course.patience, looks=course.looks)
         try:

@@ -41,7 +41,7 @@ from .placed.lending import Lender
 from .reads import Reads, is_among
 from .replay import ReplayState
 from .stage_tape import Around, Seeded, StageTape
-from .torch_calls import Known
+from .torch_calls import FunctionProperties
 
 
 class Stages(Protocol):
@@ -243,7 +243,7 @@ class LiveForward(OnCourse):
     def _carefully(
         self,
         function: Any,
-        known: Known,
+        known: FunctionProperties,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         stage: int,
@@ -283,7 +283,7 @@ class LiveForward(OnCourse):
         return result, bool(written)
 
     def _run_code(
-        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
+        self, function: Any, known: FunctionProperties, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
     ) -> Any:
         """Run a call whose own code a replay runs again, in the same state."""
         self._begins, self._covered = len(self.tape.calls), set()
