@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
 from .core.chain import Chain
+from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import is_auto, parse_bytes
 from .errors import ExecutionError, MeasureError, OptionError
@@ -52,7 +53,6 @@ from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.placed.lending import all_on, settle_buffers
 from .runtime.step_times import Recording
-from .solver.bounds import check_mode
 from .solver.in_flight import parse_in_flight
 
 logger = logging.getLogger("rotoff")

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.chain import Chain, check_chain
+from ..core.modes import check_mode
 from ..core.sequence import Sequence
 from ..core.sizes import parse_bytes
 from ..core.steady_step import check_when
 from ..errors import OptionError, nearest
 from .anneal import Budget
-from .bounds import check_mode
 from .policies import check_policy, run
 from .search import Problem, Shared, as_sequence, best_candidate, parse_host_limit
 from .slots import parse_slots

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.modes import parse_modes
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..planning.memory_account import reported_bytes
@@ -17,7 +18,6 @@ from ..planning.request import Request
 from ..profile.estimate.devices import Device
 from ..profile.memory.allocator import without_gc
 from ..profile.profile import Profile
-from ..solver.bounds import parse_modes
 from ..solver.search import Shared
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
