@@ -189,7 +189,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             progress: called with (stages done, total, next stage). None: a progress line on standard error, if that is
                 a terminal; False: no progress.
             repeats: timed runs of each stage; their median is used. None: until the median is known to 2 %, at least 3
-                and at most 15 runs or about a third of a second (always 5 among several processes).
+                and at most 15 runs or a twentieth of a second more (always 5 among several processes).
 
         Raises:
             MeasureError: if the model cannot be measured on this input.

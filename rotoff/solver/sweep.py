@@ -50,7 +50,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The result of `sweep`: rows by mode and rising limit, and the sequence of each row (None if nothing fits)."""
+    """The result of `sweep`.
+
+    rows: by mode and rising limit. sequences: of each row; None if nothing fits.
+    """
 
     rows: tuple[Row, ...]
     sequences: tuple[Sequence | None, ...]
@@ -101,6 +104,7 @@ def sweep(
     rise with the limit, and once a limit costs nothing, larger ones are not searched.
 
     Args:
+        chain: the costs of the stages.
         limits: bytes or sizes, or one of them; by default evenly spaced from the smallest limit of any mode to the
             keep-all peak.
         modes: any of "joint", "remat", "offload", or one of them.
