@@ -44,8 +44,8 @@ from .stage_tape import Around, Seeded, StageTape
 from .torch_calls import FunctionProperties
 
 
-class Stages(Protocol):
-    """What a forward needs from its step."""
+class StageCallbacks(Protocol):
+    """What a forward calls on the step that it belongs to."""
 
     def enter(self, stage: int) -> None:
         """End the stage before `stage`, whose first call is about to be made."""
@@ -83,7 +83,7 @@ class LiveForward(OnCourse):
     timed = False  # whether `_run` makes every call, since a subclass times them there
 
     def __init__(
-        self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]
+        self, course: Course | None, stages: StageCallbacks, generators: Generators, given: list[torch.Tensor]
     ) -> None:
         super().__init__(course or NOTHING_EXPECTED)
         self.tape = StageTape("")
