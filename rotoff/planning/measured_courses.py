@@ -158,7 +158,7 @@ class MeasuredCourses:
             known.remove(one)
         known.appendleft(course)
         self._learn(course, key, time.perf_counter() - began)
-        self._now(course, value, key)
+        self._set_latest(course, value, key)
         return course
 
     def _form_use(self, request: Request | None) -> FormUse | None:
@@ -170,9 +170,9 @@ class MeasuredCourses:
     def _learn(self, course: Specialization, key: Any, seconds: float) -> None:
         """Remember that `course` was measured on an input of the signature `key`, which took `seconds`."""
         self._sizes.learn(course, *family_of(key), seconds)
-        self._drop()
+        self._evict()
 
-    def _now(self, course: Specialization, value: Any, key: Any) -> None:
+    def _set_latest(self, course: Specialization, value: Any, key: Any) -> None:
         """Make `course` the latest; `value`, of the signature `key`, is an input for it."""
         self.latest = course
         self._sample = None if course.profile.complete else Sample.of(value, key)
@@ -220,7 +220,7 @@ class MeasuredCourses:
             wanted = MeasureRequest(value, captured=course.captured, use=self._form_use(request))
             course.become(self.meter.measure(wanted)[1])
             self._learn(course, key, time.perf_counter() - began)
-            self._now(course, value, key)
+            self._set_latest(course, value, key)
             found = course
         else:  # it was interpolated
             self._known.pop(key, None)
@@ -229,7 +229,7 @@ class MeasuredCourses:
             found.plan = make_plan(found.profile, self.request, self._group)
         return found
 
-    def _drop(self) -> None:
+    def _evict(self) -> None:
         """Drop the signatures used least recently beyond `_STAGES` stages."""
         while len(self._known) > 1 and sum({id(one): len(one.profile.chain) for one in self}.values()) > _STAGES:
             self._sizes.forget(self._known.popitem(last=False)[1])
@@ -244,7 +244,7 @@ class MeasuredCourses:
         key = signature(value, self._model)
         family, sizes = family_of(key)
         smaller = [half for half in halves(value) if self._measured_smaller(half, largest, request)]
-        self._now(largest, value, key)
+        self._set_latest(largest, value, key)
         vague = [stage.name for stage in largest.profile.stages if stage.varying]
         if vague:
             logger.warning(

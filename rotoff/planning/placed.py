@@ -151,7 +151,7 @@ class PlacedPlanner:
         groups = self.groups(profile, host=False)
         profile = profile.placing(groups.costs)
         everything = compile_sequence(profile.chain, keep_all(profile.chain, "after"))
-        levels = _told(profile, groups, replace(everything, keeps_all=True))
+        levels = _step_levels(profile, groups, replace(everything, keeps_all=True))
         last = next(n for n, op in enumerate(everything.sequence) if op.kind is OpKind.B and op.stage == 1)
         updating = groups.placed_bytes + _beside(profile, groups) + groups.update_bytes
         return max(*levels[: last + 1], updating + profile.chain.output_bytes(len(profile.chain)))
@@ -192,7 +192,7 @@ def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
     return _beside(profile, groups, when(request) == "during") + step - profile.resident_input_bytes
 
 
-def _told(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
+def _step_levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
     """The expected bytes of each operation, of all that the device holds. On CUDA they are those that the machine
     charges, since gradients may stay longer while a thread of the host updates."""
     levels = expected_levels if profile.device.type == "cpu" else simulated_levels
@@ -298,7 +298,7 @@ def _without_parameters(profile: Profile, chain: Chain, placed: PlacedPlan) -> i
 def _levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan, placed: PlacedPlan) -> tuple[int, ...]:
     """The expected bytes of each operation. After the backward, a gradient stays for the caller to read, unless the
     host has a copy. On a CPU, the temporaries of the host's updates count, too."""
-    levels, staying = _told(profile, groups, plan), 0
+    levels, staying = _step_levels(profile, groups, plan), 0
     in_turn = 0 if profile.device.type == "cpu" else bytes_in_turn([group.parameters for group in placed.before])
     for n, op in enumerate(plan.sequence):
         if op.kind in FORWARDS and any(profile.outside_bytes[op.stage - 1 : op.stage]):  # may call layers before it

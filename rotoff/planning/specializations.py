@@ -47,7 +47,7 @@ class Specializations(MeasuredCourses):
         course = self._sizes.between(*family_of(key), self.request)
         if course is not None:
             self._known[key] = deque([course], maxlen=OF_ONE_SIGNATURE)
-            self._drop()
+            self._evict()
         return course
 
     def take(self, value: Any) -> tuple[Specialization | None, TapedForward | None]:
@@ -72,7 +72,7 @@ class Specializations(MeasuredCourses):
         def measured_here(also: deque[Specialization] | None = None) -> Specialization:
             with recording() as forward:
                 if also:
-                    return self._made_one(value, also, forward)
+                    return self._merged(value, also, forward)
                 return self.measure(value, timed=False, taped=forward, request=self.request, room=self._enough(value))
 
         def looked_at(course: Specialization, key: Any) -> Specialization:
@@ -80,7 +80,7 @@ class Specializations(MeasuredCourses):
                 return self._larger(course, value, key, forward)
 
         try:
-            course = self._taken(value, measured_here, looked_at)
+            course = self._select(value, measured_here, looked_at)
             if taped is None and course is not None and self._group is None and course.wants_more:
                 try:
                     with recording() as forward:
@@ -136,7 +136,7 @@ class Specializations(MeasuredCourses):
             _go_on(course, error)
         return course
 
-    def _taken(
+    def _select(
         self,
         value: Any,
         measured_here: Callable[..., Specialization],
@@ -181,7 +181,7 @@ class Specializations(MeasuredCourses):
             self._sizes.plan(course, family_of(key)[0], self.request, self._group)
         elif self._group is None:
             self._sizes.improve(course, family_of(key)[0], self.request)
-        self._now(course, value, key)
+        self._set_latest(course, value, key)
         return course
 
     def _look_at_loop(self, course: Specialization) -> None:
@@ -246,7 +246,7 @@ class Specializations(MeasuredCourses):
         if more - course.stray > allowed:
             self._took_more(course, value, more - course.stray)
 
-    def _told(self, course: Specialization, more: int) -> tuple[bool, str]:
+    def _exceeds_limit(self, course: Specialization, more: int) -> tuple[bool, str]:
         """Return whether a step that holds `more` bytes than `course` is charged exceeds the limit, and the figures."""
         assert self.request is not None
         assert course.plan is not None
@@ -257,7 +257,7 @@ class Specializations(MeasuredCourses):
     def _took_more(self, course: Specialization, value: Any, more: int) -> None:
         """A step on `value` made the calls of `course` and held `more` bytes than it is charged. If that exceeds the
         limit, look at the next steps; warn once."""
-        exceeds, told = self._told(course, more)
+        exceeds, told = self._exceeds_limit(course, more)
         if not exceeds:
             return
         if course.interpolated:
@@ -323,14 +323,14 @@ class Specializations(MeasuredCourses):
         if not step.unknown or self._warned:
             return
         self._warned = True
-        exceeds, told = self._told(course, step.more_bytes)
+        exceeds, told = self._exceeds_limit(course, step.more_bytes)
         logger.warning(
             "rotoff: the model's forward took another course than the planned one. Its result is that of the plain"
             " model; its bytes may exceed the limit%s until that course is planned, which happens when it recurs",
             f" ({told})" if exceeds else "",
         )
 
-    def _made_one(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:
+    def _merged(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:
         """One course that covers all `known` ones and the forward for `value`, since steps keep switching between them;
         the first of `known`, if the limit is too small for it."""
         assert self.request is not None
