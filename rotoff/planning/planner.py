@@ -29,7 +29,7 @@ from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of_any, min_mem_limit
 from ..solver.in_flight import least_in_flight
-from ..solver.search import Shared, parse_host_limit
+from ..solver.search import SharedProblems, parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
 from .memory_account import expected_bytes, reported_bytes, simulated_bytes
 from .request import Request
@@ -320,7 +320,7 @@ def _best(asked: int, variants: list[PlanVariant]) -> Sequence:
     Raises:
         InfeasibleError: if none fits; `min_mem_limit` is in the user's terms.
     """
-    shared = variants[0].request.shared or Shared()
+    shared = variants[0].request.shared or SharedProblems()
     variants = [replace(variant, request=replace(variant.request, shared=shared)) for variant in variants]
     found: list[tuple[float, int, Sequence]] = []
     short = [variant.shortened() for variant in variants]

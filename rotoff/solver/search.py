@@ -121,7 +121,7 @@ class Problem:
         return copy(self.proposed[key])
 
 
-class Shared:
+class SharedProblems:
     """Problems that are solved for one question, several times or in several modes; they share what they find."""
 
     def __init__(self) -> None:
