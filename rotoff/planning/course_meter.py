@@ -32,7 +32,6 @@ from ..core.chain import LinkRates, Stage
 from ..errors import MeasureError
 from ..io.cache import Cache
 from ..io.progress import Bar
-from ..profile.kept_profile import bytes_are_portable, find_profile, keep_profile
 from ..profile.measure import (
     UNKNOWN,
     Progress,
@@ -46,6 +45,7 @@ from ..profile.measure import (
 )
 from ..profile.memory.eager_memory import HeldLate
 from ..profile.profile import Profile
+from ..profile.profile_cache import bytes_are_portable, find_profile, keep_profile
 from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
 from ..profile.stage_meter import Meter
