@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from .capture import strategy
 from .capture.backward_roots import BackwardFrom
 from .core.chain import Chain
+from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import is_auto, parse_bytes
 from .errors import ExecutionError, MeasureError, OptionError
 from .io.cache import Cache
 from .module_proxy import ModuleProxy
-from .planning.course import Specialization
 from .planning.course_meter import device_of
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
@@ -39,7 +39,8 @@ from .planning.options import Options, check_module, read_device
 from .planning.placed import PlacedPlanner, read_optimizers
 from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_limits, check_options
-from .planning.specialization import Specializations
+from .planning.specialization import Specialization
+from .planning.specializations import Specializations
 from .planning.step_runner import StepRunner
 from .profile.measure import Progress
 from .profile.profile import Profile
@@ -52,7 +53,6 @@ from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.placed.lending import all_on, settle_buffers
 from .runtime.step_times import Recording
-from .solver.bounds import check_mode
 from .solver.in_flight import parse_in_flight
 
 logger = logging.getLogger("rotoff")
@@ -106,7 +106,9 @@ class Checkpointable(RotorNames, ModuleProxy):
             invalid.
     """
 
-    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_courses", "_steps", "_warned", "_shown"})
+    _own = frozenset(
+        {"_options", "_check", "_group", "_cache", "_links", "_specializations", "_steps", "_warned", "_shown"}
+    )
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         host_directory: str | os.PathLike[str] | None = None,
         check: bool = False,
         process_group: Any = None,
-        stages: strategy.Wanted = None,
+        stages: strategy.StagesOption = None,
         backward_from: BackwardFrom = None,
         offload_dtype: torch.dtype | None = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,
@@ -147,8 +149,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         """Create the state that copies do not share: threads, files, measurements and plans."""
         self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
-        self._courses = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
-        self._steps = StepRunner(self._courses, self._links, self._options, self._check)
+        self._specializations = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
+        self._steps = StepRunner(self._specializations, self._links, self._options, self._check)
         self._warned: set[str] = set()
         self._shown: tuple[ExecutionPlan, Sequence] | None = None
         weakref.finalize(self, self._links.close)
@@ -156,11 +158,11 @@ class Checkpointable(RotorNames, ModuleProxy):
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_courses", "_steps", "_shown")
+        own = ("_cache", "_links", "_specializations", "_steps", "_shown")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
-        request = self._courses.request
+        request = self._specializations.request
         if request is not None and request.planner is not None:
             request = None  # it holds the optimizer of this model, not of the copy
         return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
@@ -171,7 +173,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._group = _group(self._group) if self._group is True else self._group
         self._begin()
         if asked is not None:
-            self._courses.request = replace(asked, cache=self._cache)
+            self._specializations.request = replace(asked, cache=self._cache)
 
     # -- planning
 
@@ -187,7 +189,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             progress: called with (stages done, total, next stage). None: a progress line on standard error, if that is
                 a terminal; False: no progress.
             repeats: timed runs of each stage; their median is used. None: until the median is known to 2 %, at least 3
-                and at most 15 runs or about a third of a second (always 5 among several processes).
+                and at most 15 runs or a twentieth of a second more (always 5 among several processes).
 
         Raises:
             MeasureError: if the model cannot be measured on this input.
@@ -199,7 +201,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             return strategy.chain_input(self._model, *given)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
-        self._courses.measure(value, progress, repeats)
+        self._specializations.measure(value, progress, repeats)
         return self
 
     def compute_sequence(
@@ -257,7 +259,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             return free_memory(device_of(self._model, None)) if is_auto(mem_limit) else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        how = not self._check, self._courses.lets_go, True, in_flight
+        how = not self._check, self._specializations.lets_go, True, in_flight
         request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
         self._measure_up_to(up_to, request)
         return self._ask(request)
@@ -266,15 +268,15 @@ class Checkpointable(RotorNames, ModuleProxy):
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
             args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
-            self._courses.measure_up_to(strategy.chain_input(self._model, args, named), request)
+            self._specializations.measure_up_to(strategy.chain_input(self._model, args, named), request)
 
     def _ask(self, request: Request) -> Checkpointable:
         """Plan for `request`, with the model moved to the option `device`, if given."""
-        self._courses.meter.device = device = self._options.device
+        self._specializations.meter.device = device = self._options.device
         if device is not None:
             settle_buffers(self._model, device)
             self._model.to(device)
-        self._courses.ask(request)
+        self._specializations.ask(request)
         self._steps.unplace()
         return self
 
@@ -307,17 +309,17 @@ class Checkpointable(RotorNames, ModuleProxy):
             raise OptionError("offload_dtype needs a mem_limit; with a device_limit nothing is converted")
         optimizers = read_optimizers(optimizer, self._model)
         # a new one, since the optimizers may have changed
-        planner = PlacedPlanner(self._model, optimizers, self._courses.update_times)
-        if self._courses.meter.device is None:
-            self._courses.meter.device = device_of(self._model, None)
+        planner = PlacedPlanner(self._model, optimizers, self._specializations.update_times)
+        if self._specializations.meter.device is None:
+            self._specializations.meter.device = device_of(self._model, None)
         request = Request(limit, mode, mem_slots, options, here=True, planner=planner)
         self._measure_up_to(up_to, request)
-        self._courses.ask(request)
-        plan = None if self._courses.latest is None else self._courses.latest.plan
+        self._specializations.ask(request)
+        plan = None if self._specializations.latest is None else self._specializations.latest.plan
         if plan is None or plan.placed is None:
             self._steps.unplace()
             if plan is not None:
-                all_on(self._model, optimizers, self._courses.meter.device)
+                all_on(self._model, optimizers, self._specializations.meter.device)
             if plan is None or options.get("updates") == "during":  # a step's closure may call the forward to plan
                 with suppress(ExecutionError):  # no place for a file; a plan that needs one says so
                     self._steps.placement_for(optimizers)
@@ -342,8 +344,10 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         check_mode(mode)
         many = parse_in_flight(in_flight)
-        request = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._courses.lets_go, in_flight=many)
-        return least_limit(self._courses.timed(self._latest, together=True, forms=True).profile, request)
+        request = Request(
+            NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._specializations.lets_go, in_flight=many
+        )
+        return least_limit(self._specializations.timed(self._latest, together=True, forms=True).profile, request)
 
     # -- what is planned
 
@@ -392,18 +396,18 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def mem_limit(self) -> int | None:
         """The requested limit in bytes, or None."""
-        request = self._courses.request
+        request = self._specializations.request
         return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
 
     @property
     def in_flight(self) -> int:
         """How many micro-batches share the limit."""
-        return 1 if self._courses.request is None else self._courses.request.in_flight
+        return 1 if self._specializations.request is None else self._specializations.request.in_flight
 
     @property
     def mem_slots(self) -> int | None:
         """The requested slots, or None."""
-        return None if self._courses.request is None else self._courses.request.mem_slots
+        return None if self._specializations.request is None else self._specializations.request.mem_slots
 
     @property
     def _plan(self) -> ExecutionPlan:
@@ -417,7 +421,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def _timed(self) -> Specialization:
         """The latest course, with times."""
-        return self._courses.timed(self._latest)
+        return self._specializations.timed(self._latest)
 
     @property
     def _timed_plan(self) -> ExecutionPlan:
@@ -426,11 +430,11 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     @property
     def _latest(self) -> Specialization:
-        if self._courses.latest is None:
+        if self._specializations.latest is None:
             raise MeasureError(
                 "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
             )
-        return self._courses.latest
+        return self._specializations.latest
 
     def get_expected_makespan(self) -> float:
         """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds for `chain` and `sequence`.
@@ -442,7 +446,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         """Expected peak of the planned step in bytes, in the terms of the limit: the simulated peak, less bytes known
         to be freed by then or to be charged to several values. If everything fits a `device_limit`, it is the plain
         model's in a loop that sets gradients to None between steps."""
-        plan, request = self._plan, self._courses.request
+        plan, request = self._plan, self._specializations.request
         assert request is not None
         return request.expected_bytes(self._latest.profile, plan)
 
@@ -459,11 +463,11 @@ class Checkpointable(RotorNames, ModuleProxy):
         With `backward_from`, other outputs (logits) are counted as held through the backward, until the first backward
         shows that your loop holds none: ``model(...).loss.backward()``.
         """
-        request = self._courses.request
+        request = self._specializations.request
         if request is not None and isinstance(request.planner, PlacedPlanner):
             return request.planner.keep_all_bytes(self._latest.profile)
         profile = self._latest.profile
-        everything = plan_everything(profile, not self._check, self._courses.lets_go, self.in_flight)
+        everything = plan_everything(profile, not self._check, self._specializations.lets_go, self.in_flight)
         return reported_bytes(profile, everything)
 
     def plans(self) -> list[PlannedSize]:
@@ -471,18 +475,18 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Use it if inputs vary, to see which sizes were measured, and the expected bytes and seconds of each.
         """
-        return self._courses.plans()
+        return self._specializations.plans()
 
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
-        plain = self._courses.meter.plain or self._model
+        plain = self._specializations.meter.plain or self._model
         if self.training and torch.is_grad_enabled():
             if torch.compiler.is_compiling():
-                if self._courses.request is not None:
+                if self._specializations.request is not None:
                     return _left_alone(self, plain, args, kwargs)
-            elif self._courses.request is None:
+            elif self._specializations.request is None:
                 self._warn_once(
                     "rotoff: this Checkpointable trains as the plain model, since it has no limit; call"
                     " compute_sequence(mem_limit)"
@@ -529,7 +533,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _use_links_of(self, other: Checkpointable) -> None:
         """Take links to the host from those of `other`, with the same options."""
-        self._links = self._courses.meter.links = self._steps.links = other._links
+        self._links = self._specializations.meter.links = self._steps.links = other._links
 
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..core.modes import as_tuple
 from ..errors import ExecutionError, MeasureError, OptionError
-from ..solver.bounds import several
 from ..tensors.tree import flatten
 
 BackwardFrom = str | int | Iterable[str | int] | None
@@ -31,7 +31,7 @@ def read_backward_from(given: Any) -> tuple[str | int, ...]:
     """
     if given is None:
         return ()
-    names = several(given)
+    names = as_tuple(given)
     if not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
         raise OptionError(
             f'backward_from is {given!r}; give the key of an output ("loss"), its position in a tuple (0), or a list'

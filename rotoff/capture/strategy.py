@@ -36,7 +36,7 @@ from .tape import Tape
 from .unrepeatable import IN_A_SUBMODULE, UncuttableError
 
 CURE = 'name its stages, Checkpointable(model, stages=["blocks.0", ...]), which are then called as a whole'
-Wanted = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are stages
+StagesOption = int | Sequence[str | nn.Module] | None  # about how many stages, or the modules that are stages
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def capture(
     model: nn.Module,
     value: Any,
     device: torch.device,
-    wanted: Wanted = None,
+    wanted: StagesOption = None,
     forward: Callable[..., Any] | None = None,
     known: Sequence[Tape] = (),
     like: Tape | None = None,
@@ -273,7 +273,7 @@ def capture(
     return Captured(found, how, tape, cached, bool(tape.attributes))
 
 
-def named(model: nn.Module, wanted: Wanted) -> list[str]:
+def named(model: nn.Module, wanted: StagesOption) -> list[str]:
     """Return the dotted names of the wanted modules."""
     if wanted is None or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted > 0):
         return []

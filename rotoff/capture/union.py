@@ -30,7 +30,7 @@ def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
     return _Union(one, other).made(_merged(one, other, pairs, order))
 
 
-Step = tuple[int | None, int | None]  # the index of an operation in each tape
+Pair = tuple[int | None, int | None]  # the index of an operation in each tape
 
 
 def _aligned(one: Tape, other: Tape) -> list[tuple[int, int]] | None:
@@ -54,7 +54,7 @@ def _aligned(one: Tape, other: Tape) -> list[tuple[int, int]] | None:
     return pairs or None
 
 
-def _merged(one: Tape, other: Tape, pairs: list[tuple[int, int]], order: Mapping[str, int]) -> Iterator[Step]:
+def _merged(one: Tape, other: Tape, pairs: list[tuple[int, int]], order: Mapping[str, int]) -> Iterator[Pair]:
     def rank(op: Operation) -> list[tuple[int, int]]:
         return [(order.get(name, 0), call) for name, call in op.place]
 
@@ -113,7 +113,7 @@ class _Union:
         self._storages = 0
         self._calls = 0  # number of operations that make or change tensors
 
-    def made(self, steps: Iterator[Step]) -> Tape:
+    def made(self, steps: Iterator[Pair]) -> Tape:
         one, other = self._sides
         for n, m in zip(one.tape.inputs, other.tape.inputs, strict=True):
             self._tape.inputs.append(self._new([(one, n), (other, m)]))

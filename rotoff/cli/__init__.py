@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
 from ..version import __version__
-from .command import Stop, add_command
+from .command import UsageError, add_command
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130"
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        known = (RotoffError, OSError, ModuleNotFoundError, Stop)
+        known = (RotoffError, OSError, ModuleNotFoundError, UsageError)
         if not isinstance(error, known):
             print(f"rotoff: {type(error).__name__}: {error} (--traceback shows where)", file=sys.stderr)
             return 2

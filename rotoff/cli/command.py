@@ -19,7 +19,7 @@ from ..io.json_file import read_json
 T = TypeVar("T")
 
 
-class Stop(Exception):
+class UsageError(Exception):
     """An input that a command cannot use; the user sees only the message."""
 
 
@@ -100,10 +100,12 @@ def print_json(data: Any) -> None:
 
 
 def check_suffix(path: str | None, suffixes: tuple[str, ...]) -> str | None:
-    """The suffix of an output file; raises Stop for an unknown one, before any work is done."""
+    """The suffix of an output file; raises UsageError for an unknown one, before any work is done."""
     if path is None:
         return None
     suffix = Path(path).suffix.lower()
     if suffix not in suffixes:
-        raise Stop(f"{path} ends in {suffix or 'nothing'!r}; end it in {', '.join(suffixes[:-1])} or {suffixes[-1]}")
+        raise UsageError(
+            f"{path} ends in {suffix or 'nothing'!r}; end it in {', '.join(suffixes[:-1])} or {suffixes[-1]}"
+        )
     return suffix

@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from .command import Command, Stop, add_json, print_json
+from .command import Command, UsageError, add_json, print_json
 
 if TYPE_CHECKING:
     from ..tools.doctor.findings import Finding, Report
@@ -37,10 +37,10 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         import torch as torch
     except ModuleNotFoundError:
-        raise Stop("the checks train a model, which needs torch: pip install torch") from None
+        raise UsageError("the checks train a model, which needs torch: pip install torch") from None
     except Exception as error:
         said = f"{type(error).__name__} {error}".strip()
-        raise Stop(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
+        raise UsageError(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
     from ..tools.doctor.examination import SECONDS, examine, find_device
     from ..tools.doctor.findings import FAILED, OK, Report
 
@@ -48,7 +48,7 @@ def _doctor(options: argparse.Namespace) -> int:
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work
-        raise Stop(f"{options.output} cannot be written ({error.strerror}); name another file with -o") from error
+        raise UsageError(f"{options.output} cannot be written ({error.strerror}); name another file with -o") from error
 
     def told(report: Report, finding: Finding) -> None:
         report.save(options.output)  # after each check, so that an interrupt keeps the findings so far

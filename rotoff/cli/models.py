@@ -14,7 +14,7 @@ from ..core.chain import Chain
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
 from ..profile.estimate.devices import devices, find
-from .command import Command, Stop, add_json, print_json, size
+from .command import Command, UsageError, add_json, print_json, size
 from .pictures import stage_table
 
 _TARGET = (
@@ -28,15 +28,15 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model that ``module:function`` returns, and the arguments to call it with.
 
     Raises:
-        Stop: if there is no such function, it raises, or it does not return (model, sample).
+        UsageError: if there is no such function, it raises, or it does not return (model, sample).
     """
     function = _load_function(text)
     try:
         made = function()
     except Exception as error:
-        raise Stop(f"{text} raised {type(error).__name__}: {error} (--traceback shows where)") from error
+        raise UsageError(f"{text} raised {type(error).__name__}: {error} (--traceback shows where)") from error
     if not isinstance(made, tuple) or len(made) != 2:
-        raise Stop(f"{text} returned {type(made).__name__}; it must return (model, sample)")
+        raise UsageError(f"{text} returned {type(made).__name__}; it must return (model, sample)")
     model, sample = made
     if isinstance(sample, dict):
         return model, (), sample
@@ -46,11 +46,13 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _load_function(text: str) -> Any:
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise Stop(f"{text!r} is not MODULE:FUNCTION; give, for example, my_models:build or path/to/my_models.py:build")
+        raise UsageError(
+            f"{text!r} is not MODULE:FUNCTION; give, for example, my_models:build or path/to/my_models.py:build"
+        )
     module = _load_module(where)
     function = getattr(module, name, None)
     if not callable(function):
-        raise Stop(f"{where} has no function {name!r}")
+        raise UsageError(f"{where} has no function {name!r}")
     return function
 
 
@@ -60,7 +62,7 @@ def _load_module(where: str) -> Any:
             path = Path(where)
             spec = importlib.util.spec_from_file_location(path.stem, path)
             if spec is None or spec.loader is None or not path.is_file():
-                raise Stop(f"there is no file {where}")
+                raise UsageError(f"there is no file {where}")
             module = importlib.util.module_from_spec(spec)
             sys.modules.setdefault(path.stem, module)
             spec.loader.exec_module(module)
@@ -68,10 +70,12 @@ def _load_module(where: str) -> Any:
         if "" not in sys.path and str(Path.cwd()) not in sys.path:
             sys.path.insert(0, str(Path.cwd()))  # the script `rotoff` has its own folder there instead
         return importlib.import_module(where)
-    except Stop:
+    except UsageError:
         raise
     except Exception as error:
-        raise Stop(f"{where} cannot be imported: {type(error).__name__}: {error} (--traceback shows where)") from error
+        raise UsageError(
+            f"{where} cannot be imported: {type(error).__name__}: {error} (--traceback shows where)"
+        ) from error
 
 
 def _profile_arguments(parser: argparse.ArgumentParser) -> None:
@@ -275,7 +279,7 @@ def _stages(options: argparse.Namespace) -> int:
 
 def _check_repeats(options: argparse.Namespace) -> None:
     if options.repeats is not None and options.repeats < 1:
-        raise Stop(f"--repeats is {options.repeats}; give at least 1")
+        raise UsageError(f"--repeats is {options.repeats}; give at least 1")
 
 
 COMMANDS = (

@@ -14,7 +14,7 @@ from ..report.terminal import has_colour, render
 from ..solver import keep_all
 from .command import (
     Command,
-    Stop,
+    UsageError,
     add_chain,
     add_json,
     add_sequence,
@@ -44,7 +44,7 @@ def _show(options: argparse.Namespace) -> int:
     chain = read_chain(options.chain)
     if options.sequence is None:
         if options.ops:
-            raise Stop("--ops needs a sequence")
+            raise UsageError("--ops needs a sequence")
         print_json(_stage_rows(chain)) if options.json else print(stage_table(chain))
         return 0
     sequence = read_sequence(options.sequence)
@@ -141,7 +141,9 @@ def _plot(options: argparse.Namespace) -> int:
     sequence = None if options.sequence is None else read_sequence(options.sequence)
     if suffix == ".json":
         if sequence is None:
-            raise Stop("a trace needs a sequence; give SEQ.json, or a picture (.png, .svg, .pdf) to draw the chain")
+            raise UsageError(
+                "a trace needs a sequence; give SEQ.json, or a picture (.png, .svg, .pdf) to draw the chain"
+            )
         save_chrome_trace(options.output, chain, sequence)
         if options.json:
             print_json(chrome_trace(chain, sequence))

@@ -21,7 +21,7 @@ from ..solver.policies import PLACEMENTS, POLICIES
 from ..solver.policies.nonpersistent import MOST_STATES, states_of
 from .command import (
     Command,
-    Stop,
+    UsageError,
     add_chain,
     add_json,
     add_sequence,
@@ -143,7 +143,7 @@ def _solve(options: argparse.Namespace) -> int:
     if options.policy is not None:
         sequence = solve(chain, options.mem_limit, policy=options.policy, **search, **dict(options.option))
     elif options.option:
-        raise Stop("--option needs --policy")
+        raise UsageError("--option needs --policy")
     else:
         with Bar("searching") as bar:
             search["progress"] = lambda done, best: bar(done, f"{best:.4g} s")
@@ -301,7 +301,7 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _simulate(options: argparse.Namespace) -> int:
     if options.chain == options.sequence == "-":
-        raise Stop("only one of the two files can be standard input")
+        raise UsageError("only one of the two files can be standard input")
     chain, sequence = read_chain(options.chain), read_sequence(options.sequence)
     limit = options.mem_limit if options.mem_limit is not None else sequence.mem_limit
     trace = simulate(chain, sequence, limit, options.updates)

@@ -69,9 +69,18 @@ class Form:
 class Stage:
     """Costs of one stage, in bytes and seconds; the module's docstring has the papers' symbols.
 
-    By default `grad_bytes` is `output_bytes`, transients are 0, and `checkpoint_transient_bytes` is
-    `forward_transient_bytes`. A forward that runs again right before its own backward stops at the last tensor that
-    autograd saves, `tail_time` seconds early.
+    Args:
+        name: name of the stage.
+        forward_time, backward_time: seconds of the forward and of the backward.
+        output_bytes: bytes of a_i.
+        saved_bytes: bytes of ā_i, output included, so at least `output_bytes`.
+        grad_bytes: bytes of δ_i; by default `output_bytes`.
+        forward_transient_bytes, backward_transient_bytes: held in addition to all values while ``F_all`` or ``B`` runs.
+        checkpoint_transient_bytes: the same for ``F_ck`` and ``F_none``; by default `forward_transient_bytes`.
+        forms: smaller forms of ā_i, as a sequence of `Form`.
+        tail_time: seconds that a forward leaves out if it runs again right before its own backward: it stops at the
+            last tensor that autograd saves.
+        extra: unknown fields of a file.
 
     Raises:
         ChainError: for anything but finite numbers at or above 0, for `saved_bytes` (of the stage or a form) below
@@ -138,6 +147,7 @@ class Chain:
         input_bytes: bytes of a_0.
         input_grad_bytes: bytes of δ_0; 0 if the input needs no gradient.
         duplex: whether copies can run in both directions at once.
+        name: name of the chain.
         d2h_bidirectional_bandwidth, h2d_bidirectional_bandwidth: bytes per second of a direction while copies run in
             the other one too; None if they do not slow each other down. Without duplex they have no effect.
         parameters: groups 1 to K of parameters, as a sequence of `ParameterGroup`; empty if a limit covers activations

@@ -251,6 +251,7 @@ class Sequence:
     """The operations of one training step, in program order: a plan.
 
     Args:
+        ops: the operations, as a sequence of `Op`.
         mode: the solver's mode, or the policy's name.
         mem_limit: the limit in bytes that it was made for, or None.
         resident: values of parameter groups that the device holds between steps, as texts such as ``"w 1"`` or ``"o

@@ -5,7 +5,8 @@ determine time: compute, device to host, host to device, the host's updates. Whi
 runs at its bidirectional bandwidth, if the chain has one. The rules of each operation:
 
 ========================  =============================================================================================
-``F_all i``, ``F_sel``     needs the input of i (``a i-1`` or ``abar i-1``), makes ``abar i``
+``F_all i``                needs the input of i (``a i-1`` or ``abar i-1``), makes ``abar i``
+``F_sel i k``              the same, but makes ``abar i`` in its form k
 ``F_ck i``                 needs the input of i, makes ``a i``
 ``F_none i``               needs ``a i-1`` held as ``a``, makes ``a i``, drops ``a i-1``
 ``B i``                    needs ``abar i`` and the input of i; drops ``abar i``, ``a i``, ``a i-1``, on the host too

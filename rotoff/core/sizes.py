@@ -29,7 +29,7 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
     """The bytes that `value` means: an int, a float above 1 (rounded down), or text.
 
     Text is a number and a unit: B, decimal kB to PB, binary KiB to PiB (any case). A whole number without a unit is
-    bytes.
+    bytes. what: the name of the value in errors.
 
     Raises:
         LimitError: for everything else (bool, NaN, 0, negative, a fraction, an unknown unit).

@@ -32,7 +32,6 @@ from ..core.chain import LinkRates, Stage
 from ..errors import MeasureError
 from ..io.cache import Cache
 from ..io.progress import Bar
-from ..profile.kept_profile import bytes_are_portable, find_profile, keep_profile
 from ..profile.measure import (
     UNKNOWN,
     Progress,
@@ -46,6 +45,7 @@ from ..profile.measure import (
 )
 from ..profile.memory.eager_memory import HeldLate
 from ..profile.profile import Profile
+from ..profile.profile_cache import bytes_are_portable, find_profile, keep_profile
 from ..profile.provenance import provenance
 from ..profile.selective.variants import read_forms
 from ..profile.stage_meter import Meter
@@ -70,7 +70,7 @@ KNOWN_WHOLE = frozenset({"cpu"})
 BETWEEN = "interpolated between those measured at other sizes"  # where a chain's times come from
 
 
-class Known(NamedTuple):
+class OtherSizes(NamedTuple):
     """What was measured at other sizes.
 
     Attributes:
@@ -97,7 +97,7 @@ class FormUse(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class MeasureRequest:
     """What to measure.
 
     Attributes:
@@ -114,7 +114,7 @@ class Wanted:
     progress: Progress | bool | None = None
     repeats: int | None = None
     also: Sequence[Tape] = ()
-    known: Known | None = None
+    known: OtherSizes | None = None
     taped: TapedForward | None = None
     captured: strategy.Captured | None = None
     use: FormUse | None = None
@@ -153,7 +153,7 @@ class CourseMeter:
         return self.device or device_of(self.model, value)
 
     def measure(
-        self, wanted: Wanted, enough: Callable[[Profile], bool] | None = None
+        self, wanted: MeasureRequest, enough: Callable[[Profile], bool] | None = None
     ) -> tuple[strategy.Captured, Profile]:
         """Record and profile a course.
 
@@ -181,7 +181,7 @@ class CourseMeter:
         return measure() if self.group is None else agree_on_profile(measure, self.group)
 
     @contextmanager
-    def _surroundings(self, wanted: Wanted) -> Iterator[tuple[Lender | None, Progress | None]]:
+    def _surroundings(self, wanted: MeasureRequest) -> Iterator[tuple[Lender | None, Progress | None]]:
         """Prepare the model for measuring within the block, and restore it after."""
         with ExitStack() as stack:
             stack.callback(_put_back, [(p, p.grad) for p in self.model.parameters() if p.is_leaf])
@@ -208,11 +208,11 @@ class CourseMeter:
         return lender if lender else nullcontext()
 
     def record(self, value: Any, taped: TapedForward, also: Sequence[Tape] = ()) -> strategy.Captured:
-        """Record the forward of a step on `value` without measuring it. also: as for `Wanted`."""
+        """Record the forward of a step on `value` without measuring it. also: as for `MeasureRequest`."""
         with _MEASURING, casts_dropped(), without_checkpoints(), self._lender():
-            return self.captured(Wanted(value, taped=taped, also=also))
+            return self.captured(MeasureRequest(value, taped=taped, also=also))
 
-    def captured(self, wanted: Wanted) -> strategy.Captured:
+    def captured(self, wanted: MeasureRequest) -> strategy.Captured:
         """Record the model's forward and cut it into stages."""
         taped, value, device = wanted.taped, wanted.value, self.device_for(wanted.value)
         forward: Callable[..., Any] = self.plain or self.model
@@ -273,7 +273,9 @@ class CourseMeter:
 class _Measurement:
     """The measurement of one course. progress: called after each stage, unless it is None."""
 
-    def __init__(self, of: CourseMeter, wanted: Wanted, lender: Lender | None, progress: Progress | None) -> None:
+    def __init__(
+        self, of: CourseMeter, wanted: MeasureRequest, lender: Lender | None, progress: Progress | None
+    ) -> None:
         self._of = of
         self._wanted = wanted
         self._lender = lender
@@ -295,7 +297,7 @@ class _Measurement:
         return captured
 
     @cached_property
-    def _known(self) -> Known | None:
+    def _known(self) -> OtherSizes | None:
         known = self._wanted.known
         return known if known is not None and same_calls(known.tape, self.captured.tape) else None
 

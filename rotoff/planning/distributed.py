@@ -18,7 +18,7 @@ from ..core.sequence import Sequence as Plan
 from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
 from ..profile.profile import Profile
 from ..tensors.stage import StageModule
-from .reduction import Told, common_profile
+from .reduction import SentProfile, common_profile
 
 T = TypeVar("T")
 
@@ -43,9 +43,9 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
     """
     found: list[Profile] = []
 
-    def told() -> Told:
+    def told() -> SentProfile:
         found.append(measure())
-        return Told(found[0])
+        return SentProfile(found[0])
 
     everyone = _from_everyone(told, "measure the model", group)
     return common_profile(found[0], everyone)

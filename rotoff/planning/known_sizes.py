@@ -11,13 +11,12 @@ from ..core.sequence import OpKind
 from ..errors import InfeasibleError
 from ..profile.profile import Profile
 from ..profile.timing.timing_cache import KnownTimes, known_times
-from ..runtime.execution_plan import ExecutionPlan
-from .course import Specialization
-from .course_meter import Known
+from .course_meter import OtherSizes
 from .memory_account import reported_bytes
-from .planner import GOOD, least_limit, make_plan, plan_everything
+from .planner import GOOD, KnownPlan, least_limit, make_plan, plan_everything
 from .request import Request
 from .sizes import MeasuredSizes, Sizes, rounded, saved_bytes, volume
+from .specialization import Specialization
 
 _FAMILIES = 8  # families whose sizes are kept
 _NEAREST = 4  # plans of other sizes that are tried for a new one
@@ -122,9 +121,7 @@ class KnownSizes:
         else:
             course.plan = make_plan(course.profile, request, group, near)
 
-    def _plan(
-        self, course: Specialization, request: Request, near: list[tuple[Profile, ExecutionPlan]], thorough: bool = True
-    ) -> None:
+    def _plan(self, course: Specialization, request: Request, near: list[KnownPlan], thorough: bool = True) -> None:
         course.plan = plan = make_plan(
             course.profile, request, near=near, thorough=thorough or not near, better=course.borrowed
         )
@@ -155,19 +152,19 @@ class KnownSizes:
         measured.owed += max(0.0, more)
         return more > 0 and measured.owed > measured.price * volume(sizes)
 
-    def _plans(self, measured: Iterable[Specialization], profile: Profile) -> list[tuple[Profile, ExecutionPlan]]:
+    def _plans(self, measured: Iterable[Specialization], profile: Profile) -> list[KnownPlan]:
         every = {id(one): one for one in (*measured, *self._rounded.values()) if one.plan is not None}
         nearest = sorted(every.values(), key=lambda one: abs(saved_bytes(one.profile) - saved_bytes(profile)))
         return [(one.profile, one.plan) for one in nearest[:_NEAREST] if one.plan is not None]
 
-    def told(self, family: Any, sizes: Sizes) -> Known | None:
+    def told(self, family: Any, sizes: Sizes) -> OtherSizes | None:
         """The last measured size of the family, and the times interpolated for `sizes`."""
         measured = self._measured.get(family)
         if measured is None:
             return None
         last = measured.last
         names = [stage.name for stage in (*last.profile.prefix, *last.profile.stages)]
-        return Known(last.captured.tape, names, self._times(measured, sizes))
+        return OtherSizes(last.captured.tape, names, self._times(measured, sizes))
 
     def _times(self, measured: Measured, sizes: Sizes) -> KnownTimes | None:
         """The times for `sizes`. From the third size on, only forms that plans have used are included, unless every

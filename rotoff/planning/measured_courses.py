@@ -1,4 +1,4 @@
-"""Measures the courses of a model's forward, and keeps those used last; `specialization` selects one for each step."""
+"""Measures the courses of a model's forward and keeps those used last. `specializations` selects one for each step."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..runtime.taped_forward import TapedForward
 from ..tensors.autocast import Autocast, autocast_as, autocast_now, in_region
 from ..tensors.rng import Generators
 from ..tensors.tree import flatten
-from .course import LOOKS, Specialization, constants, family_of, signature
-from .course_meter import CourseMeter, FormUse, Wanted
+from .course_meter import CourseMeter, FormUse, MeasureRequest
 from .known_sizes import KnownSizes, fits
 from .options import Options
 from .planner import least_limit, make_plan, useful_forms
 from .request import Request
 from .sizes import Sizes, halves
+from .specialization import LOOKS, Specialization, constants, family_of, signature
 
 logger = logging.getLogger("rotoff")
 OF_ONE_SIGNATURE = 8  # courses kept for each signature
@@ -147,7 +147,7 @@ class MeasuredCourses:
             key = signature(value, self._model)
         tapes = [tape for one in also for tape in (one.captured.tape, *one.seen)]
         like = None if timed or also else self._sizes.told(*family_of(key or signature(value, self._model)))
-        wanted = Wanted(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
+        wanted = MeasureRequest(value, progress, repeats, tapes, like, taped, use=self._form_use(request))
         room = room or request
         surely = room is not None and self._sizes.exceeds(*family_of(key or signature(value, self._model)), room)
         captured, profile = self.meter.measure(wanted, None if surely else untimed_if(room))
@@ -158,7 +158,7 @@ class MeasuredCourses:
             known.remove(one)
         known.appendleft(course)
         self._learn(course, key, time.perf_counter() - began)
-        self._now(course, value, key)
+        self._set_latest(course, value, key)
         return course
 
     def _form_use(self, request: Request | None) -> FormUse | None:
@@ -170,9 +170,9 @@ class MeasuredCourses:
     def _learn(self, course: Specialization, key: Any, seconds: float) -> None:
         """Remember that `course` was measured on an input of the signature `key`, which took `seconds`."""
         self._sizes.learn(course, *family_of(key), seconds)
-        self._drop()
+        self._evict()
 
-    def _now(self, course: Specialization, value: Any, key: Any) -> None:
+    def _set_latest(self, course: Specialization, value: Any, key: Any) -> None:
         """Make `course` the latest; `value`, of the signature `key`, is an input for it."""
         self.latest = course
         self._sample = None if course.profile.complete else Sample.of(value, key)
@@ -217,10 +217,10 @@ class MeasuredCourses:
         planned = course.plan is not None
         if self._sizes.is_measured(course):
             began = time.perf_counter()
-            wanted = Wanted(value, captured=course.captured, use=self._form_use(request))
+            wanted = MeasureRequest(value, captured=course.captured, use=self._form_use(request))
             course.become(self.meter.measure(wanted)[1])
             self._learn(course, key, time.perf_counter() - began)
-            self._now(course, value, key)
+            self._set_latest(course, value, key)
             found = course
         else:  # it was interpolated
             self._known.pop(key, None)
@@ -229,7 +229,7 @@ class MeasuredCourses:
             found.plan = make_plan(found.profile, self.request, self._group)
         return found
 
-    def _drop(self) -> None:
+    def _evict(self) -> None:
         """Drop the signatures used least recently beyond `_STAGES` stages."""
         while len(self._known) > 1 and sum({id(one): len(one.profile.chain) for one in self}.values()) > _STAGES:
             self._sizes.forget(self._known.popitem(last=False)[1])
@@ -244,7 +244,7 @@ class MeasuredCourses:
         key = signature(value, self._model)
         family, sizes = family_of(key)
         smaller = [half for half in halves(value) if self._measured_smaller(half, largest, request)]
-        self._now(largest, value, key)
+        self._set_latest(largest, value, key)
         vague = [stage.name for stage in largest.profile.stages if stage.varying]
         if vague:
             logger.warning(

@@ -20,7 +20,7 @@ def simulated_bytes(profile: Profile, plan: ExecutionPlan) -> int:
 
 def simulated_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     """What the machine charges for each operation, in the terms of the user's limit."""
-    return _told(profile, plan, [event.memory for event in plan.trace.events])
+    return _in_user_terms(profile, plan, [event.memory for event in plan.trace.events])
 
 
 def expected_bytes(profile: Profile, plan: ExecutionPlan) -> int:
@@ -67,7 +67,7 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
             less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
         made = made or (op.kind in FORWARDS and op.stage == L)
         levels.append(event.memory - less)
-    return _told(profile, plan, levels)
+    return _in_user_terms(profile, plan, levels)
 
 
 def _passed(profile: Profile, op: Op) -> int:
@@ -100,7 +100,7 @@ def _constant(profile: Profile, plan: ExecutionPlan) -> int:
     return constant + (0 if plan.keeps_all else profile.snapshot_bytes)
 
 
-def _told(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
+def _in_user_terms(profile: Profile, plan: ExecutionPlan, levels: list[int]) -> list[int]:
     """The machine's `levels` in the terms of the user's limit, with the micro-batches that rest meanwhile."""
     constant = _constant(profile, plan) + (plan.in_flight - 1) * resting_memory(profile, plan)
     beside, forms, again = profile.replay_extra(plan.replayed), dict[int, int](), []

@@ -21,7 +21,7 @@ from ..tensors.convolutions import read_conv_algorithms
 class Options:
     """The arguments of `rotoff.Checkpointable` with these names; see there."""
 
-    stages: strategy.Wanted = None
+    stages: strategy.StagesOption = None
     backward_from: BackwardFrom = None
     forms: Forms = True
     conv_algorithms: str = "plain"

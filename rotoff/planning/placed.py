@@ -34,7 +34,7 @@ from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from ..tensors.storage import block_bytes, rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
-from .planner import Known, in_forms_of, plan_everything
+from .planner import KnownPlan, in_forms_of, plan_everything
 from .request import Request
 
 logger = logging.getLogger("rotoff")
@@ -86,7 +86,7 @@ class PlacedPlanner:
     times: dict[Any, UpdateCosts] = field(default_factory=dict, compare=False)
 
     def __call__(
-        self, profile: Profile, request: Request, near: Several[Known] = (), thorough: bool = True
+        self, profile: Profile, request: Request, near: Several[KnownPlan] = (), thorough: bool = True
     ) -> ExecutionPlan:
         """The fastest of the plans `near` of other sizes that fits the request's limit, so that a new size needs no
         search and moves no parameters. If none fits, the fastest plan that a search finds, unless not `thorough`.
@@ -151,7 +151,7 @@ class PlacedPlanner:
         groups = self.groups(profile, host=False)
         profile = profile.placing(groups.costs)
         everything = compile_sequence(profile.chain, keep_all(profile.chain, "after"))
-        levels = _told(profile, groups, replace(everything, keeps_all=True))
+        levels = _step_levels(profile, groups, replace(everything, keeps_all=True))
         last = next(n for n, op in enumerate(everything.sequence) if op.kind is OpKind.B and op.stage == 1)
         updating = groups.placed_bytes + _beside(profile, groups) + groups.update_bytes
         return max(*levels[: last + 1], updating + profile.chain.output_bytes(len(profile.chain)))
@@ -192,7 +192,7 @@ def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:
     return _beside(profile, groups, when(request) == "during") + step - profile.resident_input_bytes
 
 
-def _told(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
+def _step_levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan) -> list[int]:
     """The expected bytes of each operation, of all that the device holds. On CUDA they are those that the machine
     charges, since gradients may stay longer while a thread of the host updates."""
     levels = expected_levels if profile.device.type == "cpu" else simulated_levels
@@ -247,7 +247,9 @@ def _plans(
         less, limit = less + _peak(plan) - asked, limit - (_peak(plan) - asked)
 
 
-def _reused(profile: Profile, request: Request, groups: FoundGroups, near: Several[Known]) -> Iterator[ExecutionPlan]:
+def _reused(
+    profile: Profile, request: Request, groups: FoundGroups, near: Several[KnownPlan]
+) -> Iterator[ExecutionPlan]:
     """Those of the plans `near` for the same groups that fit `profile`, too."""
     placing = profile.placing(groups.costs)
     forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in placing.behaviours]
@@ -296,7 +298,7 @@ def _without_parameters(profile: Profile, chain: Chain, placed: PlacedPlan) -> i
 def _levels(profile: Profile, groups: FoundGroups, plan: ExecutionPlan, placed: PlacedPlan) -> tuple[int, ...]:
     """The expected bytes of each operation. After the backward, a gradient stays for the caller to read, unless the
     host has a copy. On a CPU, the temporaries of the host's updates count, too."""
-    levels, staying = _told(profile, groups, plan), 0
+    levels, staying = _step_levels(profile, groups, plan), 0
     in_turn = 0 if profile.device.type == "cpu" else bytes_in_turn([group.parameters for group in placed.before])
     for n, op in enumerate(plan.sequence):
         if op.kind in FORWARDS and any(profile.outside_bytes[op.stage - 1 : op.stage]):  # may call layers before it

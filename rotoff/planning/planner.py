@@ -29,7 +29,7 @@ from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of_any, min_mem_limit
 from ..solver.in_flight import least_in_flight
-from ..solver.search import Shared, parse_host_limit
+from ..solver.search import SharedProblems, parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
 from .memory_account import expected_bytes, reported_bytes, simulated_bytes
 from .request import Request
@@ -82,14 +82,14 @@ class PlanVariant:
         return replace(self, request=self.request.shortened())
 
 
-Known = tuple[Profile, ExecutionPlan]
+KnownPlan = tuple[Profile, ExecutionPlan]
 
 
 def make_plan(
     profile: Profile,
     request: Request,
     group: Any = None,
-    near: Iterable[Known] = (),
+    near: Iterable[KnownPlan] = (),
     thorough: bool = True,
     better: bool = True,
 ) -> ExecutionPlan:
@@ -122,7 +122,7 @@ def make_plan(
 
 
 def _decide(
-    profile: Profile, request: Request, room: int | None, near: tuple[Known, ...], thorough: bool, good: float
+    profile: Profile, request: Request, room: int | None, near: tuple[KnownPlan, ...], thorough: bool, good: float
 ) -> Sequence:
     """All that `make_plan` decides, as a sequence and its meta. room: free host bytes; None: unknown. good: step time /
     compute time up to which a plan `near` is reused without a search.
@@ -132,29 +132,34 @@ def _decide(
     """
     everything = _everything(profile, request)
     if request.policy is None and reported_bytes(profile, everything) <= request.mem_limit:
-        return _meant(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
-    ways = _ways(profile, request)
+        return _with_meta(everything.sequence, {KEPT: list(everything.kept), PLAIN: everything.keeps_all})
+    variants = _variants(profile, request)
     try:
         if request.mem_limit < profile.prefix_peak_bytes:
-            raise InfeasibleError("", min(way.least for way in ways))
+            raise InfeasibleError("", min(variant.least for variant in variants))
         quick = near and request.policy is None and request.in_flight == 1
-        found = _quickly(profile, request, ways, near, room, good) if quick else None
+        found = _quickly(profile, request, variants, near, room, good) if quick else None
         if found is None and not thorough and request.in_flight == 1:
-            raise InfeasibleError("a short search found nothing", min(way.least for way in ways))
-        return _best_within(room, profile, request, ways) if found is None else found
+            raise InfeasibleError("a short search found nothing", min(variant.least for variant in variants))
+        return _best_within(room, profile, request, variants) if found is None else found
     except InfeasibleError as error:
         if str(error):  # about host memory, with a complete message
             raise
         least = max(error.min_mem_limit, profile.prefix_peak_bytes)
         least = least_limit(profile, request) if request.policy is None else least
-        raise _infeasible(profile, request, least, ways) from None
+        raise _infeasible(profile, request, least, variants) from None
 
 
 def _quickly(
-    profile: Profile, request: Request, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None, good: float
+    profile: Profile,
+    request: Request,
+    variants: list[PlanVariant],
+    near: tuple[KnownPlan, ...],
+    room: int | None,
+    good: float,
 ) -> Sequence | None:
     """The faster of the best plan `near` and a short search's; None if neither fits."""
-    reused = _reused(request.mem_limit, ways, near, room)
+    reused = _reused(request.mem_limit, variants, near, room)
     kept, compact = near[0][1].kept, near[0][1].compact
     if reused is not None:
         seconds, sequence = reused
@@ -162,12 +167,12 @@ def _quickly(
             return sequence
         kept, compact = _choice(sequence)
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
-    quick = [replace(way, request=replace(way.request, options=effort)) for way in ways]
-    quick.sort(key=lambda way: (way.kept, way.compact) != (kept, compact))
+    quick = [replace(variant, request=replace(variant.request, options=effort)) for variant in variants]
+    quick.sort(key=lambda variant: (variant.kept, variant.compact) != (kept, compact))
     found = None
-    for way in quick if reused is None else quick[:1]:  # the first that fits is enough
+    for variant in quick if reused is None else quick[:1]:  # the first that fits is enough
         try:
-            found = _best_within(room, profile, replace(request, options=effort), [way])
+            found = _best_within(room, profile, replace(request, options=effort), [variant])
             break
         except InfeasibleError:
             continue
@@ -177,24 +182,24 @@ def _quickly(
 
 
 def _reused(
-    asked: int, ways: list[PlanVariant], near: tuple[Known, ...], room: int | None
+    asked: int, variants: list[PlanVariant], near: tuple[KnownPlan, ...], room: int | None
 ) -> tuple[float, Sequence] | None:
     """The fastest of the plans `near` that fits this size, and its seconds; None if none fits."""
     best: tuple[float, Sequence] | None = None
-    for (profile, plan), way in product(near, ways):
-        if (plan.kept, plan.compact) != (way.kept, way.compact) or asked + way.more <= 0:
+    for (profile, plan), variant in product(near, variants):
+        if (plan.kept, plan.compact) != (variant.kept, variant.compact) or asked + variant.more <= 0:
             continue
-        ops = in_forms_of(plan.sequence.ops, profile, way.forms)
+        ops = in_forms_of(plan.sequence.ops, profile, variant.forms)
         if ops is None:
             continue
-        sequence = replace(plan.sequence, ops=ops, mem_limit=asked + way.more)
+        sequence = replace(plan.sequence, ops=ops, mem_limit=asked + variant.more)
         try:
-            trace = simulate(way.chain, sequence, sequence.mem_limit)
+            trace = simulate(variant.chain, sequence, sequence.mem_limit)
         except InvalidSequenceError:
             continue
         if (room is None or trace.host_peak_bytes <= room) and (best is None or trace.makespan < best[0]):
             sequence = replace(sequence, meta=figures(trace))
-            best = trace.makespan, _meant(sequence, {KEPT: list(way.kept), COMPACT: way.compact})
+            best = trace.makespan, _with_meta(sequence, {KEPT: list(variant.kept), COMPACT: variant.compact})
     return best
 
 
@@ -214,10 +219,10 @@ def in_forms_of(ops: tuple[Op, ...], profile: Profile, forms: Several[Several[Ha
     return tuple(found)
 
 
-def _seconds(sequence: Sequence, ways: list[PlanVariant]) -> float:
-    """Simulated seconds of `sequence`, which was found for one of `ways`."""
-    way = next(way for way in ways if (way.kept, way.compact) == _choice(sequence))
-    return simulate(way.chain, sequence).makespan
+def _seconds(sequence: Sequence, variants: list[PlanVariant]) -> float:
+    """Simulated seconds of `sequence`, which was found for one of `variants`."""
+    variant = next(variant for variant in variants if (variant.kept, variant.compact) == _choice(sequence))
+    return simulate(variant.chain, sequence).makespan
 
 
 def _choice(sequence: Sequence) -> tuple[tuple[int, ...], bool]:
@@ -225,7 +230,7 @@ def _choice(sequence: Sequence) -> tuple[tuple[int, ...], bool]:
     return tuple(sequence.meta.get(KEPT, ())), bool(sequence.meta.get(COMPACT))
 
 
-def _meant(sequence: Sequence, said: dict[str, Any]) -> Sequence:
+def _with_meta(sequence: Sequence, said: dict[str, Any]) -> Sequence:
     """`sequence` with the true or nonempty values of `said` in its meta."""
     return replace(sequence, meta={**sequence.meta, **{name: value for name, value in said.items() if value}})
 
@@ -254,7 +259,7 @@ def _everything(profile: Profile, request: Request) -> ExecutionPlan:
 
 def least_limit(profile: Profile, request: Request) -> int:
     """The smallest limit, in the user's terms, that `make_plan` can keep in the request's mode."""
-    least = min(way.least for way in _ways(profile, request))
+    least = min(variant.least for variant in _variants(profile, request))
     if request.policy is None:
         least = min(least, reported_bytes(profile, _everything(profile, request)))
     return max(least, profile.prefix_peak_bytes, 1)
@@ -269,30 +274,30 @@ def least_time(profile: Profile, request: Request, found: float = math.inf) -> f
     Raises:
         InfeasibleError: if nothing fits.
     """
-    ways = _ways(profile, replace(request, mode="joint"))
+    variants = _variants(profile, replace(request, mode="joint"))
     limits: dict[Chain, int] = {}  # for one micro-batch: several in flight have no more each
-    for way in ways:
-        limits[way.chain] = max(limits.get(way.chain, 0), request.mem_limit + way.more)
+    for variant in variants:
+        limits[variant.chain] = max(limits.get(variant.chain, 0), request.mem_limit + variant.more)
     everything = _everything(profile, request)
     if reported_bytes(profile, everything) <= request.mem_limit:  # the plain model, without the runtime's overhead
         return everything.trace.makespan
     fitting = [chain for chain, limit in limits.items() if limit >= min_mem_limit(chain, "joint")]
     if not fitting:
-        raise _infeasible(profile, request, min(way.least for way in ways), ways)
+        raise _infeasible(profile, request, min(variant.least for variant in variants), variants)
     alone = min(map(least_compute, fitting))
     if found <= CLOSE * alone:
         return alone * (1 - SUM_ERROR)
     return least_time_of_any({chain: limits[chain] for chain in fitting})
 
 
-def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
+def _variants(profile: Profile, request: Request) -> list[PlanVariant]:
     """The variants to solve. Values carry skip connections, or some of these stay in place; waiting gradients stay
     where they were made, or are copied (last, since copying takes time). A policy of the papers only carries.
 
     Snapshots for replays are taken off the limit, unless nothing is replayed. So joint also tries offload alone, which
     has these bytes more.
     """
-    ways = []
+    variants = []
     forms = tuple(tuple(recipe.identity for recipe in behaviour.forms) for behaviour in profile.behaviours)
     choice = [(kept, compact) for compact in (False, True) for kept in choices(profile.skips)]
     for kept, compact in choice if request.policy is None else [((), False)]:
@@ -301,53 +306,53 @@ def _ways(profile: Profile, request: Request) -> list[PlanVariant]:
         chosen = profile.keeping(kept, compact).with_overhead()
         offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
-        way = PlanVariant(kept, compact, chosen.chain, request, more, forms)
-        ways.append(way)
+        variant = PlanVariant(kept, compact, chosen.chain, request, more, forms)
+        variants.append(variant)
         if request.policy is None and request.mode == "joint" and chosen.replay_bytes:
-            ways.append(replace(way, request=replace(request, mode="offload"), more=offset))
-    return ways
+            variants.append(replace(variant, request=replace(request, mode="offload"), more=offset))
+    return variants
 
 
-def _best(asked: int, ways: list[PlanVariant]) -> Sequence:
+def _best(asked: int, variants: list[PlanVariant]) -> Sequence:
     """The fastest sequence of all variants, with `KEPT` and `COMPACT` in its meta. A short search of each variant
     selects those that get the whole effort.
 
     Raises:
         InfeasibleError: if none fits; `min_mem_limit` is in the user's terms.
     """
-    shared = ways[0].request.shared or Shared()
-    ways = [replace(way, request=replace(way.request, shared=shared)) for way in ways]
+    shared = variants[0].request.shared or SharedProblems()
+    variants = [replace(variant, request=replace(variant.request, shared=shared)) for variant in variants]
     found: list[tuple[float, int, Sequence]] = []
-    short = [way.shortened() for way in ways]
-    if len(ways) > 1 and short != ways:
+    short = [variant.shortened() for variant in variants]
+    if len(variants) > 1 and short != variants:
         found, _ = _solved(asked, short)
     fastest = min((seconds for seconds, *_ in found), default=math.inf)
-    near = [n for seconds, n, _ in found if seconds <= WORTH * fastest] or range(len(ways))
-    open_still = [n for n in near if fastest > CLOSE * ways[n].chain.compute_time]
-    longer, least = _solved(asked, [ways[n] for n in open_still])
+    near = [n for seconds, n, _ in found if seconds <= WORTH * fastest] or range(len(variants))
+    open_still = [n for n in near if fastest > CLOSE * variants[n].chain.compute_time]
+    longer, least = _solved(asked, [variants[n] for n in open_still])
     found += [(seconds, open_still[n], sequence) for seconds, n, sequence in longer]
     if not found:
         raise InfeasibleError("", min(least))
     _, n, sequence = min(found, key=lambda one: one[0])
-    return _meant(sequence, {KEPT: list(ways[n].kept), COMPACT: ways[n].compact})
+    return _with_meta(sequence, {KEPT: list(variants[n].kept), COMPACT: variants[n].compact})
 
 
-def _solved(asked: int, ways: list[PlanVariant]) -> tuple[list[tuple[float, int, Sequence]], list[int]]:
-    """For each variant that fits, (seconds of a step, index in `ways`, sequence); for the others, the smallest limit in
-    the user's terms. Stops when no later variant can be faster."""
+def _solved(asked: int, variants: list[PlanVariant]) -> tuple[list[tuple[float, int, Sequence]], list[int]]:
+    """For each variant that fits, (seconds of a step, index in `variants`, sequence); for the others, the smallest
+    limit in the user's terms. Stops when no later variant can be faster."""
     found, least = [], []
     fastest = math.inf
-    for n, way in enumerate(ways):
-        if fastest <= CLOSE * way.chain.compute_time:
+    for n, variant in enumerate(variants):
+        if fastest <= CLOSE * variant.chain.compute_time:
             break
         try:
-            if asked + way.more <= 0:
-                raise InfeasibleError("", way.least + way.more)
-            sequence = way.solve(asked)
+            if asked + variant.more <= 0:
+                raise InfeasibleError("", variant.least + variant.more)
+            sequence = variant.solve(asked)
         except InfeasibleError as error:
-            least.append(error.min_mem_limit - way.more)
+            least.append(error.min_mem_limit - variant.more)
             continue
-        seconds = simulate(way.chain, sequence).makespan
+        seconds = simulate(variant.chain, sequence).makespan
         found.append((seconds, n, sequence))
         fastest = min(fastest, seconds)
     return found, least
@@ -364,7 +369,7 @@ def _room(profile: Profile, group: Any) -> int | None:
     return None if least >= NO_LIMIT else least
 
 
-def _best_within(room: int | None, profile: Profile, request: Request, ways: list[PlanVariant]) -> Sequence:
+def _best_within(room: int | None, profile: Profile, request: Request, variants: list[PlanVariant]) -> Sequence:
     """The result of `_best`; if its slab of host memory exceeds `room` bytes, the best with a host limit.
 
     With the host limit from the start, the result and its key in the cache would change with every small change of free
@@ -373,7 +378,7 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
     Raises:
         InfeasibleError: as `_best`, or with a message if the room does not suffice.
     """
-    found = first = _best(request.mem_limit, ways)
+    found = first = _best(request.mem_limit, variants)
     limit = room
     while room is not None and limit is not None and (needed := request.in_flight * _slab_bytes(profile, found)) > room:
         if found is not first:  # the slab is larger than the host limit by gaps between values
@@ -381,10 +386,10 @@ def _best_within(room: int | None, profile: Profile, request: Request, ways: lis
         try:
             if request.policy is not None:
                 raise InfeasibleError("", 0)
-            found = _best(request.mem_limit, [way.with_host_limit(limit) for way in ways])
+            found = _best(request.mem_limit, [variant.with_host_limit(limit) for variant in variants])
         except InfeasibleError:
             needed = request.in_flight * _slab_bytes(profile, first)
-            raise _no_room(profile, request, ways, needed, room) from None
+            raise _no_room(profile, request, variants, needed, room) from None
     return found
 
 
@@ -392,8 +397,10 @@ def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
     return slab_bytes(profile.keeping(*_choice(sequence)).chain, sequence)
 
 
-def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed: int, room: int) -> InfeasibleError:
-    without = [way.least_in("remat") for way in ways if way.request.mode != "offload"]
+def _no_room(
+    profile: Profile, request: Request, variants: list[PlanVariant], needed: int, room: int
+) -> InfeasibleError:
+    without = [variant.least_in("remat") for variant in variants if variant.request.mode != "offload"]
     least = min([reported_bytes(profile, _everything(profile, request)), *without])
     least = max(least, profile.prefix_peak_bytes)
     return InfeasibleError(
@@ -405,23 +412,23 @@ def _no_room(profile: Profile, request: Request, ways: list[PlanVariant], needed
     )
 
 
-def _infeasible(profile: Profile, request: Request, least: int, ways: list[PlanVariant]) -> InfeasibleError:
+def _infeasible(profile: Profile, request: Request, least: int, variants: list[PlanVariant]) -> InfeasibleError:
     needs = f"the training step needs at least {format_bytes(least)} ({least} bytes)"
     limit = f"{format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
     if least <= request.mem_limit and (host := request.options.get("host_limit")) is not None:
         found = f"nothing was found {request} within {limit} on the device and host_limit={host!r}"
         return InfeasibleError(f"{found}; without a host_limit {needs}, so give a larger host_limit", least)
-    return InfeasibleError(f"{needs} {request}; the limit is {limit}{_binding(profile, least, ways)}", least)
+    return InfeasibleError(f"{needs} {request}; the limit is {limit}{_binding(profile, least, variants)}", least)
 
 
-def _binding(profile: Profile, least: int, ways: list[PlanVariant]) -> str:
+def _binding(profile: Profile, least: int, variants: list[PlanVariant]) -> str:
     """The part of the error that names the operation that alone needs `least` bytes; empty if no single one does."""
-    for way in ways:
-        phase, stage, nbytes = largest_operation(way.chain)
-        if nbytes - way.more == least:
-            stage_name = f"stage {stage} ({way.chain.stage(stage).name})"
+    for variant in variants:
+        phase, stage, nbytes = largest_operation(variant.chain)
+        if nbytes - variant.more == least:
+            stage_name = f"stage {stage} ({variant.chain.stage(stage).name})"
             binds = f". The {phase} of {stage_name} alone needs {format_bytes(least)}"
-            if stage < len(way.chain) or not profile.beside_loss_bytes:
+            if stage < len(variant.chain) or not profile.beside_loss_bytes:
                 return binds
             return (
                 f"{binds}, {format_bytes(profile.beside_loss_bytes)} of it for gradients of outputs beside the loss;"

@@ -173,7 +173,7 @@ def check_rules(rules: dict[type, dict[str, Rule]]) -> None:
 check_rules(RULES)  # on import, so that a new field without a rule is noticed at once
 
 
-class Told:
+class SentProfile:
     """The part of a process's `profile` that it sends to the others: all fields but `own` ones, and the identities of
     each stage's forms."""
 
@@ -182,7 +182,7 @@ class Told:
         self.forms = [[recipe.identity for recipe in behaviour.forms] for behaviour in profile.behaviours]
 
 
-def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
+def common_profile(mine: Profile, everyone: Sequence[SentProfile]) -> Profile:
     """`mine` with the costs reduced over `everyone`, in the order of ranks.
 
     Raises:
@@ -206,7 +206,7 @@ def common_profile(mine: Profile, everyone: Sequence[Told]) -> Profile:
     return profile.described(profile.chain.name, profile.chain.meta)
 
 
-def _with_forms(told: Told, wanted: Sequence[Sequence[Identity]]) -> dict[str, Any]:
+def _with_forms(told: SentProfile, wanted: Sequence[Sequence[Identity]]) -> dict[str, Any]:
     """The costs in `told` with only the forms `wanted` of each stage, in that order."""
 
     def only(stages: Sequence[Stage]) -> tuple[Stage, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..core.chain import Chain
-from ..core.sequence import Sequence
+from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
 from ..errors import InvalidSequenceError, LimitError, OptionError, SequenceFormatError
 from ..io.cache import Cache
@@ -19,7 +19,7 @@ from ..solver import solve
 from ..solver.anneal import Budget
 from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
 from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
-from ..solver.search import Shared
+from ..solver.search import SharedProblems
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options, solved
 from ..version import __version__
@@ -31,8 +31,8 @@ SHORT = 0.1  # share of the search effort with which a plan is looked for first
 
 def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
     """Raise OptionError if one of these options is invalid."""
-    if mode not in ("joint", "remat", "offload"):
-        raise OptionError(f"mode is {mode!r}; it is one of joint, remat, offload")
+    if mode not in MODES:
+        raise OptionError(f"mode is {mode!r}; it is one of {', '.join(MODES)}")
     parse_slots(mem_slots)
     if policy is None:
         check_mode_options(options)
@@ -88,7 +88,8 @@ class Request:
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
     planner: Any = None  # plans in place of the solver: a `PlacedPlanner` (`device_limit`)
-    shared: Shared | None = field(default=None, compare=False)  # what was found for other requests of one question
+    # what was found for other requests of one question
+    shared: SharedProblems | None = field(default=None, compare=False)
 
     @property
     def limit(self) -> str:
@@ -146,7 +147,7 @@ class Request:
             options |= {"mode": self.mode, "mem_slots": self.mem_slots}
             if self.in_flight > 1:
                 return solve_in_flight(chain, limit, self.in_flight, beside, **options)
-            return solved(self.shared or Shared(), chain, limit, **options)
+            return solved(self.shared or SharedProblems(), chain, limit, **options)
 
 
 def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:

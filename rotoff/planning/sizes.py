@@ -60,7 +60,8 @@ class Near(NamedTuple, Generic[Of]):
 def split(shapes: Sequence[Sequence[Any]]) -> tuple[Any, Sizes]:
     """Split `shapes` into what inputs of all sizes have in common, and the sizes.
 
-    shapes: for each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as in `course.signature`.
+    shapes: for each tensor (shape, dtype, device, requires_grad, strides unless contiguous), as in
+        `specialization.signature`.
     """
     return tuple(_all_but_sizes(*one) for one in shapes), tuple(tuple(one[0]) for one in shapes)
 

@@ -1,361 +1,158 @@
-"""Selects the course and the plan for each step. A new course is measured and planned on first use."""
+"""One course of a model's forward with its profile and plan, and the signature that distinguishes inputs.
+
+A course depends on the input's signature (shapes, strides, dtypes, `requires_grad`, autocast), on branches that the
+forward takes by the contents of its batch, and on the model's own state.
+"""
 
 from __future__ import annotations
 
-import logging
-import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch import nn
 
-from ..capture.recording import same_calls
-from ..capture.unrepeatable import UnrepeatableError
-from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, MeasureError
-from ..runtime.step import Step
-from ..runtime.taped_forward import TapedForward
-from ..tensors.tree import flatten
-from .course import Specialization, constants, family_of, signature
-from .course_meter import Wanted
-from .known_sizes import SEVERAL, fits, lacks_times
-from .measured_courses import OF_ONE_SIGNATURE, MeasuredCourses, untimed_if
-from .planner import make_plan
-from .request import Request
-from .sizes import covers
+from ..capture import strategy
+from ..capture.course import Course, expected
+from ..capture.tape import Tape
+from ..profile.profile import Profile
+from ..runtime.execution_plan import ExecutionPlan
+from ..tensors.autocast import in_region
+from ..tensors.kernel_flags import kernel_flags
+from ..tensors.tree import leaves
+from .sizes import Sizes, split
 
-logger = logging.getLogger("rotoff")
-SOON = 3  # limit / bytes that keeping everything takes, up to which a second size is timed
-STRAY_BYTES = 1 << 20  # by which forwards of the plain model may allocate more or less than the first
-STRAY_SHARE = 16  # bytes held / such bytes, if these are more
+_OTHERS = 64  # other courses whose occurrences are counted
+_SEEN = 8  # steps whose calls are recorded, if the forward is random
+LOOKS = 8  # steps of a course that are recorded in vain to find larger ones
+_TWICE = 2  # occurrences of the same other course before it is measured, too
 
 
-class Specializations(MeasuredCourses):
-    """Selects the course and the plan for each step, and learns from what the step did."""
+@dataclass(eq=False)
+class Specialization:
+    """One course of the forward: what was measured, and the plan for it.
 
-    _warned = False  # that a step took another course
-    _warned_of_sizes = False  # that a step's tensors were larger than measured
-    _told_sizes = False  # how fewer sizes are measured
+    Attributes:
+        profile: measured on this course, or interpolated from other input sizes.
+        captured: the recorded forward.
+        plan: None until one is requested.
+        hint: the input's leaves that are no tensors, as text (`constants`).
+        measure_again: whether steps repeatedly took the same other course.
+        no_more_courses: whether another course that steps took could not be measured, so that none is tried again.
+        left: whether the last step that was expected to take this course took another.
+        missed: how many steps were expected to take this course and took another.
+        patience: how many misses, over all courses of a signature, until they are measured as one course.
+        loose: estimated ratio of the bytes charged to the bytes needed, if the profile is interpolated.
+        interpolated: whether the profile is; otherwise it was measured.
+        stray: what a forward of the plain model allocates beyond the bytes charged, as the first one showed; later ones
+            are compared with it.
+        grown: the `constants` of a step that took more bytes than the limit allows; others with the same are recorded
+            until a larger one is found and measured.
+        looks: how many steps may still be recorded in vain.
+        borrowed: whether its plan is that of another size, and a search may find a faster one.
+        lost: seconds that steps by a borrowed plan took beyond computing everything once.
+        seen: recorded forwards of steps that took random branches, to be covered by the next plan as well.
+    """
 
-    def _between_sizes(self, key: Any) -> Specialization | None:
-        """The course for an input of new sizes, interpolated from others; None if that is impossible."""
-        assert self.request is not None
-        course = self._sizes.between(*family_of(key), self.request)
-        if course is not None:
-            self._known[key] = deque([course], maxlen=OF_ONE_SIGNATURE)
-            self._drop()
-        return course
+    profile: Profile
+    captured: strategy.Captured
+    plan: ExecutionPlan | None = None
+    _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
+    hint: str = ""
+    measure_again: bool = False
+    no_more_courses: bool = False
+    left: bool = False
+    _expected: Course | None = None
+    _astray: dict[int, int] = field(default_factory=dict)
+    missed: int = 0
+    patience: int = 4
+    loose: float = 1.0
+    interpolated: bool = False
+    stray: int | None = None
+    grown: str | None = None
+    looks: int = LOOKS
+    borrowed: bool = False
+    lost: float = 0.0
+    seen: list[Tape] = field(default_factory=list)
 
-    def take(self, value: Any) -> tuple[Specialization | None, TapedForward | None]:
-        """The planned course for the chain's input `value`, None for the plain model; and this step's recorded forward,
-        if it was recorded to measure or extend the course."""
-        taped: TapedForward | None = None
-        given = value
+    @property
+    def planned(self) -> Profile:
+        """The profile under the plan's choices: which skip connections stay in place, and if gradients are copied."""
+        seen = (self.plan.kept, self.plan.compact) if self.plan is not None else ((), False)
+        if self._planned is None or self._planned[0] != seen:
+            self._planned = seen, self.profile.keeping(*seen)
+        return self._planned[1]
 
-        @contextmanager
-        def recording() -> Iterator[TapedForward]:
-            nonlocal taped, value
-            taped = TapedForward(self._model, given, self.meter.device_for(given))
-            value = tree_map(lambda leaf: leaf, given)  # the forward may change the caller's lists and dictionaries
-            try:
-                yield taped
-            except MeasureError as error:
-                if isinstance(error, UnrepeatableError) or not taped.is_kept():
-                    taped.put_back()
-                    taped = None
-                raise
+    def become(self, profile: Profile) -> None:
+        """Replace the profile, and discard the plan."""
+        self.profile, self.plan, self._planned, self._expected = profile, None, None, None
 
-        def measured_here(also: deque[Specialization] | None = None) -> Specialization:
-            with recording() as forward:
-                if also:
-                    return self._made_one(value, also, forward)
-                return self.measure(value, timed=False, taped=forward, request=self.request, room=self._enough(value))
+    @property
+    def wants_more(self) -> bool:
+        """Whether to record the next step, since the forward is random and has left this course before."""
+        more = self.missed > 0 and len(self.seen) < _SEEN and not self.no_more_courses
+        return more and self.captured.tape.random
 
-        def looked_at(course: Specialization, key: Any) -> Specialization:
-            with recording() as forward:
-                return self._larger(course, value, key, forward)
+    def miss(self, astray: int) -> None:
+        """Count a step that was expected to take this course; `astray` identifies the course that it took."""
+        self.left = True
+        self.missed += 1
+        self._astray[astray] = times = self._astray.get(astray, 0) + 1
+        self.measure_again |= times == _TWICE
+        if len(self._astray) > _OTHERS:  # a random forward may take a new course in each step
+            del self._astray[next(iter(self._astray))]
 
-        try:
-            course = self._taken(value, measured_here, looked_at)
-            if taped is None and course is not None and self._group is None and course.wants_more:
-                try:
-                    with recording() as forward:
-                        course.seen.append(self.meter.record(value, forward).tape)  # for the next plan
-                except MeasureError as error:
-                    _go_on(course, error)
-            return course, taped if taped is not None and taped.usable else None
-        except BaseException:
-            if taped is not None:
-                taped.put_back()
-            raise
+    @property
+    def expected(self) -> Course:
+        """The calls that the model's forward is expected to make."""
+        if self._expected is None:
+            self._expected = expected(self.captured.tape, self.profile.stages, self.profile.prefix)
+        return self._expected
 
-    def _enough(self, value: Any) -> Request:
-        """The request that a course must fit to be left without times. If sizes vary and none has times, it has the
-        share `1 / SOON` of the limit: larger inputs will soon need them, and at smaller ones they take less."""
-        assert self.request is not None
-        family, sizes = family_of(signature(value, self._model))
-        known = self._sizes.sizes(family)
-        if self._ceiling is not None or not known or sizes in known or self._sizes.are_timed(family):
-            return self.request
-        return replace(self.request, mem_limit=self.request.mem_limit // SOON)
-
-    def _known_course(
-        self,
-        key: Any,
-        hint: str,
-        measured_here: Callable[..., Specialization],
-        looked_at: Callable[[Specialization, Any], Specialization],
-        can_measure: bool,
-    ) -> Specialization | None:
-        """The course expected for an input of the signature `key`, measured again if steps have left it; None if there
-        is none yet."""
-        known = self._known.get(key)
-        if not known:
-            return None
-        self._known.move_to_end(key)
-        if len(known) > 1 and known[0].left:  # try another course than the one that the last step left
-            known[0].left = False
-            known.rotate(-1)
-        course = next((one for one in known if one.hint == hint), known[0])
-        if self._group is not None or not can_measure or course.no_more_courses:
-            return course
-        try:
-            if sum(one.missed for one in known) >= course.patience:
-                return measured_here(known)
-            if course.measure_again and len(known) < OF_ONE_SIGNATURE:
-                logger.info("rotoff: measuring again, since the model's forward makes other calls than before")
-                course.measure_again = False
-                return measured_here()
-            if course.grown == hint and course.looks:
-                return looked_at(course, key)
-        except MeasureError as error:
-            _go_on(course, error)
-        return course
-
-    def _taken(
-        self,
-        value: Any,
-        measured_here: Callable[..., Specialization],
-        looked_at: Callable[[Specialization, Any], Specialization],
-    ) -> Specialization | None:
-        assert self.request is not None
-        key = signature(value, self._model)
-        # measuring needs the profiler, of which there is one; a group's processes must all measure or none
-        can_measure = self._group is not None or not torch.autograd._profiler_enabled()
-        course = self._known_course(key, constants(value), measured_here, looked_at, can_measure)
-        if (
-            course is not None
-            and lacks_times(course, self.request)
-            and not (can_measure and self._sizes.is_measured(course))
-        ):
-            course = None
-            del self._known[key]
-        if course is None:
-            self._say_larger(key)
-            course = self._between_sizes(key)
-        if course is not None and can_measure and self._sizes.too_loose(course, *family_of(key)):
-            course = None
-            del self._known[key]
-        if course is None:
-            if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
-                return None
-            if not can_measure:
-                logger.warning(
-                    "rotoff: a step with a new input shape runs as the plain model, without a limit, since it cannot be"
-                    " measured while a profiler is active; measure before, by model.measure(*sample)"
-                )
-                return None
-            self._say_new(key)
-            course = measured_here()
-        self._known.move_to_end(key)
-        self._look_at_loop(course)
-        measured = can_measure and self._sizes.is_measured(course)
-        others = measured and course.profile.formed_for not in ("", self.request.limit)
-        if lacks_times(course, self.request) or (others and course.plan is None):
-            course = self.time(course, value, key, self.request)
-        if course.plan is None:
-            self._sizes.plan(course, family_of(key)[0], self.request, self._group)
-        elif self._group is None:
-            self._sizes.improve(course, family_of(key)[0], self.request)
-        self._now(course, value, key)
-        return course
-
-    def _look_at_loop(self, course: Specialization) -> None:
-        """Update `lets_go` from the last backward, and drop the course's plan if that changes whether keeping
-        everything fits."""
-        starts = course.captured.starts
-        assert self.request is not None
-        if starts is None or starts.lets_go is None or self._group is not None or self.request.planner is not None:
-            return
-        if starts.lets_go != self.request.lets_go:
-            self.lets_go = starts.lets_go
-            self.request = replace(self.request, lets_go=self.lets_go)
-        if course.plan is None or course.plan.lets_go == self.lets_go or self.request.policy is not None:
-            return
-        if fits(course.profile, self.request) != course.plan.keeps_all:
-            if not self.lets_go:
-                logger.warning(
-                    "rotoff: this loop holds outputs beside the one that backward_from names, and the steps before it"
-                    " did not; the last step may have exceeded the limit by them, and the next steps are planned again"
-                )
-            course.plan = None
-        else:
-            course.plan = replace(course.plan, lets_go=self.lets_go)
-
-    def _say_larger(self, key: Any) -> None:
-        """Log a warning if an input is larger than ``up_to``."""
-        family, sizes = family_of(key)
-        if self._ceiling is not None and self._ceiling[0] == family and not covers(self._ceiling[1], sizes):
-            logger.warning(
-                "rotoff: the input %s is larger than up_to, so it is planned now, and measured if necessary",
-                [list(one) for one in sizes],
-            )
-
-    def _say_new(self, key: Any) -> None:
-        """Log that an input of a new kind or size is measured and, once, how to measure less often."""
-        told = ", ".join(f"{dtype.removeprefix('torch.')} {list(shape)}" for shape, dtype, *_ in key[0])
-        logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", told)
-        family, sizes = family_of(key)
-        known = self._sizes.sizes(family)
-        if len(known) < SEVERAL or self._told_sizes:
-            return
-        self._told_sizes = True
-        every = [*known, sizes]
-        varying = [
-            (n, d) for n, shape in enumerate(sizes) for d in range(len(shape)) if len({one[n][d] for one in every}) > 1
-        ]
-        told = "; ".join(
-            f"dimension {d} of tensor {n}: {', '.join(str(one[n][d]) for one in every)}" for n, d in varying[:4]
-        )
-        logger.warning(
-            "rotoff: the input's sizes vary (%s). Most are planned from those that were measured; larger ones may have"
-            " to be measured, too, so pass the largest once, to compute_sequence(limit, up_to=largest)",
-            told,
-        )
-
-    def ran_plain(self, course: Specialization, value: Any, grown: int) -> None:
-        """Record that the forward for `value` ran as the plain model, whose allocated bytes have `grown`."""
-        assert course.plan is not None
-        more, allowed = grown - course.plan.held_bytes, max(STRAY_BYTES, course.plan.held_bytes // STRAY_SHARE)
-        if course.stray is None:
-            course.stray = min(max(0, more), allowed)
-        if more - course.stray > allowed:
-            self._took_more(course, value, more - course.stray)
-
-    def _told(self, course: Specialization, more: int) -> tuple[bool, str]:
-        """Return whether a step that holds `more` bytes than `course` is charged exceeds the limit, and the figures."""
-        assert self.request is not None
-        assert course.plan is not None
-        limit = self.request.mem_limit
-        nbytes = min(course.plan.trace.peak_bytes, limit) + more
-        return nbytes > limit, f"it takes about {format_bytes(nbytes)}, and the limit is {format_bytes(limit)}"
-
-    def _took_more(self, course: Specialization, value: Any, more: int) -> None:
-        """A step on `value` made the calls of `course` and held `more` bytes than it is charged. If that exceeds the
-        limit, look at the next steps; warn once."""
-        exceeds, told = self._told(course, more)
-        if not exceeds:
-            return
-        if course.interpolated:
-            self._doubt(family_of(signature(value, self._model))[0])
-        course.grown = constants(value) if self._group is None else None
-        if self._warned_of_sizes:
-            return
-        self._warned_of_sizes = True
-        logger.warning(
-            "rotoff: a step made tensors larger than %s: %s; %s",
-            "those at other sizes of the input had shown"
-            if course.interpolated
-            else "in the batch that was measured (by its data, a number among the arguments, or the model's state)",
-            told,
-            "measure with a batch that needs the most, or plan with a lower limit"
-            if self._group is not None
-            else "when such a step comes again, it is measured and planned",
-        )
-
-    def _doubt(self, family: Any) -> None:
-        """Drop what was interpolated for inputs of the family: a size took more bytes than charged."""
-        self._sizes.doubt(family)
-        for key in [key for key in self._known if family_of(key)[0] == family]:
-            if any(one.interpolated for one in self._known[key]):
-                del self._known[key]
-
-    def _larger(self, course: Specialization, value: Any, key: Any, taped: TapedForward) -> Specialization:
-        """The course for this step, which is recorded, and is measured and planned if its tensors are larger than those
-        of `course`; otherwise `course`."""
-        assert self.request is not None
-        began, tape = time.perf_counter(), course.captured.tape
-        captured = self.meter.record(value, taped, (tape, *course.seen) if tape.random else ())
-        larger = sum(captured.tape.tensor_bytes) > sum(tape.tensor_bytes)
-        if not larger or not (tape.random or same_calls(captured.tape, tape)):
-            course.looks -= 1
-            return course
-        logger.info("rotoff: measuring again, since the tensors of this step are larger than before")
-        like = self._sizes.told(*family_of(key))
-        wanted = Wanted(value, known=like, taped=taped, captured=captured, use=self._form_use(self.request))
-        _, profile = self.meter.measure(wanted, untimed_if(self.request))
-        found = Specialization(profile, captured, hint=constants(value), patience=course.patience, looks=course.looks)
-        try:
-            self._sizes.plan(found, family_of(key)[0], self.request, None)
-        except InfeasibleError as error:
-            logger.info("rotoff: steps with larger tensors are not planned, since %s", error)
-            course.looks = 0  # nor are others looked for
-            return course
-        known = self._known[key]
-        if course.hint == found.hint:
-            known.remove(course)
-        known.appendleft(found)
-        self._learn(found, key, time.perf_counter() - began)
-        return found
-
-    def followed(self, course: Specialization, value: Any, step: Step) -> None:
-        """Record whether `step`, which has run its forward on `value`, took `course`. Warn once if it took another, and
-        once if its tensors were larger than the limit allows."""
-        if step.more_bytes > 0 and step.astray is None:
-            self._took_more(course, value, step.more_bytes)
-        if step.astray is None or (course.captured.tape.random and not step.unknown):
-            return  # a random forward that only left out calls has kept the plan
-        course.miss(step.astray)
-        if not step.unknown or self._warned:
-            return
-        self._warned = True
-        exceeds, told = self._told(course, step.more_bytes)
-        logger.warning(
-            "rotoff: the model's forward took another course than the planned one. Its result is that of the plain"
-            " model; its bytes may exceed the limit%s until that course is planned, which happens when it recurs",
-            f" ({told})" if exceeds else "",
-        )
-
-    def _made_one(self, value: Any, known: deque[Specialization], taped: TapedForward | None) -> Specialization:
-        """One course that covers all `known` ones and the forward for `value`, since steps keep switching between them;
-        the first of `known`, if the limit is too small for it."""
-        assert self.request is not None
-        logger.info("rotoff: measuring all courses of the model's forward as one, since steps switch between them")
-        before = list(known)
-        course = self.measure(value, timed=False, also=before, taped=taped, request=self.request)
-        course.patience = 2 * before[0].patience
-        try:
-            course.plan = make_plan(course.profile, self.request, self._group)
-        except InfeasibleError:
-            known.clear()
-            known.extend(before)
-            for one in before:
-                one.missed, one.patience = 0, course.patience
-            return before[0]
-        return course
+    def like(self, measured: Specialization) -> None:
+        """Take over the expected calls of the `measured` course that this one was interpolated from."""
+        self._expected = measured.expected
 
 
-def _go_on(course: Specialization, error: MeasureError) -> None:
-    """Go on with the plan of `course`, since another one cannot be planned."""
-    if isinstance(error, UnrepeatableError):  # nor may a replay repeat it
-        raise error
-    course.no_more_courses = True
-    logger.warning(
-        "rotoff: steps take a course that cannot be planned, and may exceed the limit; their results are those of the"
-        " plain model (%s)",
-        error,
-    )
+_told_of_parameter = attrgetter("shape", "dtype", "requires_grad")
+
+
+def signature(value: Any, model: nn.Module) -> Any:
+    """All that a step's bytes depend on: the input's tensors, autocast, the flags that choose kernels, the model's
+    parameters and training modes."""
+    tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    shapes = tuple(map(_shape, tensors))
+    types = {"cpu", *(t.device.type for t in tensors)} - {"meta"}  # of which autocast knows nothing
+    settings = ((t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))) for t in sorted(types))
+    autocast = (in_region(), *settings, kernel_flags())
+    todo, known = [model], {id(model)}  # faster than ``model.modules()``, which nests a generator for each level
+    for module in todo:
+        if module._modules:
+            for child in module._modules.values():
+                if child is not None and id(child) not in known:
+                    known.add(id(child))
+                    todo.append(child)
+    found = [p for module in todo if module._parameters for p in module._parameters.values() if p is not None]
+    parameters = tuple(map(_told_of_parameter, found))
+    modes = tuple([module.training for module in todo])
+    return shapes, autocast, parameters, modes
+
+
+def family_of(key: Any) -> tuple[Any, Sizes]:
+    """Split a `signature` into what inputs of all sizes share, with all else that times depend on, and the sizes."""
+    shapes, *rest = key
+    kinds, sizes = split(shapes)
+    return (kinds, *rest, torch.get_num_threads(), torch.get_float32_matmul_precision()), sizes
+
+
+def constants(value: Any) -> str:
+    """The input's leaves that are no tensors, as text; the course may depend on them."""
+    return repr([leaf for leaf in leaves(value) if not isinstance(leaf, torch.Tensor)])
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    told = tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return told
+    return *told, tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -28,11 +28,11 @@ from ..runtime.step_times import Recording, StepTimes
 from ..tensors.allocated import allocated_bytes
 from ..tensors.storage import block_bytes
 from ..tensors.tree import leaves
-from .course import Specialization
 from .memory_account import expected_levels
 from .options import Options
 from .placed import PlacedPlanner
-from .specialization import Specializations
+from .specialization import Specialization
+from .specializations import Specializations
 
 logger = logging.getLogger("rotoff")
 

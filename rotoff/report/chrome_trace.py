@@ -28,6 +28,7 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
     """The step of `sequence` as an object of the Trace Event Format; `save_chrome_trace` writes it to a file.
 
     Args:
+        chain, sequence: a plan and the chain that it was made for.
         measured: a step that ran, from `Checkpointable.record_step`; shown as a second process.
 
     Raises:
@@ -43,7 +44,11 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
 def save_chrome_trace(
     path: str | os.PathLike[str], chain: Chain, sequence: Iterable[Op], measured: Trace | None = None
 ) -> None:
-    """Write the `chrome_trace` of a step to `path`, for https://ui.perfetto.dev."""
+    """Write the `chrome_trace` of a step to `path`, for https://ui.perfetto.dev.
+
+    Args:
+        chain, sequence, measured: as for `chrome_trace`.
+    """
     write_whole(path, json.dumps(chrome_trace(chain, sequence, measured)))
 
 

@@ -91,6 +91,7 @@ def render(
     """Draw the plan as text of about 20 lines.
 
     Args:
+        chain, sequence: a plan and the chain that it was made for.
         mem_limit: bytes or a size; by default the limit that the sequence was made for.
         width: characters in a line, at least 40; by default the terminal's, at most 120.
         colour: whether to use ANSI colours; by default if standard output supports them.

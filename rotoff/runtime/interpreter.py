@@ -86,7 +86,7 @@ class Interpreter:
         self._span: record_function | None = None  # of the running operation, if a profiler is active
         self._closed = False
 
-    # -- one method for each operation
+    # -- one method for each operation, named after its `OpKind`
 
     def _f_all(self, op: Op) -> None:
         self._algorithms.ran(op.stage, None)

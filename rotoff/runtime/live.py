@@ -41,11 +41,11 @@ from .placed.lending import Lender
 from .reads import Reads, is_among
 from .replay import ReplayState
 from .stage_tape import Around, Seeded, StageTape
-from .torch_calls import Known
+from .torch_calls import FunctionProperties
 
 
-class Stages(Protocol):
-    """What a forward needs from its step."""
+class StageCallbacks(Protocol):
+    """What a forward calls on the step that it belongs to."""
 
     def enter(self, stage: int) -> None:
         """End the stage before `stage`, whose first call is about to be made."""
@@ -83,7 +83,7 @@ class LiveForward(OnCourse):
     timed = False  # whether `_run` makes every call, since a subclass times them there
 
     def __init__(
-        self, course: Course | None, stages: Stages, generators: Generators, given: list[torch.Tensor]
+        self, course: Course | None, stages: StageCallbacks, generators: Generators, given: list[torch.Tensor]
     ) -> None:
         super().__init__(course or NOTHING_EXPECTED)
         self.tape = StageTape("")
@@ -243,7 +243,7 @@ class LiveForward(OnCourse):
     def _carefully(
         self,
         function: Any,
-        known: Known,
+        known: FunctionProperties,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         stage: int,
@@ -283,7 +283,7 @@ class LiveForward(OnCourse):
         return result, bool(written)
 
     def _run_code(
-        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
+        self, function: Any, known: FunctionProperties, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
     ) -> Any:
         """Run a call whose own code a replay runs again, in the same state."""
         self._begins, self._covered = len(self.tape.calls), set()

@@ -50,7 +50,7 @@ class MemoryChecker:
         levels: Sequence[int] = (),
         mem_limit: int = NO_LIMIT,
     ) -> None:
-        self._made = Made(block) if levels else None
+        self._made = StorageCounter(block) if levels else None
         self._levels = levels
         self._mem_limit = mem_limit
         self._astray = False
@@ -133,7 +133,7 @@ class MemoryChecker:
         )
 
 
-class Made(EagerMode):
+class StorageCounter(EagerMode):
     """Counts the storages that operations make while it is active and that still exist. Those of `SCALARS` bytes or
     less are not counted.
 

@@ -16,7 +16,7 @@ from ..tensors.storage import View, copied, copy_of, version_of
 from ._follow import Var
 from .hollowing import current_key, whole_base
 from .stage_tape import StageTape
-from .torch_calls import WRITERS, Known
+from .torch_calls import WRITERS, FunctionProperties
 
 
 class Reads:
@@ -64,7 +64,7 @@ class Reads:
                 del self.resident[key]
 
     def before_writing(
-        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
+        self, known: FunctionProperties, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
         """Return the tensors that a call is known to change. Copies of these, and of the measured buffers that it may
         change, are kept for replays."""
@@ -84,7 +84,7 @@ class Reads:
         """Whether the open stage changes one of these."""
         return any(id(one) in self.changing for one in tensors)
 
-    def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
+    def may_write(self, known: FunctionProperties, given: list[Tensor]) -> list[Tensor]:
         """Return the tensors of a custom Function's call in those places that an earlier call of it changed."""
         places = WRITERS.get(known.owner, ()) if known.owner is not None else ()
         return [tensor for n, tensor in enumerate(given) if n in places]
@@ -138,7 +138,7 @@ class Reads:
                 tape.before[name] = what, content.requires_grad_(one.requires_grad)
 
     def note_changed(
-        self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
+        self, known: FunctionProperties, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """Return all tensors that a call has changed. If some of these were not `expected`, there is no copy of their
         old content: the tapes that read them are marked `lost`."""

@@ -28,7 +28,7 @@ from .live import NOTHING_EXPECTED, LiveForward
 from .reads import Reads
 from .replay import ModuleState, ReplayState
 from .stage_tape import Call, Seeded, StageTape
-from .torch_calls import WRITERS, Known
+from .torch_calls import WRITERS, FunctionProperties
 
 FIRST = 1  # the only stage
 
@@ -73,7 +73,7 @@ class _Reads(Reads):
         self._guessed: list[tuple[int | Var, Tensor, int]] = []  # key of the copy, the original and its version
 
     def before_writing(
-        self, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
+        self, known: FunctionProperties, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor], stage: int
     ) -> Sequence[Tensor]:
         before = set(self.tape.before)
         written = super().before_writing(known, args, kwargs, given, stage)
@@ -85,11 +85,11 @@ class _Reads(Reads):
                 self._guessed.append((key, tensor, version_of(tensor)))
         return ()
 
-    def may_write(self, known: Known, given: list[Tensor]) -> list[Tensor]:
+    def may_write(self, known: FunctionProperties, given: list[Tensor]) -> list[Tensor]:
         return [] if known.owner is None else [t for t in given if not isinstance(t, nn.Parameter)]
 
     def note_changed(
-        self, known: Known, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
+        self, known: FunctionProperties, given: list[Tensor], versions: Sequence[int], expected: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         super().note_changed(known, given, versions, [*expected, *self.may_write(known, given)])
         changed = [n for n, version in enumerate(versions) if version_of(given[n]) != version]
@@ -231,7 +231,7 @@ class Taping(LiveForward):
         return result
 
     def _run_code(
-        self, function: Any, known: Known, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
+        self, function: Any, known: FunctionProperties, args: tuple[Any, ...], kwargs: dict[str, Any], expected: bool
     ) -> Any:
         if known.code is None:  # `_once` sets the state of a module
             return self._run(function, args, kwargs)

@@ -57,7 +57,7 @@ _CONVERSIONS: dict[Any, Callable[..., bool]] = {
 }
 
 
-class Known:
+class FunctionProperties:
     """Properties of a torch function that the runtime needs.
 
     fact: whether it is a query that does not read the tensor's bytes, such as ``x.shape``.
@@ -212,10 +212,10 @@ def _likely(place: int, name: str, default: float, args: tuple[Any, ...], kwargs
 WRITERS: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
 
 
-def find(function: Any) -> Known:
+def find(function: Any) -> FunctionProperties:
     """Return the properties of a function that is not in `KNOWN`."""
     if isinstance(function, nn.Module) or code_of(function) not in (None, function):
-        return Known(function, _out)  # not stored in `KNOWN`, which must hold nothing of a model
+        return FunctionProperties(function, _out)  # not stored in `KNOWN`, which must hold nothing of a model
     known = _known(function)
     with suppress(TypeError):  # not hashable
         KNOWN[function] = known
@@ -232,32 +232,32 @@ def _pickled(tensor: torch.Tensor, protocol: Any) -> Any:
         told.update(own)
 
 
-def _known(function: Any) -> Known:
+def _known(function: Any) -> FunctionProperties:
     name = getattr(function, "__name__", "")
     if isinstance(collective := as_collective(function), Collective):
-        return Known(collective, collective.written, instead=collective)
+        return FunctionProperties(collective, collective.written, instead=collective)
     if name == "__get__":
-        return Known(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
+        return FunctionProperties(function, None, fact=getattr(function.__self__, "__name__", "") in _FACT_ATTRIBUTES)
     if name in _FACTS:
-        return Known(function, None, fact=True)
+        return FunctionProperties(function, None, fact=True)
     if function is torch.Tensor.__reduce_ex__:
-        return Known(function, None, instead=_pickled)
+        return FunctionProperties(function, None, instead=_pickled)
     if name == "__set__":
-        return Known(function, _set)
+        return FunctionProperties(function, _set)
     if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
-        return Known(function, _first)
+        return FunctionProperties(function, _first)
     if name.startswith("__i") and name[3:-2] in _IN_PLACE:
-        return Known(function, _first)
+        return FunctionProperties(function, _first)
     if written := _written_by_schema(function):
-        return Known(function, partial(_by_schema, tuple(sorted(written))))
+        return FunctionProperties(function, partial(_by_schema, tuple(sorted(written))))
     if str(getattr(function, "__module__", "")).startswith("torch.nn.functional"):
         try:
             signature = inspect.signature(function)
         except (TypeError, ValueError):
-            return Known(function, _out)
+            return FunctionProperties(function, _out)
         if "inplace" in signature.parameters:
-            return Known(function, partial(_flagged, list(signature.parameters).index("inplace")))
-    return Known(function, _out)
+            return FunctionProperties(function, partial(_flagged, list(signature.parameters).index("inplace")))
+    return FunctionProperties(function, _out)
 
 
 _STATISTICS = {
@@ -266,7 +266,9 @@ _STATISTICS = {
     torch.batch_norm: partial(_statistics, 3, 5, "training", False),
     torch.instance_norm: partial(_statistics, 3, 5, "use_input_stats", True),
 }
-KNOWN: dict[Any, Known] = {function: Known(function, written) for function, written in _STATISTICS.items()}
+KNOWN: dict[Any, FunctionProperties] = {
+    function: FunctionProperties(function, written) for function, written in _STATISTICS.items()
+}
 
 
 def same_call(one: Any, function: Any) -> bool:

@@ -1,6 +1,6 @@
 """Refinement on exact bytes: simulated annealing over plans (`solver.plan_codes`), from the best proposals.
 
-Every step decodes a whole plan in compiled code. Effort is counted in plans, not in seconds, and the random numbers
+Every move decodes a whole plan in compiled code. Effort is counted in plans, not in seconds, and the random numbers
 are seeded, so the same chain, limit and options give the same sequence on every machine.
 """
 

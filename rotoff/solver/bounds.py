@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..core.chain import Chain, check_chain
-from ..core.sequence import MODES
+from ..core.modes import check_mode
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
@@ -29,28 +29,6 @@ from .steady_bounds import PATIENCE as STEADY_PATIENCE
 from .steady_bounds import own_needs, steady_time
 
 # -- the smallest limits
-
-
-def check_mode(mode: str) -> None:
-    """Raise OptionError if `mode` is none of the three."""
-    if mode not in MODES:
-        raise OptionError(f"mode is {mode!r}; modes are {', '.join(map(repr, MODES))}")
-
-
-def parse_modes(modes: Any) -> tuple[str, ...]:
-    """Read an option that names one or several modes; OptionError if there is none or an unknown one."""
-    wanted = several(modes)
-    if not wanted:
-        raise OptionError(f"modes is empty; give at least one of {', '.join(map(repr, MODES))}")
-    for mode in wanted:
-        check_mode(mode)
-    return wanted
-
-
-def several(given: Any) -> tuple[Any, ...]:
-    """The values of an option; a text, number or dict alone is one value."""
-    lone = isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
-    return (given,) if lone else tuple(given)
 
 
 def min_mem_limit(chain: Chain, mode: str = "joint", updates: str = "during") -> int:

@@ -1,7 +1,7 @@
 """The search for chains with parameters: placements by rule, under several plans for the activations, then annealing.
 
-Every step decodes a whole steady step in compiled code (`kernels.place`). As in `solver.anneal`, effort is counted in
-plans and random numbers are seeded, so equal inputs give equal sequences.
+Every move of the search decodes a whole steady step in compiled code (`kernels.place`). As in `solver.anneal`, effort
+is counted in plans and random numbers are seeded, so equal inputs give equal sequences.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
-from .plan_codes import MOVE, empty, in_columns, keep_all
+from .plan_codes import ALL, APART, EARLY, MOVE, empty, in_columns, keep_all
 from .pool import THREADS, Pool
 
 # (and, or) of the codes, and of the masks and flags of the groups.
-RULES = {"joint": (-1, 0, -1, -1), "remat": (~13, 0, 0, 0), "offload": (MOVE, 16, -1, -1)}
+RULES = {"joint": (-1, 0, -1, -1), "remat": (~(MOVE | APART | EARLY), 0, 0, 0), "offload": (MOVE, ALL, -1, -1)}
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 5 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
@@ -59,7 +59,7 @@ FOUND = 4  # plans whose operations are reordered
 
 
 @dataclass(frozen=True)
-class Step:
+class PlacedProblem:
     """The problem: chain, limits in bytes, mode, when updates come."""
 
     chain: Chain
@@ -70,42 +70,49 @@ class Step:
 
 
 def searched(
-    step: Step, budget: Budget, known: list[np.ndarray], progress: Callable[[float, float], None] | None = None
+    problem: PlacedProblem,
+    budget: Budget,
+    known: list[np.ndarray],
+    progress: Callable[[float, float], None] | None = None,
 ) -> list[np.ndarray]:
     """The best plans found, the best first, which is at least as good as any of `known`; none if none fits.
 
     Groups that the same stages read are first placed together, which is a smaller problem, and then each by itself.
     """
     starts, heats, weights = [*known], HEATS, WEIGHTS
-    together, part = merged(step.chain)
-    coarse = replace(step, chain=together)
-    fewer = len(together.parameters) < len(step.chain.parameters) and step.mode != "remat"
-    if fewer and step.limit >= min_mem_limit(together, step.mode, step.updates):
+    together, part = merged(problem.chain)
+    coarse = replace(problem, chain=together)
+    fewer = len(together.parameters) < len(problem.chain.parameters) and problem.mode != "remat"
+    if fewer and problem.limit >= min_mem_limit(together, problem.mode, problem.updates):
         plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, WEIGHTS, None)
         budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
         starts += [spread(plan, part) for plan in plans[:1]]
     elif fewer:
         heats, weights = TIGHT
-    starts += _starts(step)
-    return _annealed(step, budget, starts, heats, weights, progress)
+    starts += _starts(problem)
+    return _annealed(problem, budget, starts, heats, weights, progress)
 
 
-def sequence_of(step: Step, plan: np.ndarray, visits: int = VISITS) -> Sequence:
+def sequence_of(problem: PlacedProblem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
     """The sequence that `plan` stands for."""
-    return to_sequence(placer(step.chain, step.limit, visits, step.updates), plan)
+    return to_sequence(placer(problem.chain, problem.limit, visits, problem.updates), plan)
 
 
-def least(step: Step) -> Iterator[tuple[Sequence, str]]:
+def least(problem: PlacedProblem) -> Iterator[tuple[Sequence, str]]:
     """A plan for the smallest limits, where the search finds nothing, and its source."""
-    smallest = remat.smallest_plan(step.chain, step.limit, step.updates) if step.mode != "offload" else None
+    smallest = remat.smallest_plan(problem.chain, problem.limit, problem.updates) if problem.mode != "offload" else None
     if smallest is not None:
-        plan, visits = joined(smallest, at_home(step.chain)), smallest.shape[1]
-        if not placer(step.chain, step.limit, visits, step.updates).judge(plan)[1]:
-            yield sequence_of(step, plan, visits), "remat-smallest"
-    if step.mode != "remat":
-        away = host_plan(step.chain, step.limit, step.updates) if step.mode == "joint" else everything_away(step.chain)
+        plan, visits = joined(smallest, at_home(problem.chain)), smallest.shape[1]
+        if not placer(problem.chain, problem.limit, visits, problem.updates).judge(plan)[1]:
+            yield sequence_of(problem, plan, visits), "remat-smallest"
+    if problem.mode != "remat":
+        away = (
+            host_plan(problem.chain, problem.limit, problem.updates)
+            if problem.mode == "joint"
+            else everything_away(problem.chain)
+        )
         if away is not None:
-            yield host_step(step.chain, away, step.updates), "host"
+            yield host_step(problem.chain, away, problem.updates), "host"
 
 
 # -- where the search starts
@@ -147,12 +154,12 @@ def _on_host(chain: Chain) -> np.ndarray:
     return np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
 
 
-def _starts(step: Step) -> list[np.ndarray]:
+def _starts(problem: PlacedProblem) -> list[np.ndarray]:
     """The best placements by rule, each under the plan for the activations that suits it best, and the best of all with
     other numbers of groups, as long as that is better.
     """
-    chain, kernel = step.chain, placer(step.chain, step.limit, VISITS, step.updates, step.host_limit)
-    activations = [in_columns(codes, VISITS) for codes in _activations(step)]
+    chain, kernel = problem.chain, placer(problem.chain, problem.limit, VISITS, problem.updates, problem.host_limit)
+    activations = [in_columns(codes, VISITS) for codes in _activations(problem)]
 
     def score(codes: np.ndarray, genes: np.ndarray) -> tuple[bool, float]:
         makespan, over, host_over, _ = kernel.judge(joined(codes, genes))
@@ -160,7 +167,7 @@ def _starts(step: Step) -> list[np.ndarray]:
         return excess > 0, float(excess) if excess else makespan
 
     ranked = []
-    for number, (rule, genes) in enumerate(_placements(step) if activations else ()):
+    for number, (rule, genes) in enumerate(_placements(problem) if activations else ()):
         best, n = min((score(codes, genes), n) for n, codes in enumerate(activations))
         ranked.append((best, number, joined(activations[n], genes), activations[n], rule))
     ranked.sort(key=lambda one: one[:2])
@@ -180,16 +187,16 @@ def _starts(step: Step) -> list[np.ndarray]:
     return plans
 
 
-def _activations(step: Step) -> Iterator[np.ndarray]:
+def _activations(problem: PlacedProblem) -> Iterator[np.ndarray]:
     """Plans for the activations alone that keep less and less on the device."""
-    chain = step.chain.without_parameters()
+    chain = problem.chain.without_parameters()
     everything = empty(chain)
     yield everything
-    if step.mode != "remat":
+    if problem.mode != "remat":
         moved = everything.copy()
         moved[1:] |= MOVE
         yield moved
-    if step.mode == "offload":
+    if problem.mode == "offload":
         return
     smallest_limit, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
     slots = min(120, remat.sized(chain, TABLE_WORK, (len(chain),))[0])
@@ -199,28 +206,28 @@ def _activations(step: Step) -> Iterator[np.ndarray]:
         )
         if codes is not None:
             yield codes
-            if step.mode == "joint":
+            if problem.mode == "joint":
                 moved = codes.copy()
                 moved[1:] |= MOVE
                 yield moved
     for smallest in (
         remat.smallest_plan(chain, smallest_limit),
-        remat.smallest_plan(step.chain, step.limit, step.updates),
+        remat.smallest_plan(problem.chain, problem.limit, problem.updates),
     ):
         if smallest is not None:
             yield smallest
-    if step.mode == "joint":
+    if problem.mode == "joint":
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
 
 
-def _placements(step: Step) -> Iterator[tuple[Rule | None, np.ndarray]]:
+def _placements(problem: PlacedProblem) -> Iterator[tuple[Rule | None, np.ndarray]]:
     """Everything at home, 78 rules and more, and two in which groups of the same stage are updated one by one, with no
     w, or nothing, of the others on the device.
     """
-    chain = step.chain
+    chain = problem.chain
     K, home, host = len(chain.parameters), at_home(chain), _on_host(chain)
     yield None, home
-    if step.mode == "remat":
+    if problem.mode == "remat":
         return
     counts = sorted({round(K * n / 8) for n in range(9)})
     for here in (False, True) if host.any() else (True,):
@@ -240,7 +247,7 @@ def _placements(step: Step) -> Iterator[tuple[Rule | None, np.ndarray]]:
 
 
 def _annealed(
-    step: Step,
+    problem: PlacedProblem,
     budget: Budget,
     starts: list[np.ndarray],
     heats: tuple[float, ...],
@@ -249,19 +256,19 @@ def _annealed(
 ) -> list[np.ndarray]:
     if not starts:
         return []
-    chain = step.chain
-    kernels = [placer(chain, step.limit, VISITS, step.updates, step.host_limit) for _ in range(THREADS)]
+    chain = problem.chain
+    kernels = [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)]
 
     def judge(plan: np.ndarray) -> tuple[float, int]:
         makespan, over, host_over, _ = kernels[0].judge(plan)
         return makespan, over + host_over
 
     scale, enough = chain.compute_time or 1.0, budget.enough(chain)
-    pool = Pool(starts, judge, [weight * scale / max(1, step.limit) for weight in weights])
-    rules = np.array(RULES[step.mode], dtype=np.int16)
+    pool = Pool(starts, judge, [weight * scale / max(1, problem.limit) for weight in weights])
+    rules = np.array(RULES[problem.mode], dtype=np.int16)
     L, K = len(chain), len(chain.parameters)
     shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
-    each = int(SHARE[step.mode] * budget.seconds * EFFORT * shorter) // len(heats)
+    each = int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats)
     searches = [kernel.search for kernel in kernels]
     with ThreadPoolExecutor(THREADS) as threads:
         for turn, heat in enumerate(heats if each else ()):

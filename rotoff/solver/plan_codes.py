@@ -90,8 +90,8 @@ def to_ops(rows: Iterable[Iterable[int]]) -> tuple[Op, ...]:
 def keep_all(chain: Chain, updates: str = "during") -> Sequence:
     """The sequence of plain PyTorch, which keeps everything and moves nothing: ``F_all`` 1..L, ``B`` L..1.
 
-    Parameters are resident, and each group is updated on the device as soon as its gradient is whole, or "after" ``B
-    1``.
+    Parameters are resident, and the device updates each group. updates: "during" the step, as soon as the group's
+    gradient is whole, or "after" ``B 1``.
 
     Raises:
         ChainError: if `chain` is not a chain.

@@ -18,7 +18,7 @@ from ..core.simulator import Machine, early_stops
 from ..core.steady_step import PERIODS, at_rest
 from .anneal import Budget
 from .kernels.order import Order
-from .placed_search import Step
+from .placed_search import PlacedProblem
 from .pool import THREADS
 
 # Rows of `kernels.order`.
@@ -44,11 +44,11 @@ OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort 
 HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
 
 
-def reordered(step: Step, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
+def reordered(problem: PlacedProblem, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
     """The seconds and the operations of `sequence`, or of a faster order, found in about the budget's seconds in each
     thread."""
-    ops, periods = tuple(sequence), PERIODS if step.chain.parameters else 1
-    kernels, first = _orders(step, sequence, periods), np.arange(len(ops), dtype=np.int32)
+    ops, periods = tuple(sequence), PERIODS if problem.chain.parameters else 1
+    kernels, first = _orders(problem, sequence, periods), np.arange(len(ops), dtype=np.int32)
     scale = kernels[0].seconds(first)
     tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * periods))
     if not tries or not any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops):
@@ -68,9 +68,9 @@ def reordered(step: Step, sequence: Sequence, budget: Budget) -> tuple[float, Se
     return (scale, sequence) if made >= scale else (made, replace(sequence, ops=tuple(ops[n] for n in order)))
 
 
-def _orders(step: Step, sequence: Sequence, periods: int) -> list[Order]:
+def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Order]:
     """A kernel for each thread."""
-    chain, ops, L = step.chain, tuple(sequence), len(step.chain)
+    chain, ops, L = problem.chain, tuple(sequence), len(problem.chain)
     machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
     start = machine.held_bytes, machine.host_bytes
     rows, accesses = np.zeros(len(ops), OPERATION), list[int]()
@@ -79,7 +79,7 @@ def _orders(step: Step, sequence: Sequence, periods: int) -> list[Order]:
         row["kind"], row["first"] = KINDS[op.kind], len(accesses)
         row["seconds"], row["dropped"] = _seconds(machine, op, n in early), _dropped(chain, op)
         row["value"] = 0 if op.kind in COMPUTES else _job(chain, op)
-        accesses += _accesses(chain, op, step.updates)
+        accesses += _accesses(chain, op, problem.updates)
         memory = machine.step(op, n in early).memory
         row["last"], row["need"] = len(accesses), memory - held
         row["more"], row["host_more"] = machine.held_bytes - held, machine.host_bytes - on_host
@@ -87,7 +87,7 @@ def _orders(step: Step, sequence: Sequence, periods: int) -> list[Order]:
     fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else COMPUTES - {OpKind.U}
     movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
     access = np.array([*accesses, 0], np.int32)
-    limits = step.limit, step.host_limit
+    limits = problem.limit, problem.host_limit
     return [Order(chain, rows, access, movable, 2 * L + 2, periods, *start, *limits) for _ in range(THREADS)]
 
 

@@ -121,7 +121,7 @@ class Problem:
         return copy(self.proposed[key])
 
 
-class Shared:
+class SharedProblems:
     """Problems that are solved for one question, several times or in several modes; they share what they find."""
 
     def __init__(self) -> None:
@@ -321,15 +321,15 @@ def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate
         problem.found[key] = best = _fastest(found)
         return best
     starts = [*problem.known, *(made.codes for made in found if made.codes is not None)]
-    step = placed_search.Step(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
-    plans = placed_search.searched(step, problem.budget, starts, progress)
+    placed = placed_search.PlacedProblem(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
+    plans = placed_search.searched(placed, problem.budget, starts, progress)
     share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
-    texts = [(*reordered(step, placed_search.sequence_of(step, plan), share), plan) for plan in plans]
+    texts = [(*reordered(placed, placed_search.sequence_of(placed, plan), share), plan) for plan in plans]
     if texts:
         _, text, plan = min(texts, key=lambda one: one[0])
         found.append(_of_sequence(problem, text, "placed", plan))
     if not found:
-        found += [_of_sequence(problem, *made) for made in placed_search.least(step)]
+        found += [_of_sequence(problem, *made) for made in placed_search.least(placed)]
     fitting = [made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit]
     problem.found[key] = best = _fastest(fitting)
     return best

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..core.chain import Chain, check_chain
+from ..core.modes import check_mode
 from ..core.sequence import Sequence
 from ..core.sizes import parse_bytes
 from ..core.steady_step import check_when
 from ..errors import OptionError, nearest
 from .anneal import Budget
-from .bounds import check_mode
 from .policies import check_policy, run
-from .search import Problem, Shared, as_sequence, best_candidate, parse_host_limit
+from .search import Problem, SharedProblems, as_sequence, best_candidate, parse_host_limit
 from .slots import parse_slots
 
 _OF_MODES = ("refine", "host_limit", "progress", "updates")
@@ -69,11 +69,11 @@ def solve(
         return run(policy, chain, limit, options if updates is None else {**options, "updates": updates})
     if options:
         raise OptionError(f"{next(iter(options))} is not an argument of solve; an option of a policy needs policy=")
-    return solved(Shared(), chain, limit, mode, mem_slots, refine, host_limit, progress, updates)
+    return solved(SharedProblems(), chain, limit, mode, mem_slots, refine, host_limit, progress, updates)
 
 
 def solved(
-    shared: Shared,
+    shared: SharedProblems,
     chain: Chain,
     limit: int,
     mode: str,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
+from ..core.modes import as_tuple, parse_modes
 from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
@@ -19,7 +20,7 @@ from ..core.steady_step import check_when
 from ..errors import InfeasibleError
 from ..io.atomic_write import write_whole
 from .anneal import FLOAT_ERROR, Budget
-from .bounds import lower_bound, min_mem_limit, parse_modes, several
+from .bounds import lower_bound, min_mem_limit
 from .plan_codes import keep_all
 from .policies import check_policy, run
 from .search import Candidate, Problem, as_sequence, best_candidate, parse_host_limit
@@ -49,7 +50,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The result of `sweep`: rows by mode and rising limit, and the sequence of each row (None if nothing fits)."""
+    """The result of `sweep`.
+
+    rows: by mode and rising limit. sequences: of each row; None if nothing fits.
+    """
 
     rows: tuple[Row, ...]
     sequences: tuple[Sequence | None, ...]
@@ -100,6 +104,7 @@ def sweep(
     rise with the limit, and once a limit costs nothing, larger ones are not searched.
 
     Args:
+        chain: the costs of the stages.
         limits: bytes or sizes, or one of them; by default evenly spaced from the smallest limit of any mode to the
             keep-all peak.
         modes: any of "joint", "remat", "offload", or one of them.
@@ -109,7 +114,7 @@ def sweep(
     """
     check_chain(chain)
     wanted = parse_modes(modes)
-    systems = several(policies)
+    systems = as_tuple(policies)
     for policy in systems:
         check_policy(policy)
     check_when(updates)
@@ -118,7 +123,7 @@ def sweep(
         least = max(1, min(min_mem_limit(chain, mode, updates) for mode in wanted))
         sizes = sorted({round(size) for size in np.linspace(least, max(least, peak), STEPS)})
     else:
-        sizes = sorted({parse_bytes(limit) for limit in several(limits)})
+        sizes = sorted({parse_bytes(limit) for limit in as_tuple(limits)})
     host = None if host_limit is None else parse_host_limit(host_limit)
     slots, budget = parse_slots(mem_slots), Budget.of(refine)
     problems = [Problem(chain, limit, host, slots, budget, updates) for limit in sizes]

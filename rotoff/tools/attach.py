@@ -123,11 +123,11 @@ class _Attachment:
         self.original: Callable[..., Any] = model.forward
         self.function = _forward_like(self.original)  # runs the planned forward
         self._planned: Checkpointable | None = planned
-        self._request = planned._courses.request
+        self._request = planned._specializations.request
         self._was_its_own = "forward" not in model.__dict__
         self._wrapper = wrapper
         self._inside = False
-        planned._courses.meter.plain = self.its_own
+        planned._specializations.meter.plain = self.its_own
 
     @property
     def planned(self) -> Checkpointable:
@@ -140,8 +140,8 @@ class _Attachment:
             finally:
                 if mark is not None:
                     self.model.__dict__[ATTACHED] = mark
-            self._planned._courses.request = self._request
-            self._planned._courses.meter.plain = self.its_own
+            self._planned._specializations.request = self._request
+            self._planned._specializations.meter.plain = self.its_own
         return self._planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ class _Attachment:
         model = memo[id(self.model)]
         twin = object.__new__(_Attachment)
         memo[id(self)] = twin
-        request = self.planned._courses.request
+        request = self.planned._specializations.request
         twin.model, twin._planned = model, None
         twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core.modes import parse_modes
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..planning.memory_account import reported_bytes
@@ -17,8 +18,7 @@ from ..planning.request import Request
 from ..profile.estimate.devices import Device
 from ..profile.memory.allocator import without_gc
 from ..profile.profile import Profile
-from ..solver.bounds import parse_modes
-from ..solver.search import Shared
+from ..solver.search import SharedProblems
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
 from .estimate import estimated
@@ -90,7 +90,7 @@ def planned_modes(
     limit = max(0, limit)
     everything = plan_everything(profile)
     base = everything.trace.makespan
-    shared = Shared()
+    shared = SharedProblems()
     requests = [Request(limit, mode, mem_slots, {"refine": refine}, shared=shared) for mode in modes]
     rows = [_row(profile, request, base) for request in requests]
     times = [row.step_time for row in rows if row.step_time is not None]

@@ -17,7 +17,7 @@ from ..core.sequence import MODES
 from ..errors import OptionError, nearest
 from ..io.cache import Cache
 from ..profile.estimate.devices import Device, find
-from .kept_plan import find_plan, keep_plan, plan_key
+from .plan_cache import find_plan, keep_plan, plan_key
 from .planned_modes import PlannedModes, usable_bytes
 
 if TYPE_CHECKING:

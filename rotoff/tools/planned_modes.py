@@ -44,11 +44,13 @@ class PlannedModes:
     """Rows of `PlannedMode`; prints as a table.
 
     chain: the estimated chain.
+    device: name of the device.
     mem_limit: bytes that a step may allocate, at most those that resident bytes leave; 0 if these fill the device.
-    keep_all_bytes: the peak of keeping everything.
+    keep_all_bytes, keep_all_time: the peak and the seconds of keeping everything.
     resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
         them.
     device_bytes: size of the device's memory.
+    rows: one for each mode.
     placed: training within the device's memory where parameters, gradients and optimizer states move too, with updates
         "after" the backward and "during" it; empty if a `mem_limit` was given.
     """

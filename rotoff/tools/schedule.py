@@ -139,12 +139,12 @@ class _Sharing:
         if any(attached(one._model) is not one for one in self._planned.values()):
             self._end()
             return
-        if not torch.is_grad_enabled() or any(one._courses.latest is None for one in self._planned.values()):
+        if not torch.is_grad_enabled() or any(one._specializations.latest is None for one in self._planned.values()):
             return
         requests: dict[int, Request] = {}
         for number, one in self._planned.items():
-            assert one._courses.request is not None
-            requests[number] = one._courses.request
+            assert one._specializations.request is not None
+            requests[number] = one._specializations.request
         asked, less = min(request.mem_limit for request in requests.values()), 0
         plans = {number: one._plan for number, one in self._planned.items()}
         for _ in range(_TRIES):
@@ -154,7 +154,7 @@ class _Sharing:
             less = max(less + over, 2 * less)
             plans = {
                 number: make_plan(
-                    one._courses.timed(one._latest, together=True).profile,
+                    one._specializations.timed(one._latest, together=True).profile,
                     replace(requests[number], mem_limit=asked - less),
                     one._group,
                 )
@@ -168,8 +168,8 @@ class _Sharing:
                 asked + over,
             )
         for number, one in self._planned.items():
-            one._courses.request = replace(requests[number], mem_limit=asked - less)
-            for course in one._courses:
+            one._specializations.request = replace(requests[number], mem_limit=asked - less)
+            for course in one._specializations:
                 course.plan = None
             one._latest.plan = plans[number]
         self._end()

@@ -102,8 +102,8 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
     for n, s in enumerate(profile.chain.stages, 1):
         forms = tuple(form.saved_bytes for form in s.forms)
         rows.append(FoundStage(n, s.name, s.output_bytes, s.saved_bytes, s.forward_time, s.backward_time, forms))
-    if wrapped._courses.request is not None:
-        wrapped._courses.ask(wrapped._courses.request)
+    if wrapped._specializations.request is not None:
+        wrapped._specializations.ask(wrapped._specializations.request)
     kept = wrapped.kept_skips
     skips = [
         FoundSkip(s.first, s.last, s.nbytes, None if kept is None else n in kept) for n, s in enumerate(profile.skips)

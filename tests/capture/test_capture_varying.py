@@ -90,8 +90,8 @@ def test_data_dependent_modules_run_their_own_code(block: type[nn.Module], share
     expected = trained(model, batches)
     # as the forward of another model, so that it is recorded
     wrapped = rotoff.Checkpointable(Around(twin), cache_directory=None).measure(batches[0], repeats=1)
-    assert wrapped._courses.latest is not None
-    varying = [s.name for s in wrapped._courses.latest.captured.stages if s.varying]
+    assert wrapped._specializations.latest is not None
+    varying = [s.name for s in wrapped._specializations.latest.captured.stages if s.varying]
     assert bool(varying) == (block is not Counter)  # another buffer in each step is nothing that work depends on
     try:
         wrapped.compute_sequence(int(share * wrapped.keep_all_memory) or 1, mode="remat", refine=False)
@@ -128,9 +128,9 @@ def test_step_counter_does_not_cause_measuring(block: Callable[[], nn.Module]) -
     with pytest.raises(rotoff.InfeasibleError) as least:
         wrapped.compute_sequence(1, mode="remat", refine=False)
     wrapped.compute_sequence(least.value.min_mem_limit, mode="remat", refine=False)
-    course = wrapped._courses.latest
+    course = wrapped._specializations.latest
     got = trained(wrapped, batches)
-    assert wrapped._courses.latest is course
+    assert wrapped._specializations.latest is course
     assert wrapped.sequence.meta["source"] != "keep-all"
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))

@@ -52,7 +52,7 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
         torch.manual_seed(1)
         model(x).square().mean().backward()
         assert not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
-        request = planned._courses.request
+        request = planned._specializations.request
         told = request.mem_limit, request.mode, request.mem_slots, request.options, len(planned.chain)
         found.append((told, [p.grad for p in model.parameters()]))
     assert found[0][0] == found[1][0]
@@ -61,7 +61,7 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
 
 def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:
     planned = rotoff.attach(net(), RotoffConfig(mem_limit="500 KiB", mode="remat"), mode="offload", refine=False)
-    assert (planned._courses.request.mode, planned.mem_limit) == ("offload", 500 * 2**10)
+    assert (planned._specializations.request.mode, planned.mem_limit) == ("offload", 500 * 2**10)
     assert RotoffConfig().arguments() == {"mem_limit": "auto"}
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
@@ -80,7 +80,7 @@ def test_of_two_limits_none_is_dropped() -> None:
 
 def test_what_is_said_beside_a_configuration_counts_even_if_it_is_the_default() -> None:
     config = RotoffConfig(mem_limit="500 KiB", mode="remat")
-    assert rotoff.attach(net(), config, mode="joint")._courses.request.mode == "joint"
+    assert rotoff.attach(net(), config, mode="joint")._specializations.request.mode == "joint"
 
 
 @pytest.mark.parametrize("settings", [RotoffConfig(mem_limit="1 MiB"), {"mem_limit": "1 MiB"}, "train.yaml"])

@@ -17,7 +17,7 @@ import rotoff
 from rotoff.core.chain import Stage
 from rotoff.planning.memory_account import reported_bytes
 from rotoff.planning.planner import least_limit, make_plan, plan_everything
-from rotoff.planning.reduction import RULES, Told, check_rules, common_profile, own
+from rotoff.planning.reduction import RULES, SentProfile, check_rules, common_profile, own
 from rotoff.planning.request import Request
 from rotoff.profile.memory.eager_memory import FreedEarly, HeldLate
 from rotoff.profile.profile import Compact, Profile
@@ -77,7 +77,7 @@ def unequal(profile: Profile, seed: int) -> Profile:
 
 def agreed(profiles: Sequence[Profile]) -> list[Profile]:
     """What each process has in the end; what they tell goes through a pickle, as between processes."""
-    everyone = [pickle.loads(pickle.dumps(Told(one))) for one in profiles]
+    everyone = [pickle.loads(pickle.dumps(SentProfile(one))) for one in profiles]
     return [common_profile(mine, copy.deepcopy(everyone)) for mine in profiles]
 
 

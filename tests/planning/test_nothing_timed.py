@@ -16,8 +16,8 @@ from torch import nn
 
 import rotoff
 from rotoff.planning import course_meter, planner
-from rotoff.planning.course import Specialization
 from rotoff.planning.request import Request
+from rotoff.planning.specialization import Specialization
 from rotoff.profile import stage_meter
 from rotoff.profile.measure import UsedForm
 from rotoff.profile.profile import Profile
@@ -54,7 +54,7 @@ def in_room(model: nn.Module, **options: Any) -> rotoff.Checkpointable:
 
 
 def latest(wrapped: rotoff.Checkpointable) -> Specialization:
-    found = wrapped._courses.latest
+    found = wrapped._specializations.latest
     assert found is not None
     return found
 

@@ -255,7 +255,7 @@ def test_a_new_shape_under_a_profiler_runs_plain(caplog: pytest.LogCaptureFixtur
     assert "profiler" in caplog.text
     torch.manual_seed(0)
     assert torch.equal(output, model(other))
-    stages = len(list(wrapped._courses))
+    stages = len(list(wrapped._specializations))
     torch.manual_seed(0)
     assert torch.equal(output, wrapped(other))
-    assert len(list(wrapped._courses)) == stages + 1
+    assert len(list(wrapped._specializations)) == stages + 1

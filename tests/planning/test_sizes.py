@@ -26,7 +26,7 @@ import rotoff
 from rotoff.capture.course import expected
 from rotoff.planning import planner
 from rotoff.planning.sizes import MeasuredSizes, Sizes, covering, covers, powers_seen, rounded, split
-from rotoff.planning.specialization import Specializations
+from rotoff.planning.specializations import Specializations
 from rotoff.profile.between_sizes import NotAlike, Share, between
 from rotoff.profile.timing import timing_cache
 from rotoff.runtime.execution_plan import compile_sequence
@@ -157,7 +157,7 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
     wrapped, plain = planned(kind, 0.4, 192, mode=mode)
     measurings.clear()
     make = KINDS[kind][1]
-    limit = wrapped._courses.request.mem_limit
+    limit = wrapped._specializations.request.mem_limit
     with caplog.at_level(logging.WARNING, "rotoff"):
         for size in (192, 64, 96, 160, 104, 80, 176, 160, 68):
             batch = make(size)
@@ -209,7 +209,7 @@ def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(kind: str, mon
     )
     for size in (192, 64, 160, 150):
         step(wrapped, make(size))
-    course = wrapped._courses.latest
+    course = wrapped._specializations.latest
     assert course is not None
     assert not any(recipe.sized for one in course.profile.behaviours for recipe in one.forms)
     stages = course.profile.chain.stages
@@ -296,7 +296,7 @@ def test_a_larger_size_is_not_measured_if_each_tensors_bytes_follow_it(
     kind: str, share: float, measurings: list[int]
 ) -> None:
     wrapped, plain = planned(kind, share, 192)
-    limit = wrapped._courses.request.mem_limit
+    limit = wrapped._specializations.request.mem_limit
     measurings.clear()
     for size in (80, 176, 192, 184):
         batch = KINDS[kind][1](size)
@@ -311,11 +311,11 @@ def test_a_new_size_takes_over_which_calls_a_measured_one_expects(monkeypatch: p
     for size in (192, 96):
         step(wrapped, rows(size))
     found: list[int] = []
-    monkeypatch.setattr("rotoff.planning.course.expected", lambda *args: found.append(1) or expected(*args))
+    monkeypatch.setattr("rotoff.planning.specialization.expected", lambda *args: found.append(1) or expected(*args))
     for size in (176, 160, 144):
         batch = rows(size)
         assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
-        assert not wrapped._courses.latest.plan.keeps_all
+        assert not wrapped._specializations.latest.plan.keeps_all
     assert not found
 
 
@@ -328,12 +328,12 @@ def test_a_plan_of_another_size_serves_until_steps_have_lost_what_a_search_takes
     searches: list[int] = []
     search = planner._best_within
     monkeypatch.setattr(planner, "_best_within", lambda *args: searches.append(1) or search(*args))
-    sizes = wrapped._courses._sizes
+    sizes = wrapped._specializations._sizes
     sizes._searching = math.inf
     for _ in range(4):
         batch = rows(176)
         assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
-    course = wrapped._courses.latest
+    course = wrapped._specializations.latest
     assert course is not None and course.borrowed and not searches
     slow = course.plan.trace.makespan
     sizes._searching = course.lost / 8
@@ -347,11 +347,11 @@ def test_a_size_at_which_everything_is_kept_is_not_measured_for_what_others_have
     wrapped, _ = planned("recorded", 0.5, 192)
     for size in (192, 64, 20):
         step(wrapped, rows(size))
-    course = wrapped._courses.latest
+    course = wrapped._specializations.latest
     assert course.plan.keeps_all and course.loose > 1.2
     rounding = (1 + 1e-15) * course.profile.chain.compute_time
     course.plan = replace(course.plan, trace=replace(course.plan.trace, makespan=rounding))
-    [measured] = wrapped._courses._sizes._measured.values()
+    [measured] = wrapped._specializations._sizes._measured.values()
     measured.owed = math.inf
     measurings.clear()
     step(wrapped, rows(20))
@@ -373,14 +373,14 @@ def test_plans_that_are_known_are_listed() -> None:
         step(wrapped, rows(size))
     table = {one.shapes[0][0]: one for one in wrapped.plans()}
     assert {size: one.measured for size, one in table.items()} == {192: True, 64: True, 128: False}
-    assert all(one.memory <= wrapped._courses.request.mem_limit for one in table.values())
+    assert all(one.memory <= wrapped._specializations.request.mem_limit for one in table.values())
     assert table[192].makespan > 0 < table[192].overhead
     assert (table[64].makespan, table[64].overhead) == (None, None)  # of which everything is kept
 
 
 def test_up_to_a_size_all_that_are_smaller_are_known(measurings: list[int]) -> None:
     wrapped, plain = planned("tokens", 0.4, 96)
-    limit = wrapped._courses.request.mem_limit
+    limit = wrapped._specializations.request.mem_limit
     measurings.clear()
     wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
     assert len(measurings) == 3
@@ -393,7 +393,7 @@ def test_up_to_a_size_all_that_are_smaller_are_known(measurings: list[int]) -> N
 
 def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
     wrapped, _ = planned("tokens", 0.0, 96)
-    limit = 3 * wrapped._courses.request.mem_limit // 4
+    limit = 3 * wrapped._specializations.request.mem_limit // 4
     with pytest.raises(rotoff.InfeasibleError, match=r"on the input of up_to, \[\[8, 96\]\], needs at least") as caught:
         wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
     assert caught.value.min_mem_limit > limit

@@ -255,8 +255,8 @@ def test_output_held_by_caller_is_charged_in_backward() -> None:
     torch.manual_seed(0)
     tokens = torch.randint(0, 80, (2, 24))
     wrapped = rotoff.Checkpointable(Words(), cache_directory=None, forms=False).measure(tokens, repeats=1)
-    assert wrapped._courses.latest is not None
-    profile = wrapped._courses.latest.profile
+    assert wrapped._specializations.latest is not None
+    profile = wrapped._specializations.latest.profile
     head, loss = len(profile.chain) - 1, len(profile.chain)
     skip_bytes = 2 * 24 * 80 * 4
     skip = next(n for n, s in enumerate(profile.skips) if (s.first, s.last, s.nbytes) == (head, loss, skip_bytes))

@@ -12,7 +12,7 @@ from planned_steps import smallest
 from torch import nn
 
 import rotoff
-from rotoff.planning.course import signature
+from rotoff.planning.specialization import signature
 
 
 class Net(nn.Module):
@@ -159,8 +159,8 @@ def test_a_batch_that_lies_otherwise_in_memory() -> None:
             outputs[-1].sum().backward()
         assert torch.equal(*outputs)
     assert same([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])
-    assert len(wrapped._courses._known) == 4
-    assert not any(course.plan.keeps_all for course in wrapped._courses)
+    assert len(wrapped._specializations._known) == 4
+    assert not any(course.plan.keeps_all for course in wrapped._specializations)
 
 
 def test_what_is_contiguous_has_the_signature_it_had() -> None:

@@ -297,7 +297,7 @@ def force(
 ) -> None:
     """Place everything as in so little memory that a small model's generator states would not fit beside it."""
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
-    request = model._courses.request
+    request = model._specializations.request
     planner, profile = request.planner, model.profile
     groups = planner.groups(profile, host).streaming(math.inf)
     chain = replace(profile.chain, parameters=groups.costs)

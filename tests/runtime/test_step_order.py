@@ -145,7 +145,7 @@ def trained(
         mock.patch.object(Placement, "brought", recorded_use),
     ):
         wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers[1], refine=False, updates=updates)
-        request = wrapped._courses.request
+        request = wrapped._specializations.request
         assert request is not None
         planner: Any = request.planner
         groups = planner.groups(wrapped.profile, host)

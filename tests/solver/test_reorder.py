@@ -8,7 +8,7 @@ import pytest
 
 from rotoff import Chain, ParameterGroup, Sequence, Stage, min_mem_limit, simulate
 from rotoff.solver.anneal import Budget
-from rotoff.solver.placed_search import Step, searched, sequence_of
+from rotoff.solver.placed_search import PlacedProblem, searched, sequence_of
 from rotoff.solver.reorder import _orders, reordered
 
 
@@ -27,10 +27,10 @@ def drawn(seed: int, duplex: bool, shared: bool) -> Chain:
     return Chain(tuple(stages), 50.0, 50.0, 10, 0, duplex, **slower, parameters=tuple(groups))
 
 
-def planned(chain: Chain, updates: str) -> tuple[Step, Sequence]:
+def planned(chain: Chain, updates: str) -> tuple[PlacedProblem, Sequence]:
     limit = int(1.05 * min_mem_limit(chain, "joint", updates))
-    step = Step(chain, limit, None, "joint", updates)
-    return step, sequence_of(step, searched(step, Budget(0.02), [])[0])
+    problem = PlacedProblem(chain, limit, None, "joint", updates)
+    return problem, sequence_of(problem, searched(problem, Budget(0.02), [])[0])
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def planned(chain: Chain, updates: str) -> tuple[Step, Sequence]:
 def test_every_order_is_legal_and_takes_what_the_machine_says(duplex: bool, shared: bool, updates: str) -> None:
     for seed in range(2):
         chain = drawn(seed, duplex, shared)
-        step, plan = planned(chain, updates)
-        kernel, ops = _orders(step, plan, 4)[0], tuple(plan)
+        problem, plan = planned(chain, updates)
+        kernel, ops = _orders(problem, plan, 4)[0], tuple(plan)
         order = np.arange(len(ops), dtype=np.int32)
         for turn in range(5):  # so hot that whatever is legal is taken
             best = order.copy()
             kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, best, np.zeros(1, np.int8))
             assert (order != np.arange(len(ops))).any()
-            trace = simulate(chain, replace(plan, ops=tuple(ops[n] for n in order)), step.limit, updates)
+            trace = simulate(chain, replace(plan, ops=tuple(ops[n] for n in order)), problem.limit, updates)
             assert trace.makespan == kernel.seconds(order)
 
 
@@ -54,10 +54,10 @@ def test_where_values_are_large_another_order_is_faster() -> None:
     gained = 0
     for seed in range(4):
         chain = drawn(seed, duplex=False, shared=False)
-        step, plan = planned(chain, "during")
-        seconds, made = reordered(step, plan, Budget(0.05))
-        before = simulate(chain, plan, step.limit).makespan
-        after = simulate(chain, made, step.limit).makespan
+        problem, plan = planned(chain, "during")
+        seconds, made = reordered(problem, plan, Budget(0.05))
+        before = simulate(chain, plan, problem.limit).makespan
+        after = simulate(chain, made, problem.limit).makespan
         assert after == seconds
         assert after <= before
         assert sorted(map(str, made)) == sorted(map(str, plan))
@@ -66,7 +66,7 @@ def test_where_values_are_large_another_order_is_faster() -> None:
 
 
 def test_the_limit_on_the_host_holds_in_every_order() -> None:
-    step, plan = planned(drawn(0, duplex=True, shared=False), "during")
-    held = simulate(step.chain, plan).host_peak_bytes
-    _, made = reordered(replace(step, host_limit=held), plan, Budget(0.05))
-    assert simulate(step.chain, made, step.limit).host_peak_bytes <= held
+    problem, plan = planned(drawn(0, duplex=True, shared=False), "during")
+    held = simulate(problem.chain, plan).host_peak_bytes
+    _, made = reordered(replace(problem, host_limit=held), plan, Budget(0.05))
+    assert simulate(problem.chain, made, problem.limit).host_peak_bytes <= held

@@ -152,7 +152,7 @@ def test_a_forward_that_calls_itself() -> None:
     planned.compute_sequence(smallest(planned), refine=False)
     assert not planned._plan.keeps_all
     assert same(gradients(model, x), gradients(plain, x))
-    assert len(list(planned._courses)) == 1
+    assert len(list(planned._specializations)) == 1
 
 
 def test_what_is_attached_is_not_planned_by_another() -> None:

@@ -53,7 +53,7 @@ def estimate_profile(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: Device,
-    wanted: strategy.Wanted = None,
+    wanted: strategy.StagesOption = None,
     forms: Forms = True,
     backward_from: BackwardFrom = None,
 ) -> Profile:

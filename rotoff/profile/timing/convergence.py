@@ -62,10 +62,12 @@ def more_than_first(seconds: Sequence[float], width: int) -> list[Series]:
 
 @dataclass(frozen=True)
 class Repeats:
-    """Attributes:
-    least, most: numbers of runs.
-    seconds: that may pass after the least.
-    width: half the interval's width at which timing stops, relative to the median.
+    """How often to time something.
+
+    Attributes:
+        least, most: numbers of runs.
+        seconds: that may pass after the least.
+        width: half the interval's width at which timing stops, relative to the median.
     """
 
     least: int = 3

@@ -1,8 +1,8 @@
 """The interface of a link between device and host; one implementation for CUDA, one for CPU and file.
 
-A link only moves bytes; the plan decides which value, when, and where it lies on the host. The host side
-is one slab per plan, reserved before its steps, addressed by offset. The compute lane is whatever executes the stages
-(the current CUDA stream, or the thread that runs forward and backward).
+A link only moves bytes; the plan decides which value, when, and where it lies on the host. The host side is one slab
+per plan, reserved before its steps, addressed by offset. The compute lane is whatever executes the stages (the current
+CUDA stream, or the thread that runs forward and backward).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def first_bytes(tensors: Sequence[torch.Tensor], offset: Offset) -> Sequence[int
 class Link(ABC):
     """Copies between one device and the host.
 
-    The order that an implementation must keep (design: nothing blocks the host, except where host and device are one):
+    The order that an implementation must keep; nothing blocks the host, except where host and device are one:
 
     * `copy_out` reads its sources only after all compute issued before it; `copy_in` writes its targets only after all
       compute issued before it (they may be recycled memory) and after the copy that wrote the host bytes.

@@ -1,10 +1,10 @@
 """The link for CUDA: a side stream for each direction, pinned host memory of exact size, ordered by events alone.
 
-For each copy (design, section 5), an event is recorded on the compute stream at issue and the copy's stream waits for
-it, because until then the source is not written, or the target still in use. A copy back also waits for the copy out
-that filled its host bytes. `wait` makes the compute stream wait for the copy's own event. After that, memory may go
-back to the allocator, which reuses it in the order of the compute stream. So the allocator needs no `record_stream`,
-which would return blocks late, and the host never waits within a step.
+For each copy, an event is recorded on the compute stream at issue and the copy's stream waits for it, because until
+then the source is not written, or the target still in use. A copy back also waits for the copy out that filled its host
+bytes. `wait` makes the compute stream wait for the copy's own event. After that, memory may go back to the allocator,
+which reuses it in the order of the compute stream. So the allocator needs no `record_stream`, which would return blocks
+late, and the host never waits within a step.
 
 `StreamLink` does all of this through the interface `Streams`. `CudaStreams` implements it for CUDA, and the tests have
 an implementation for tensors on the CPU, so that they check the order of the code that runs.

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from ...errors import ExecutionError
 from ...tensors.tree import flatten
-from .all_at_once import Marks
 from .groups import PlacedGroups
+from .guard import Marks
 from .tensor import placeable
 from .updates import parameters_of, read_by
 

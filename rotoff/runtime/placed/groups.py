@@ -31,7 +31,7 @@ from .tensor import (
 )
 
 
-class Places:
+class ParameterPlaces:
     """The places of one parameter, its gradient and its optimizer state."""
 
     def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int, fresh: FreshBytes) -> None:
@@ -92,7 +92,7 @@ class PlacedGroups:
         self.base = 0
         self.fresh = FreshBytes(link)
         self.optimizers = tuple(optimizers)
-        self.places: dict[int, Places] = {}
+        self.places: dict[int, ParameterPlaces] = {}
         self.step: Any = None
         self._plan: PlacedPlan | None = None
 
@@ -127,7 +127,7 @@ class PlacedGroups:
         end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
         self.link.reserve(end + host_bytes)
         for parameter, state in new:
-            self.places[id(parameter)] = places = Places(parameter, state, self.link, self.base, self.fresh)
+            self.places[id(parameter)] = places = ParameterPlaces(parameter, state, self.link, self.base, self.fresh)
             self.base = places.end
         self._plan = plan
 

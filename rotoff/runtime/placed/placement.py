@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from ...core.sequence import UPDATES, Op, OpKind
 from ...errors import ExecutionError
 from ..links.base import Link
-from .all_at_once import Guard
 from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
 from .groups import PlacedGroups
+from .guard import Guard
 from .in_turn import InTurn
 from .lending import Lender, Streamed
 from .placed_plan import PlacedPlan

@@ -1,5 +1,5 @@
-"""Refuses what needs all gradients with ``updates="during"``, clipping, scaling and the steps of other optimizers: each
-gradient is gone as soon as it is complete, so they would silently do nothing, or harm."""
+"""Refuses, with ``updates="during"``, what needs all gradients at once: clipping, scaling, steps of other optimizers.
+Each gradient is gone as soon as it is complete, so these would silently do nothing, or harm."""
 
 from __future__ import annotations
 

@@ -1,0 +1,31 @@
+"""Checks of options that name one or several modes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..errors import OptionError
+from .sequence import MODES
+
+
+def check_mode(mode: str) -> None:
+    """Raise OptionError if `mode` is none of the three."""
+    if mode not in MODES:
+        raise OptionError(f"mode is {mode!r}; modes are {', '.join(map(repr, MODES))}")
+
+
+def parse_modes(modes: Any) -> tuple[str, ...]:
+    """Read an option that names one or several modes; OptionError if there is none or an unknown one."""
+    wanted = as_tuple(modes)
+    if not wanted:
+        raise OptionError(f"modes is empty; give at least one of {', '.join(map(repr, MODES))}")
+    for mode in wanted:
+        check_mode(mode)
+    return wanted
+
+
+def as_tuple(given: Any) -> tuple[Any, ...]:
+    """The values of an option; a text, number or dict alone is one value."""
+    lone = isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
+    return (given,) if lone else tuple(given)
