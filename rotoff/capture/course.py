@@ -21,7 +21,7 @@ from .partition.cuts import used
 from .partition.segment import Segment
 from .places import Entry
 from .sharding import gathers
-from .tape import Operation, Owned, Ref, Tape, argument_leaves
+from .tape import Owned, RecordedCall, Ref, Tape, argument_leaves
 from .unrepeatable import compiled
 from .unused_results import OUTSIDE, beside_bytes, put_in_stages, with_calls
 
@@ -186,7 +186,7 @@ def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> li
     return found
 
 
-def _numbers(op: Operation) -> Iterator[int | None]:
+def _numbers(op: RecordedCall) -> Iterator[int | None]:
     """Yield the variable of each tensor among the arguments of a call."""
     for leaf in argument_leaves((op.args, op.kwargs)):
         if isinstance(leaf, Ref):

@@ -18,7 +18,7 @@ from torch import nn
 from ..tensors.autocast import Autocast
 from ..tensors.kernel_flags import KernelFlags
 from .places import Entry, alone
-from .tape import Operation, Owned, Pinned, Ref, Tape, substitute
+from .tape import Owned, Pinned, RecordedCall, Ref, Tape, substitute
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class ModuleCall:
         begin, end: its operations.
         made: the number of operations before it that make or change tensors.
         until: how many calls of modules had begun when it ended.
-        place, outputs, grad, autocast, kernels: as in `Operation`.
+        place, outputs, grad, autocast, kernels: as in `RecordedCall`.
     """
 
     module: nn.Module
@@ -58,14 +58,14 @@ class ModuleCall:
 
 
 def as_one(
-    tape: Tape, calls: Sequence[ModuleCall], modules: Collection[nn.Module], instead: Mapping[int, Operation]
+    tape: Tape, calls: Sequence[ModuleCall], modules: Collection[nn.Module], instead: Mapping[int, RecordedCall]
 ) -> None:
     """Replace the calls of `modules` by one operation each; of nested calls, the outermost.
 
     Args:
         instead: replacements of operations within them, by number.
     """
-    operations: list[Operation] = []
+    operations: list[RecordedCall] = []
     before = list(accumulate((op.makes for op in tape.operations), initial=0))
     last = {n: k for k, op in enumerate(tape.operations) for n in op.reads}
     last.update(dict.fromkeys(tape.result_variables(), len(tape.operations)))
@@ -95,7 +95,7 @@ def as_one(
     tape.operations = operations
 
 
-def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], later: Set[int]) -> Operation:
+def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[RecordedCall], later: Set[int]) -> RecordedCall:
     """Return the operation that stands for those made in a call. later: the variables that are read after it."""
     reads, born = dict.fromkeys(call.given), set[int]()
     for op in inner:
@@ -107,7 +107,7 @@ def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], late
         n for n, _ in saves
     }
     inner_storages = {tape.variables[n].storage for n in born} - seen
-    return Operation(
+    return RecordedCall(
         function=call.module,
         args=tuple(map(Ref, call.given)),
         kwargs={},
@@ -128,7 +128,7 @@ def _as_operation(tape: Tape, call: ModuleCall, inner: Sequence[Operation], late
     )
 
 
-def pinned(operation: Operation, tensors: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> Operation:
+def pinned(operation: RecordedCall, tensors: Sequence[torch.Tensor], returned: Sequence[torch.Tensor]) -> RecordedCall:
     """Return `operation` with the sizes that it gave when it was recorded, although they depend on numbers: measuring
     draws other random numbers than the step. Whole numbers that it returned are kept, or else those that it received.
 

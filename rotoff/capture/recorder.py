@@ -30,7 +30,7 @@ from .module_calls import ModuleCall, pinned
 from .partition.data_sizes import DataSizes
 from .partition.weight_casts import WeightCasts
 from .places import Places
-from .tape import NOTHING, SET_REQUIRES_GRAD, Operation, Ref, Settings, Tape, argument_leaves, substitute
+from .tape import NOTHING, SET_REQUIRES_GRAD, RecordedCall, Ref, Settings, Tape, argument_leaves, substitute
 from .unrepeatable import ONCE_MORE, Parameters, UncuttableError, UnrepeatableError
 
 # properties of a tensor that do not depend on its contents
@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
         self._now: list[Any] = []  # what the current call has returned, once it has
         self.ended = False
         self._open: list[ModuleCall] = []  # calls of modules that are running, outermost first
-        self._pinned: dict[int, Operation] = {}  # replacements of operations within modules, by number
+        self._pinned: dict[int, RecordedCall] = {}  # replacements of operations within modules, by number
         self._sizes = DataSizes()
         self.trouble: MeasureError | None = None
         self._model = model
@@ -274,7 +274,7 @@ class Recorder(TorchFunctionMode):
         elif not self._sizes.computed.isdisjoint(reads) and self._sizes.counted(name, reads):
             self._varies()
         self._sizes.note(function, name, references, given, reads, outputs, draws)
-        one = Operation(
+        one = RecordedCall(
             function=function,
             args=references[0],
             kwargs=references[1],
@@ -308,7 +308,7 @@ class Recorder(TorchFunctionMode):
         self._hooks += [] if handle is None else [handle]
         return handle
 
-    def _append(self, one: Operation, pinned: Operation | None) -> None:
+    def _append(self, one: RecordedCall, pinned: RecordedCall | None) -> None:
         """Put an operation on the tape. pinned: its replacement within the modules around it."""
         if pinned is not None:
             self._pinned[len(self.tape.operations)] = pinned

@@ -71,7 +71,7 @@ SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defi
 
 
 class Settings(TypedDict):
-    """The fields of an `Operation` that say what is set around it."""
+    """The fields of a `RecordedCall` that say what is set around it."""
 
     grad: bool
     autocast: Autocast
@@ -79,7 +79,7 @@ class Settings(TypedDict):
 
 
 @dataclass(frozen=True)
-class Operation:
+class RecordedCall:
     """One call of a function of torch, of a custom autograd Function, or of a module that is called as a whole.
 
     Attributes:
@@ -186,14 +186,14 @@ class Tape:
 
     inputs: list[int] = field(default_factory=list)
     variables: list[Variable] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[RecordedCall] = field(default_factory=list)
     result: list[Any] = field(default_factory=list)
     result_spec: pytree.TreeSpec | None = None
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     varying: frozenset[nn.Module] = frozenset()
     generators: list[tuple[torch.Generator, torch.Tensor]] = field(default_factory=list)
     tables: list[torch.Tensor] = field(default_factory=list)
-    inner: dict[int, tuple[Operation, ...]] = field(default_factory=dict)
+    inner: dict[int, tuple[RecordedCall, ...]] = field(default_factory=dict)
     opaque: set[nn.Module] = field(default_factory=set)
     entries: dict[tuple[nn.Module | None, int], int] = field(default_factory=dict)
     random: bool = False

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from .places import is_exact
-from .tape import Operation, Ref, Tape, substitute
+from .tape import RecordedCall, Ref, Tape, substitute
 
 
 def union(one: Tape, other: Tape, order: Mapping[str, int]) -> Tape | None:
@@ -55,7 +55,7 @@ def _aligned(one: Tape, other: Tape) -> list[tuple[int, int]] | None:
 
 
 def _merged(one: Tape, other: Tape, pairs: list[tuple[int, int]], order: Mapping[str, int]) -> Iterator[Pair]:
-    def rank(op: Operation) -> list[tuple[int, int]]:
+    def rank(op: RecordedCall) -> list[tuple[int, int]]:
         return [(order.get(name, 0), call) for name, call in op.place]
 
     i = j = 0
@@ -151,7 +151,7 @@ class _Union:
         self._calls += op.makes
         self._tape.operations.append(op)
 
-    def _as_one(self, every: list[tuple[_Side, Operation]]) -> Operation:
+    def _as_one(self, every: list[tuple[_Side, RecordedCall]]) -> RecordedCall:
         """Return the operation that stands for equal ones of both tapes."""
         side, op = every[0]
         args, kwargs = substitute((op.args, op.kwargs), lambda leaf: self._renamed(side, leaf))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from itertools import accumulate
 
-from .tape import Operation, Tape
+from .tape import RecordedCall, Tape
 
 SCALARS = 64  # bytes of the tensors that an operation makes of numbers
 OUTSIDE = 0  # the stage of results that belong to all stages or to none, and are charged to no value
@@ -17,7 +17,7 @@ OUTSIDE = 0  # the stage of results that belong to all stages or to none, and ar
 
 def put_in_stages(
     tape: Tape,
-    calls: Sequence[Operation],
+    calls: Sequence[RecordedCall],
     stage_of: dict[int, int],
     needed: Collection[int],
     outside: Collection[int],
@@ -48,7 +48,7 @@ def put_in_stages(
 
 def beside_bytes(
     tape: Tape,
-    calls: Sequence[Operation],
+    calls: Sequence[RecordedCall],
     stage_of: Mapping[int, int],
     needed: Collection[int],
     last: Mapping[int, int],
@@ -77,7 +77,7 @@ def beside_bytes(
 
 def _spans(
     tape: Tape,
-    calls: Sequence[Operation],
+    calls: Sequence[RecordedCall],
     stage_of: Mapping[int, int],
     needed: Collection[int],
     last: Mapping[int, int],
@@ -115,7 +115,7 @@ def _spans(
             yield first, end, nbytes[storage]
 
 
-def with_calls(tape: Tape, calls: Sequence[Operation]) -> Iterator[tuple[Operation, int]]:
+def with_calls(tape: Tape, calls: Sequence[RecordedCall]) -> Iterator[tuple[RecordedCall, int]]:
     """Yield the operations, the last first, each with its index among `calls`; that of the next call if it is none."""
     index = {id(op): k for k, op in enumerate(calls)}
     k = len(calls)

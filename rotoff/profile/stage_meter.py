@@ -29,7 +29,7 @@ from .measured import Measured
 from .selective.graph import describe, structure
 from .selective.variant_meter import FormMeter
 from .selective.variant_run import WholeStage
-from .selective.variants import Policy, unfit
+from .selective.variants import FormPolicy, unfit
 from .stage_bytes import ByteMeter
 from .timing.context import MeasurementContext
 from .timing.convergence import Repeats
@@ -53,7 +53,7 @@ class Meter(ByteMeter):
     def __init__(
         self,
         context: MeasurementContext,
-        forms: bool | Policy = False,
+        forms: bool | FormPolicy = False,
         algorithms: Sequence[Algorithms] = (),
         alone: bool = True,
     ) -> None:
@@ -70,7 +70,7 @@ class Meter(ByteMeter):
         self._warm = context.device.type == "cpu"  # whether no library keeps workspaces from its first backward on
         self.checked: StageTimes | None = None  # the known times that are checked
 
-    def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
+    def form_meter(self, policy: FormPolicy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         return FormMeter(self.context, policy, partial, algorithms)
 
     def estimate_forms(self) -> bool:

@@ -45,7 +45,7 @@ class Follower:
     _held: Collection[int]
     _dying: Sequence[int]
     _token: object
-    _stages: Any
+    _step: Any
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def called(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] | None = None

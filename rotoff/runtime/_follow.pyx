@@ -99,7 +99,7 @@ cdef class Follower:
     cdef public tuple _rows, _entries, _origin, _outside
     cdef public list _log, saved
     cdef public dict _numbered
-    cdef public object _held, _dying, _token, _stages, tape, outside, reads, frames, lender, autocast_before
+    cdef public object _held, _dying, _token, _step, tape, outside, reads, frames, lender, autocast_before
     cdef public tuple kernels_before
 
     def call(self, function, tuple args, dict kwargs):
@@ -133,7 +133,7 @@ cdef class Follower:
             if stage is None and self._stage == OUTSIDE:
                 stage = 1  # an unexpected call belongs to the open stage
             if stage is not None and stage != OUTSIDE and stage != self._stage:
-                self._stages.enter(stage)
+                self._step.enter(stage)
             return self._followed(function, known, args, kwargs, row)
         finally:
             self.inside = False

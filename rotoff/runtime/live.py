@@ -83,7 +83,7 @@ class LiveForward(OnCourse):
     timed = False  # whether `_run` makes every call, since a subclass times them there
 
     def __init__(
-        self, course: Course | None, stages: StageCallbacks, generators: Generators, given: list[torch.Tensor]
+        self, course: Course | None, step: StageCallbacks, generators: Generators, given: list[torch.Tensor]
     ) -> None:
         super().__init__(course or NOTHING_EXPECTED)
         self.tape = StageTape("")
@@ -106,7 +106,7 @@ class LiveForward(OnCourse):
         self._token = object()  # identifies this forward
         self._origin: tuple[object, int] = (self._token, OUTSIDE)  # of what the open stage makes
         self._outside: tuple[object, int] = self._origin
-        self._stages = stages
+        self._step = step
         self._generators = generators
         self._drawn: tuple[object, ...] | None = None  # mark of the generators after the stage's last random call
         self._replay: ReplayState  # of the open stage
@@ -211,7 +211,7 @@ class LiveForward(OnCourse):
         self.on_course = self.as_measured = False
         self.kept_more, self._earlier = True, None
         gone = [var for var, _ in held if not self.frames.put_back(var)]
-        for var, content in zip(gone, self._stages.restore(gone) if gone else (), strict=True):
+        for var, content in zip(gone, self._step.restore(gone) if gone else (), strict=True):
             self.frames.fill(var, content)
         for var, _ in held:
             var.stays = True
@@ -343,7 +343,7 @@ class LiveForward(OnCourse):
                         self.frames.put_back(var)
                     var.stays = True
                 if every := [var for var in every if var.stage != OUTSIDE]:
-                    self._stages.keep_before(key, every)
+                    self._step.keep_before(key, every)
 
     def _mark(self) -> tuple[object, ...]:
         if self._drawn is None:
@@ -416,7 +416,7 @@ class LiveForward(OnCourse):
         self.inside = True
         self._let_go_all()
         if (stage := self._rows[self._position][1]) not in (OUTSIDE, self._stage):
-            self._stages.enter(stage)
+            self._step.enter(stage)
         self.inside = False
 
     def _is_whole(self, module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torch import nn
 
 from ...tensors.lifetimes import Lifetimes
 from ...tensors.stage import StageModule
-from ..tape import NOTHING, Operation, Owned, Tape
+from ..tape import NOTHING, Owned, RecordedCall, Tape
 from ..unrepeatable import UncuttableError
 from .eager_lifetimes import lifetimes
 from .segment import Segment
@@ -84,7 +84,7 @@ def stages(tape: Tape, count: int = STAGES, names: Sequence[str] = (), like: Tap
 def _modules(
     tape: Tape,
     names: Sequence[str],
-    pieces: list[list[Operation]],
+    pieces: list[list[RecordedCall]],
     prepared: bool,
     needed: dict[int, int],
     lives: list[Lifetimes],
@@ -112,7 +112,7 @@ def _modules(
     return found
 
 
-def used(tape: Tape) -> list[Operation]:
+def used(tape: Tape) -> list[RecordedCall]:
     """Return the operations whose results are used, or that have effects."""
     wanted = set(tape.result_variables())
     kept = []
@@ -144,7 +144,7 @@ class _Cost:
         return sum(size if birth > last else 2 * size for birth, size in self.alive)
 
 
-def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Cost]:
+def _costs(tape: Tape, operations: list[RecordedCall], early: set[int]) -> list[_Cost]:
     """Return the cost of a cut after each operation. early: variables that need not cross, because they can be made
     first."""
     births, made = _births(tape, operations)
@@ -167,7 +167,7 @@ def _costs(tape: Tape, operations: list[Operation], early: set[int]) -> list[_Co
     return costs
 
 
-def _births(tape: Tape, operations: list[Operation]) -> tuple[dict[int, int], list[int]]:
+def _births(tape: Tape, operations: list[RecordedCall]) -> tuple[dict[int, int], list[int]]:
     """Return the position of the operation that made each storage (-1 for the batch), and the bytes that each operation
     made."""
     births = {s: -1 for n in tape.inputs if (s := tape.variables[n].storage) is not None}
@@ -180,7 +180,7 @@ def _births(tape: Tape, operations: list[Operation]) -> tuple[dict[int, int], li
     return births, made
 
 
-def _inseparable(operations: list[Operation], births: dict[int, int]) -> set[int]:
+def _inseparable(operations: list[RecordedCall], births: dict[int, int]) -> set[int]:
     """Return the positions without a cut: between an operation and one that overwrites its result."""
     spans = [
         range(max(0, births.get(storage, position)), position)
@@ -190,7 +190,7 @@ def _inseparable(operations: list[Operation], births: dict[int, int]) -> set[int
     return set(chain.from_iterable(spans))
 
 
-def _crossing(tape: Tape, operations: list[Operation]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _crossing(tape: Tape, operations: list[RecordedCall]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """Return the variables used after the operation that makes them, by its position, and by that of their last use."""
     first: dict[int, int] = {}
     last: dict[int, int] = {n: len(operations) for n in tape.result_variables()}
@@ -244,7 +244,7 @@ def _cuts(costs: list[_Cost], count: int, after: list[int] | None) -> list[int]:
     return [cut for cut in cuts if cut < len(costs) - 1]
 
 
-def _frozen(tape: Tape, operations: list[Operation]) -> int:
+def _frozen(tape: Tape, operations: list[RecordedCall]) -> int:
     """Return the number of operations before the first whose result needs a gradient, if some of them read parameters.
     As stages of their own they have no backward."""
     grads = (k for k, op in enumerate(operations) if any(tape.variables[n].needs_grad for n in op.made))
@@ -258,7 +258,7 @@ def _most_made(costs: list[_Cost], cuts: Sequence[int]) -> int:
     return max(sum(cost.made for cost in costs[start:end]) for start, end in ends)
 
 
-def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
+def _cuts_at(operations: list[RecordedCall], names: Sequence[str]) -> list[int]:
     """Return the cuts before the first call of one of `names`, and after each."""
     wanted = set(names)
     within: list[tuple[str, int] | None] = [
@@ -269,12 +269,12 @@ def _cuts_at(operations: list[Operation], names: Sequence[str]) -> list[int]:
     return ([start - 1] if start else []) + cuts
 
 
-def _early(tape: Tape, operations: list[Operation]) -> set[int]:
+def _early(tape: Tape, operations: list[RecordedCall]) -> set[int]:
     """Return the variables that can be made before all others."""
     changed = {owned for op in operations for owned in op.writes_owned}
-    producers: dict[int, Operation] = {}
+    producers: dict[int, RecordedCall] = {}
     movable: dict[int, bool] = {}
-    touching: dict[int, list[Operation]] = {}  # storage -> operations that read, make or write it
+    touching: dict[int, list[RecordedCall]] = {}  # storage -> operations that read, make or write it
     for op in operations:
         tensors = [tape.variables[n] for n in op.made]
         movable[id(op)] = (
@@ -308,7 +308,7 @@ def _early(tape: Tape, operations: list[Operation]) -> set[int]:
     return {n for n, op in producers.items() if movable[id(op)]}
 
 
-def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts: list[int]) -> list[Operation]:
+def _needed_early(tape: Tape, operations: list[RecordedCall], early: set[int], cuts: list[int]) -> list[RecordedCall]:
     """Return the operations to run first: those that make what would cross a cut, and all that they need."""
     piece_of: dict[int, int] = {}
     number, bounds = 0, set(cuts)
@@ -334,12 +334,12 @@ def _needed_early(tape: Tape, operations: list[Operation], early: set[int], cuts
     return found[::-1]
 
 
-def _calls(piece: list[Operation], wanted: Sequence[str]) -> set[tuple[str, int]]:
+def _calls(piece: list[RecordedCall], wanted: Sequence[str]) -> set[tuple[str, int]]:
     """Return the calls of the modules `wanted` that make some of the operations."""
     return {call for op in piece for call in op.place if call[0] in wanted}
 
 
-def _name(piece: list[Operation], wanted: Sequence[str]) -> str:
+def _name(piece: list[RecordedCall], wanted: Sequence[str]) -> str:
     """Name a stage after the modules in which its operations begin and end; only `wanted` ones, if there are any."""
     named = [name for op in piece for name, _ in op.place if name in wanted]
     if not named:

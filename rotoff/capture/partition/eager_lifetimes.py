@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from ...tensors.lifetimes import HeldElsewhere, Lifetimes, Span
-from ..tape import Operation, Tape
+from ..tape import RecordedCall, Tape
 
 
 def lifetimes(
-    tape: Tape, used: Collection[Operation], moved: Collection[Operation], place: Mapping[int, int], count: int
+    tape: Tape, used: Collection[RecordedCall], moved: Collection[RecordedCall], place: Mapping[int, int], count: int
 ) -> list[Lifetimes]:
     """Return the lifetimes in each of `count` pieces.
 

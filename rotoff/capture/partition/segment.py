@@ -19,7 +19,7 @@ from ...tensors.kernel_flags import kernels_as
 from ...tensors.stage import names_in
 from ...tensors.tree import flatten, tensor_leaves
 from ..interception import code_of
-from ..tape import Operation, Owned, Pinned, Ref, Tape
+from ..tape import Owned, Pinned, RecordedCall, Ref, Tape
 
 
 class Segment(nn.Module):
@@ -36,10 +36,10 @@ class Segment(nn.Module):
     """
 
     def __init__(
-        self, tape: Tape, operations: Sequence[Operation], enters: Sequence[int], leaves: Sequence[int] | None
+        self, tape: Tape, operations: Sequence[RecordedCall], enters: Sequence[int], leaves: Sequence[int] | None
     ) -> None:
         super().__init__()
-        made: list[Operation] = []
+        made: list[RecordedCall] = []
         until: dict[int, int] = {}  # variable within a module called as a whole -> last operation that has it
         for operation in operations:
             start = len(made)
@@ -93,7 +93,7 @@ class Segment(nn.Module):
         yield from found
 
 
-def _held(tape: Tape, operations: Sequence[Operation], start: int) -> Iterator[tuple[int, int]]:
+def _held(tape: Tape, operations: Sequence[RecordedCall], start: int) -> Iterator[tuple[int, int]]:
     """Yield (variable, last operation) for what the operations from `start` on make, the calls of one module: how long
     the model's own code holds it, since the runtime does not take it away earlier."""
     ends: dict[int | None, int] = {}
@@ -107,7 +107,7 @@ class _Writer:
     def __init__(
         self,
         tape: Tape,
-        operations: Sequence[Operation],
+        operations: Sequence[RecordedCall],
         enters: Sequence[int],
         leaves: Sequence[int] | None,
         until: Mapping[int, int],
@@ -158,7 +158,7 @@ class _Writer:
             self._names["_unflatten"] = pytree.tree_unflatten
             yield f"    return _unflatten([{', '.join(map(self._expression, self._tape.result))}], {spec})"
 
-    def _operation(self, operation: Operation) -> Iterator[str]:
+    def _operation(self, operation: RecordedCall) -> Iterator[str]:
         arguments = [self._expression(value) for value in operation.args]
         arguments += [
             f"**{{{k!r}: {self._expression(v)}}}" if not k.isidentifier() else f"{k}={self._expression(v)}"

@@ -30,7 +30,7 @@ from ..memory.allocator import AllocationLog
 from ..profile import Profile
 from ..provenance import provenance
 from ..selective.variant_meter import FormMeter
-from ..selective.variants import Forms, Policy, read_forms
+from ..selective.variants import FormPolicy, Forms, read_forms
 from ..stage_meter import Meter
 from ..timing.context import MeasurementContext
 from ..timing.convergence import Repeats
@@ -120,14 +120,14 @@ class TimedAllocator(FakeAllocator):
 class FakeMeter(Meter):
     """Measures stages on fake tensors, as they would be on `device`."""
 
-    def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | Policy) -> None:
+    def __init__(self, device: Device, mode: FakeTensorMode, forms: bool | FormPolicy) -> None:
         roofline = Roofline(device)
         self._timed = TimedAllocator(device, mode, roofline)
         super().__init__(MeasurementContext(_CPU, self._timed, Repeats(1, 1), roofline.time), forms)
         self._copy_bandwidth = device.memory_bandwidth * device.memory_efficiency / 2  # each byte is read and written
         self.rng_bytes = RNG_BYTES if device.capability is None else 0
 
-    def form_meter(self, policy: Policy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
+    def form_meter(self, policy: FormPolicy | None, partial: bool, algorithms: Sequence[Algorithms]) -> FormMeter:
         return FakeFormMeter(self.context, lambda: self._timed.seconds[-1]["backward"], policy)
 
     def _costs(self, run: Run, changes: ChangedBuffers, alike: bool = False) -> tuple[Measured, list[torch.Tensor]]:

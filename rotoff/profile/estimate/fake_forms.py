@@ -15,7 +15,7 @@ from ...core.chain import Form
 from ...tensors.recipe import Recipe
 from ..selective.variant_meter import FormMeter
 from ..selective.variant_run import VariantRun, WholeStage
-from ..selective.variants import Choice, Policy
+from ..selective.variants import Choice, FormPolicy
 from ..timing.context import MeasurementContext
 
 
@@ -28,7 +28,7 @@ class FakeFormMeter(FormMeter):
 
     recorded = 1  # each recording gives the same times
 
-    def __init__(self, context: MeasurementContext, seconds: Callable[[], float], policy: Policy | None) -> None:
+    def __init__(self, context: MeasurementContext, seconds: Callable[[], float], policy: FormPolicy | None) -> None:
         super().__init__(context, policy)
         self._seconds = seconds
 

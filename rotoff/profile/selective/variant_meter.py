@@ -34,7 +34,7 @@ from ..timing.stage_timing import Clock
 from ..timing.timing_cache import KnownForms
 from .conv_forms import beaten_by, convolves, find_conv_forms
 from .variant_run import VariantRun, WholeStage
-from .variants import Choice, Policy, StageGraph, structure, unfit
+from .variants import Choice, FormPolicy, StageGraph, structure, unfit
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class FormMeter:
     def __init__(
         self,
         context: MeasurementContext,
-        policy: Policy | None,
+        policy: FormPolicy | None,
         partial: bool = True,
         algorithms: Sequence[Algorithms] = (),
     ) -> None:

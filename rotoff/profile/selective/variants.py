@@ -33,11 +33,11 @@ LIKE = frozenset(
     | {f"new_{what}" for what in ("empty", "empty_strided", "zeros", "ones", "full")}
 )
 MASKED = frozenset({"native_dropout"})  # operations whose first result alone depends on the values of their argument
-Policy = Callable[[Operation], bool | None]  # True: always kept, False: never kept, None: kept if it pays
-Forms = bool | Sequence[str] | Policy  # on or off, names of operations that are always kept, or a policy
+FormPolicy = Callable[[Operation], bool | None]  # True: always kept, False: never kept, None: kept if it pays
+Forms = bool | Sequence[str] | FormPolicy  # on or off, names of operations that are always kept, or a policy
 
 
-def read_forms(forms: Any) -> bool | Policy:
+def read_forms(forms: Any) -> bool | FormPolicy:
     """Return the option `forms` as on, off, or a policy.
 
     Raises:
@@ -244,7 +244,7 @@ class StageGraph:
 
     # -- the forms
 
-    def front(self, policy: Policy | None = None) -> list[Point]:
+    def front(self, policy: FormPolicy | None = None) -> list[Point]:
         """Return the hull of the walk, from most to fewest bytes.
 
         Without two of the storages, a redo runs and makes what it does without the one and what it does without the
@@ -280,7 +280,7 @@ class StageGraph:
         hull = _hull(walk if dropped[0] else walk[1:])
         return [(frozenset(s for s in self.saved if kept[s]), nbytes, seconds) for kept, nbytes, seconds in hull]
 
-    def _ruled(self, policy: Policy | None) -> tuple[frozenset[int], frozenset[int]]:
+    def _ruled(self, policy: FormPolicy | None) -> tuple[frozenset[int], frozenset[int]]:
         if policy is None:
             return frozenset(), frozenset()
         always, never = set(), set()
@@ -292,7 +292,7 @@ class StageGraph:
                 never.add(storage)
         return frozenset(always), frozenset(never)
 
-    def choices(self, policy: Policy | None = None) -> list[Choice]:
+    def choices(self, policy: FormPolicy | None = None) -> list[Choice]:
         """Return at most `MAX_FORMS` forms worth measuring, from most to fewest bytes."""
         points = _thinned(self.front(policy), (self.nbytes(self.saved - self.given), 0.0))
         return [Choice(self.recipe(kept), nbytes, seconds) for kept, nbytes, seconds in points]
