@@ -108,4 +108,5 @@ def _all_bytes(chain: Chain) -> int:
     values = sum(chain.output_bytes(i) + chain.grad_bytes(i) for i in range(len(chain) + 1))
     transients = sum(stage.checkpoint_transient_bytes or 0 for stage in chain.stages)
     made = sum(form.saved_bytes + form.forward_transient_bytes + form.backward_transient_bytes for form in forms)
-    return values + transients + made
+    groups = sum(g.bytes + g.grad_bytes + g.state_bytes + g.update_transient_bytes for g in chain.parameters)
+    return values + transients + made + groups

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 
 import rotoff
-from rotoff import Chain, ChainError, InfeasibleError, LimitError, OptionError, SequenceFormatError, Stage
+from rotoff import (
+    Chain,
+    ChainError,
+    InfeasibleError,
+    LimitError,
+    OptionError,
+    ParameterGroup,
+    SequenceFormatError,
+    Stage,
+)
 from rotoff.solver import keep_all
 from rotoff.solver.joint import solve_slots
 
@@ -186,13 +195,20 @@ def test_huge_sizes_do_not_overflow(mode: str) -> None:
         rotoff.solve(chain, limit - 1, mode=mode)
 
 
+@pytest.mark.parametrize(
+    "chain",
+    [
+        Chain((Stage("s", 1.0, 2.0, 2**57, 2**58),) * 6, 1e18, 1e18),
+        Chain((Stage("s", 1.0, 2.0, 8, 8),), 1e18, 1e18, parameters=[ParameterGroup((1,), 2**60, 2**60, 2**62, 0.1)]),
+    ],
+    ids=["activations", "parameters"],
+)
 @pytest.mark.parametrize("mode", MODES)
-def test_sizes_beyond_the_arithmetic_are_refused_in_a_sentence(mode: str) -> None:
-    chain = Chain((Stage("s", 1.0, 2.0, 2**57, 2**58),) * 6, 1e18, 1e18)
+def test_sizes_beyond_the_arithmetic_are_refused_in_a_sentence(mode: str, chain: Chain) -> None:
     sentence = r"values come to \d+ bytes .* planning takes at most 18014398509481984"
     for use in (
-        lambda: rotoff.solve(chain, 2**60, mode=mode),
-        lambda: rotoff.lower_bound(chain, 2**60),
+        lambda: rotoff.solve(chain, 2**59, mode=mode),
+        lambda: rotoff.lower_bound(chain, 2**59),
         lambda: rotoff.min_mem_limit(chain, mode),
     ):
         with pytest.raises(ChainError, match=sentence):
