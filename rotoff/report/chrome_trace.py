@@ -73,9 +73,10 @@ def _process(pid: int, name: str, chain: Chain, trace: Trace) -> list[dict[str, 
 def _slice(pid: int, index: int, chain: Chain, event: Event) -> dict[str, Any]:
     op = event.op
     kind = "wait" if event.lane == "compute" and op.kind not in COMPUTES else op.kind.value
-    where = {"stage": chain.stage(op.stage).name if op.stage else "input"}
     if op.of or op.kind in UPDATES:
         where = {"parameters": chain.group(op.stage).name}
+    else:
+        where = {"stage": chain.stage(op.stage).name if op.stage else "input"}
     details = {"op": index, **where, "device_bytes": event.memory, "host_bytes": event.host_memory}
     if op.kind in FORWARDS:
         details["again"] = event.recompute

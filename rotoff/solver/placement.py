@@ -60,7 +60,7 @@ def place(
         raise OptionError(f"there are {len(places)} places for {len(chain.parameters)} groups; give one for each")
     for k, (spot, group) in enumerate(zip(places, chain.parameters, strict=True), start=1):
         if spot.host and group.grad_bytes and group.host_update_time is None:
-            raise OptionError(f"group {k} has no host_update_time, so the host cannot update it; give host=False")
+            raise OptionError(f"group {k} has no host_update_time, so the host cannot update it; give it one")
     return _Walk(chain, places, updates, ahead).run(tuple(activations))
 
 

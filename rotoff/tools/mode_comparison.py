@@ -65,7 +65,7 @@ def answer(
         usable = usable_bytes(target.memory_bytes)
         if asked.mem_limit is None and profile.chain.meta["parameter_bytes"]:
             chain, constant, streamable = with_parameters(profile, target, asked.optimizer, asked.host_bandwidth)
-            placed = placed_steps(chain, constant, streamable, usable, _batch(sample, kwargs))
+            placed = placed_steps(profile, chain, constant, streamable, usable, _batch(sample, kwargs))
         resident = resident_bytes(profile, asked.optimizer)
         return planned_modes(profile, target, asked.mem_limit, resident, placed, asked.modes, asked.mem_slots)
 

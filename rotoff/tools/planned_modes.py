@@ -183,8 +183,9 @@ class PlacedStep:
     peak_bytes, host_bytes: the most on the device and on the host.
     bound_time: seconds that no sequence within the device's memory can beat.
     min_device_bytes: the smallest device memory that works.
-    largest_batch: the largest batch that fits if all bytes of a step, including kernels' workspaces, grow with it; a
-        larger one may fit as well. None if the sample has no batch or nothing fits.
+    largest_batch: an estimate of the largest batch that fits: all bytes of a step, including kernels' workspaces, grow
+        with it, but for the gradient of a weight that a backward makes. None if the sample has no batch or nothing
+        fits.
     """
 
     updates: str

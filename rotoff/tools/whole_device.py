@@ -81,11 +81,12 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
 
 
 def placed_steps(
-    chain: Chain, constant: int, streamable: int, usable: int, batch: int | None
+    profile: Profile, chain: Chain, constant: int, streamable: int, usable: int, batch: int | None
 ) -> tuple[PlacedStep, ...]:
     """The steps of `chain` within `usable` bytes, with updates after the backward and during it.
 
-    constant, streamable: as `with_parameters` returns them. batch: the sample's batch size, if it has one.
+    chain, constant, streamable: as `with_parameters` returns them for `profile`. batch: the sample's batch size, if it
+    has one.
     """
     rows: list[PlacedStep] = []
     best: Candidate | None = None
@@ -114,7 +115,7 @@ def placed_steps(
                 min_device_bytes=least,
                 largest_batch=None
                 if batch is None
-                else _largest_batch(chain, usable - constant + streamable, batch, updates),
+                else _largest_batch(profile, chain, usable - constant + streamable, batch, updates),
             )
         )
     return tuple(rows)
@@ -132,11 +133,12 @@ def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate
     return min(again, known, key=lambda one: one.makespan)
 
 
-def _largest_batch(chain: Chain, limit: int, batch: int, updates: str) -> int | None:
+def _largest_batch(profile: Profile, chain: Chain, limit: int, batch: int, updates: str) -> int | None:
     """The largest batch whose smallest limit is within `limit`."""
 
     def fits(count: int) -> bool:
-        return host_plan(_scaled(chain, count / batch), limit, updates) is not None
+        larger = replace(profile, chain=_scaled(profile, count / batch)).placing(chain.parameters).chain
+        return host_plan(larger, limit, updates) is not None
 
     low, high = 0, 1
     while high <= MOST_BATCHES and fits(high):
@@ -147,14 +149,23 @@ def _largest_batch(chain: Chain, limit: int, batch: int, updates: str) -> int | 
     return low or None
 
 
-def _scaled(chain: Chain, share: float) -> Chain:
-    """The chain of another batch size: all bytes and seconds of its stages times `share`."""
+def _scaled(profile: Profile, share: float) -> Chain:
+    """The chain of another batch size: all bytes and seconds of its stages times `share`. The gradient of a parameter,
+    which a backward makes beside its transients, has the same bytes for each."""
 
-    def sizes(one: Chain | Stage | Form) -> dict[str, Any]:
-        return {name: round(value * share) for name, value in vars(one).items() if name.endswith("_bytes")}
+    def sizes(one: Chain | Stage | Form, fixed: int = 0) -> dict[str, Any]:
+        made = {name: round(value * share) for name, value in vars(one).items() if name.endswith("_bytes")}
+        if not isinstance(one, Chain):
+            gradient = min(fixed, one.backward_transient_bytes)
+            made["backward_transient_bytes"] = gradient + round((one.backward_transient_bytes - gradient) * share)
+        return made
 
-    def costs(one: Stage | Form) -> dict[str, Any]:
-        return {**sizes(one), **{n: v * share for n, v in vars(one).items() if n.endswith("_time")}}
+    def costs(one: Stage | Form, fixed: int) -> dict[str, Any]:
+        return {**sizes(one, fixed), **{n: v * share for n, v in vars(one).items() if n.endswith("_time")}}
 
-    stages = [replace(s, **costs(s), forms=tuple(replace(f, **costs(f)) for f in s.forms)) for s in chain.stages]
-    return replace(chain, stages=tuple(stages), **sizes(chain))
+    stages = []
+    for cost, stage in zip(profile.chain.stages, profile.stages, strict=True):
+        fixed = max((p.nbytes for p in _OfStages((stage,)).parameters() if p.requires_grad), default=0)
+        forms = tuple(replace(form, **costs(form, fixed)) for form in cost.forms)
+        stages.append(replace(cost, **costs(cost, fixed), forms=forms))
+    return replace(profile.chain, stages=tuple(stages), **sizes(profile.chain))

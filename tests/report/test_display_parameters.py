@@ -141,6 +141,12 @@ def test_a_trace_names_groups_and_their_bytes() -> None:
     assert "updates on the host" not in json.dumps(rotoff.chrome_trace(plain, rotoff.keep_all(plain)))
 
 
+def test_a_trace_of_more_groups_than_stages() -> None:
+    chain = replace(CHAIN, stages=CHAIN.stages[:1], parameters=(GROUP,) * 3)
+    events = rotoff.chrome_trace(chain, rotoff.keep_all(chain))["traceEvents"]
+    assert {"U 1", "U 2", "U 3"} <= {event["name"] for event in events}
+
+
 def test_the_command_line_takes_chains_with_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chain, plan = str(tmp_path / "chain.json"), str(tmp_path / "plan.json")
     CHAIN.save(chain)

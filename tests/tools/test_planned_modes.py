@@ -290,6 +290,26 @@ def test_the_smallest_device_and_a_large_batch() -> None:
     assert fits(48 * 2**20, row.largest_batch) and not fits(48 * 2**20, 8 * row.largest_batch)
 
 
+@pytest.mark.slow
+def test_the_largest_batch_is_that_of_any_sample() -> None:
+    """At a small batch, the gradient of a weight is most of what a backward holds; no batch changes its bytes."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.LayerNorm(2048), nn.Linear(2048, 8192), nn.SiLU(), nn.Linear(8192, 2048))
+
+    model = Applied(nn.Sequential(*(block() for _ in range(12))).to("meta").to(torch.bfloat16))
+
+    def planned(batch: int) -> rotoff.PlacedStep:
+        sample = torch.empty(batch, 2048, dtype=torch.bfloat16, device="meta")
+        return rotoff.plan(model, sample, device=device_of(2400)).placed[0]
+
+    first, second = planned(2048).largest_batch, planned(8192).largest_batch
+    assert second == pytest.approx(first, rel=0.001)
+    assert planned(first).step_time is not None
+    with pytest.raises(rotoff.LimitError):
+        planned(round(1.01 * first))
+
+
 def test_a_weight_that_autocast_casts_for_several_calls_stays() -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
