@@ -310,7 +310,7 @@ cdef inline uint64_t _mixed(uint64_t made, uint64_t by) noexcept nogil:
 
 
 cdef uint64_t mark(Work *w, Cycle *s) noexcept nogil:
-    """A hash of all that `cycle` has made: two plans with one mark are the same step."""
+    """A hash of all that `cycle` has made: plans with the same one make the same step, but for a chance of 2^-64."""
     cdef Py_ssize_t x
     cdef uint64_t made = <uint64_t>s.n
     cdef Operation *op

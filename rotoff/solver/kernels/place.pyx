@@ -30,7 +30,8 @@ cdef struct Verdict:
     int64_t over, over_sum, host_over
     int rounds  # after which the best was found
     double work
-    uint64_t mark
+    uint64_t mark  # of the step (`cycle.mark`); 0 for none
+
 
 cdef Verdict NOTHING = Verdict(0.0, 0, 0, 0, 0, 0.0, 0)
 
