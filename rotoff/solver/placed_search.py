@@ -39,7 +39,7 @@ from .pool import THREADS, Pool
 
 # (and, or) of the codes, and of the masks and flags of the groups.
 RULES = {"joint": (-1, 0, -1, -1), "remat": (~(MOVE | APART | EARLY), 0, 0, 0), "offload": (MOVE, ALL, -1, -1)}
-EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 5 s for 34 stages
+EFFORT = 160_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last

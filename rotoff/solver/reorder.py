@@ -2,7 +2,8 @@
 
 The decoders write one order for each plan: all frees of a position before its prefetches, every copy out as soon as its
 value is made, copies in by need. Where values are large beside the limit, other orders of the same operations are up to
-some percent faster. `kernels.order` moves single operations, as long as the result is legal and fits.
+some percent faster. `kernels.order` moves single operations, as long as the result is legal and fits, also from the end
+of a step with parameters to the start of the next: a copy out may wait until nothing comes in.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, parse_value
 from ..core.simulator import Machine, early_stops
 from ..core.steady_step import PERIODS, at_rest
 from .anneal import Budget
@@ -26,7 +27,7 @@ OPERATION = np.dtype(
     [(name, np.int64) for name in ("need", "more", "host_more")]
     + [("seconds", np.float64)]
     + [(name, np.int32) for name in ("kind", "value", "first", "last")]
-    + [("dropped", np.int32, 3)],
+    + [("dropped", np.int32, 3), ("crosses", np.int32)],
     align=True,
 )
 COMPUTE, UPDATE, LOSE, WAIT, OFFLOAD, PREFETCH, ON_HOST = range(7)
@@ -65,7 +66,19 @@ def reordered(problem: PlacedProblem, sequence: Sequence, budget: Budget) -> tup
             stop[0] = 1
             raise
     made, order = min(((kernels[0].seconds(best), best) for best, _ in jobs), key=lambda one: one[0])
-    return (scale, sequence) if made >= scale else (made, replace(sequence, ops=tuple(ops[n] for n in order)))
+    return (scale, sequence) if made >= scale else (made, in_order(sequence, order))
+
+
+def in_order(sequence: Sequence, order: np.ndarray) -> Sequence:
+    """The operations of `sequence` in another order; what moves across the step's end changes what is resident."""
+    ops, last = tuple(sequence), dict[Value, OpKind]()
+    made = tuple(ops[n] for n in order)
+    for op in made:
+        if op.kind in (OpKind.PREFETCH, OpKind.FREE, OpKind.DROP) and op.value.of in ("w", "o"):
+            last[op.value] = op.kind
+    kept = [text for text in sequence.resident if parse_value(text) not in last]
+    kept += [str(value) for value, kind in last.items() if kind is OpKind.PREFETCH]
+    return replace(sequence, ops=made, resident=kept)
 
 
 def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Order]:
@@ -78,6 +91,7 @@ def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Or
         held, on_host, row = machine.held_bytes, machine.host_bytes, rows[n]
         row["kind"], row["first"] = KINDS[op.kind], len(accesses)
         row["seconds"], row["dropped"] = _seconds(machine, op, n in early), _dropped(chain, op)
+        row["crosses"] = periods > 1 and _crosses(op, problem.updates)
         row["value"] = 0 if op.kind in COMPUTES else _job(chain, op)
         accesses += _accesses(chain, op, problem.updates)
         memory = machine.step(op, n in early).memory
@@ -89,6 +103,15 @@ def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Or
     access = np.array([*accesses, 0], np.int32)
     limits = problem.limit, problem.host_limit
     return [Order(chain, rows, access, movable, 2 * L + 2, periods, *start, *limits) for _ in range(THREADS)]
+
+
+def _crosses(op: Op, updates: str) -> bool:
+    """Whether the operation may move across the step's end; with `updates` "after" only w may be in flight there."""
+    if op.kind in COMPUTES or op.kind is OpKind.H:
+        return False
+    return op.value.of == "w" or (
+        op.value.of == "o" and (updates == "during" or op.kind not in (OpKind.PREFETCH, OpKind.WAIT))
+    )
 
 
 def _job(chain: Chain, op: Op) -> int:

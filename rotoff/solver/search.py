@@ -27,7 +27,7 @@ from .reorder import reordered
 Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
-ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1
+ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1: of all plans together, then of the best one
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
 
 
@@ -327,6 +327,7 @@ def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate
     texts = [(*reordered(placed, placed_search.sequence_of(placed, plan), share), plan) for plan in plans]
     if texts:
         _, text, plan = min(texts, key=lambda one: one[0])
+        _, text = reordered(placed, text, problem.budget.part(ORDER_SHARE))
         found.append(_of_sequence(problem, text, "placed", plan))
     if not found:
         found += [_of_sequence(problem, *made) for made in placed_search.least(placed)]

@@ -6,10 +6,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from rotoff import Chain, ParameterGroup, Sequence, Stage, min_mem_limit, simulate
+from rotoff import Chain, ParameterGroup, Sequence, Stage, min_mem_limit, parse, simulate, solve
 from rotoff.solver.anneal import Budget
 from rotoff.solver.placed_search import PlacedProblem, searched, sequence_of
-from rotoff.solver.reorder import _orders, reordered
+from rotoff.solver.reorder import _orders, in_order, reordered
 
 
 def drawn(seed: int, duplex: bool, shared: bool) -> Chain:
@@ -40,14 +40,12 @@ def test_every_order_is_legal_and_takes_what_the_machine_says(duplex: bool, shar
     for seed in range(2):
         chain = drawn(seed, duplex, shared)
         problem, plan = planned(chain, updates)
-        kernel, ops = _orders(problem, plan, 4)[0], tuple(plan)
-        order = np.arange(len(ops), dtype=np.int32)
         for turn in range(5):  # so hot that whatever is legal is taken
-            best = order.copy()
-            kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, best, np.zeros(1, np.int8))
-            assert (order != np.arange(len(ops))).any()
-            trace = simulate(chain, replace(plan, ops=tuple(ops[n] for n in order)), problem.limit, updates)
-            assert trace.makespan == kernel.seconds(order)
+            kernel, order = _orders(problem, plan, 4)[0], np.arange(len(plan), dtype=np.int32)
+            kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
+            assert (order != np.arange(len(plan))).any()
+            plan = in_order(plan, order)
+            assert simulate(chain, plan, problem.limit, updates).makespan == kernel.seconds(order)
 
 
 def test_where_values_are_large_another_order_is_faster() -> None:
@@ -70,3 +68,18 @@ def test_the_limit_on_the_host_holds_in_every_order() -> None:
     held = simulate(problem.chain, plan).host_peak_bytes
     _, made = reordered(replace(problem, host_limit=held), plan, Budget(0.05))
     assert simulate(problem.chain, made, problem.limit).host_peak_bytes <= held
+
+
+def test_a_copy_out_may_wait_for_the_next_step() -> None:
+    """Copies in are slow beside copies out, so o 1 leaves in the next step, when nothing comes in."""
+    stage = Stage("s", 9.2, 3.6, 162, 162, backward_transient_bytes=200)
+    sizes = ((1, 444, 889, 1.3, None), (2, 274, 873, 0.0, 8.4), (2, 351, 701, 0.0, 2.3))
+    groups = tuple(ParameterGroup((i,), size, size, state, here, host) for i, size, state, here, host in sizes)
+    chain = Chain((stage,) * 3, 71.3, 71.3, 19, h2d_bidirectional_bandwidth=30.9, parameters=groups)
+    text = """F_all 1; wait w 2; wait w 3; drop w 1; offload o 1; F_all 2; F_all 3; drop o 1; B 3; B 2; drop w 3;
+        prefetch w 1; offload g 3; drop w 2; free g 3; wait w 1; offload g 2; B 1; prefetch o 1; H 2; H 3; wait o 1;
+        free g 2; prefetch w 2; U 1; prefetch w 3; offload w 1"""
+    known = Sequence(tuple(map(parse, text.split(";"))), resident=("w 1", "w 2", "w 3", "o 1"))
+    trace = simulate(chain, known, updates="after")
+    plan = solve(chain, trace.peak_bytes, updates="after")
+    assert simulate(chain, plan, trace.peak_bytes, "after").makespan <= trace.makespan * (1 + 1e-9)

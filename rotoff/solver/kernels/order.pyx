@@ -3,15 +3,16 @@
 
 An operation reads and writes values. Two of them may change places unless one writes what the other one reads or
 writes; then every order is legal whose bytes fit. What an operation needs beyond what is held before it, and by how
-much it changes that, is the same in every order. `rotoff.solver.reorder` makes the rows. The arithmetic of the lanes is
-that of `rotoff.core.simulator.Machine`; tests hold them equal.
+much it changes that, is the same in every order. A step follows a step, so some operations may also move across its
+end: the last one of a step becomes the first one of the next. `rotoff.solver.reorder` makes the rows. The arithmetic of
+the lanes is that of `rotoff.core.simulator.Machine`; tests hold them equal.
 """
 
 import numpy as np
 
 from libc.math cimport log, pow
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
-from libc.string cimport memcmp, memcpy
+from libc.string cimport memcmp, memcpy, memmove
 
 from rotoff.solver.kernels.lanes cimport (BACK_IN, HOST, OUT, Job, Lanes, copied, drained, issue, reset, same_job,
                                           same_lanes)
@@ -35,6 +36,7 @@ cdef struct Operation:
     int32_t kind, value
     int32_t first, last            # of its accesses
     int32_t dropped[3]             # values whose copies it waits for, or -1
+    int32_t crosses                # whether it may move across the step's end
 
 
 cdef struct Text:
@@ -115,15 +117,39 @@ cdef inline bint _fits(Text *t, Operation *op, int64_t held, int64_t host) noexc
     return held + op.need <= t.limit and (t.host_limit < 0 or host + op.host_more <= t.host_limit)
 
 
-cdef Py_ssize_t _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize_t at,
-                       Py_ssize_t far) noexcept nogil:
-    """Move the operation at position `at` by up to `far` positions, as far as is legal and fits; where it is then."""
+cdef bint _cross(Text *t, int32_t *order, int64_t *held, int64_t *host, bint ahead) noexcept nogil:
+    """Make the last operation the first one (ahead), or the first one the last; returns whether that fits."""
+    cdef Py_ssize_t n = t.n, at = n - 1 if ahead else 0, to = n - 1 - at, old = 0 if ahead else 1
+    cdef int32_t moved = order[at]
+    cdef Operation *op = &t.op[moved]
+    cdef Operation *last = &t.op[order[n - 1]]
+    cdef int64_t now = held[0] - op.more if ahead else held[n - 1] + last.more
+    cdef int64_t now_host = host[0] - op.host_more if ahead else host[n - 1] + last.host_more
+    if not op.crosses or not _fits(t, op, now, now_host):
+        return False
+    memmove(order + 1 - old, order + old, (n - 1) * sizeof(int32_t))
+    memmove(held + 1 - old, held + old, (n - 1) * sizeof(int64_t))
+    memmove(host + 1 - old, host + old, (n - 1) * sizeof(int64_t))
+    order[to], held[to], host[to] = moved, now, now_host
+    return True
+
+
+cdef void _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize_t at,
+                 Py_ssize_t far) noexcept nogil:
+    """Move the operation at position `at` by up to `far` positions, as far as is legal and fits."""
     cdef int32_t moved = order[at]
     cdef Operation *op = &t.op[moved]
     cdef Operation *other
     cdef int64_t now = held[at], now_host = host[at]
     cdef Py_ssize_t to = at
-    while far > 0 and to + 1 < t.n:
+    while far > 0:
+        if to + 1 == t.n:
+            order[to], held[to], host[to] = moved, now, now_host
+            if not _cross(t, order, held, host, True):
+                return
+            to, now, now_host = 0, held[0], host[0]
+            far -= 1
+            continue
         other = &t.op[order[to + 1]]
         if _tied(t, op, other) or not _fits(t, other, held[to + 1] - op.more, host[to + 1] - op.host_more):
             break
@@ -136,7 +162,14 @@ cdef Py_ssize_t _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py
         host[to] = host[to + 1] - op.host_more
         to += 1
         far -= 1
-    while far < 0 and to > 0:
+    while far < 0:
+        if to == 0:
+            order[to], held[to], host[to] = moved, now, now_host
+            if not _cross(t, order, held, host, False):
+                return
+            to, now, now_host = t.n - 1, held[t.n - 1], host[t.n - 1]
+            far += 1
+            continue
         other = &t.op[order[to - 1]]
         now -= other.more
         now_host -= other.host_more
@@ -151,7 +184,6 @@ cdef Py_ssize_t _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py
         to -= 1
         far += 1
     order[to], held[to], host[to] = moved, now, now_host
-    return to
 
 
 cdef void _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32_t *kept, const int32_t *movable,
