@@ -28,6 +28,7 @@ from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequ
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.in_turn import bytes_in_turn
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
+from ..runtime.placed.tensor import checksum_bytes
 from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
@@ -178,11 +179,12 @@ def _within_host(profile: Profile, request: Request) -> Request:
 
 def _beside(profile: Profile, groups: FoundGroups, during: bool = False) -> int:
     """Bytes that the device holds throughout, beyond those of a step under a `mem_limit` and those of `groups`: the
-    batch, the caller's loss and its gradient, what stays of the model, and, if the backward updates, what marks each
-    gradient as used up until the caller clears it."""
+    batch, the caller's loss and its gradient, a checksum of a value that leaves, what stays of the model, and, if the
+    backward updates, what marks each gradient as used up until the caller clears it."""
     every = itertools.chain(groups.staying, *(group.parameters for group in groups.placed))
+    block = block_bytes(profile.device)
     scalars = 2 + during * sum(p.requires_grad for p in every)
-    small = scalars * rounded(8, block_bytes(profile.device))
+    small = scalars * rounded(8, block) + checksum_bytes(block)
     return groups.staying_bytes - groups.twice_bytes + profile.batch_bytes + small
 
 

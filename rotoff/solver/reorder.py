@@ -1,9 +1,10 @@
 """The last search of a plan: the order of its operations. What moves, and who updates it, stays as the plan has it.
 
 The decoders write one order for each plan: all frees of a position before its prefetches, every copy out as soon as its
-value is made, copies in by need. Where values are large beside the limit, other orders of the same operations are up to
-some percent faster. `kernels.order` moves single operations, as long as the result is legal and fits, also from the end
-of a step with parameters to the start of the next: a copy out may wait until nothing comes in.
+value is made, copies in by need, and what is made again right before its use. Where values are large beside the limit,
+other orders of the same operations are up to some percent faster. `kernels.order` moves single operations, as long as
+the result is legal and fits, also from the end of a step with parameters to the start of the next: a copy out may wait
+until nothing comes in.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Or
         memory = machine.step(op, n in early).memory
         row["last"], row["need"] = len(accesses), memory - held
         row["more"], row["host_more"] = machine.held_bytes - held, machine.host_bytes - on_host
-    # An update between a forward and its backward would let the forward run on to its end.
-    fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else COMPUTES - {OpKind.U}
+    # What comes between a forward and its backward would let the forward run on to its end.
+    fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else {OpKind.B}
     movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
     access = np.array([*accesses, 0], np.int32)
     limits = problem.limit, problem.host_limit

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rotoff import Chain, ParameterGroup, Sequence, Stage, min_mem_limit, parse, simulate, solve
+from rotoff.core.sequence import COMPUTES
 from rotoff.solver.anneal import Budget
 from rotoff.solver.placed_search import PlacedProblem, searched, sequence_of
 from rotoff.solver.reorder import _orders, in_order, reordered
@@ -37,6 +38,7 @@ def planned(chain: Chain, updates: str) -> tuple[PlacedProblem, Sequence]:
     ("duplex", "shared", "updates"), [*product((True, False), (False,), ("during", "after")), (True, True, "during")]
 )
 def test_every_order_is_legal_and_takes_what_the_machine_says(duplex: bool, shared: bool, updates: str) -> None:
+    earlier = crossed = False
     for seed in range(2):
         chain = drawn(seed, duplex, shared)
         problem, plan = planned(chain, updates)
@@ -44,8 +46,13 @@ def test_every_order_is_legal_and_takes_what_the_machine_says(duplex: bool, shar
             kernel, order = _orders(problem, plan, 4)[0], np.arange(len(plan), dtype=np.int32)
             kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
             assert (order != np.arange(len(plan))).any()
-            plan = in_order(plan, order)
+            before, plan = plan, in_order(plan, order)
             assert simulate(chain, plan, problem.limit, updates).makespan == kernel.seconds(order)
+            computes = [[op for op in one if op.kind in COMPUTES] for one in (before, plan)]
+            earlier |= computes[0] != computes[1]
+            crossed |= set(before.resident) != set(plan.resident)
+    assert earlier
+    assert crossed
 
 
 def test_where_values_are_large_another_order_is_faster() -> None:

@@ -345,6 +345,11 @@ def _sum(tensor: torch.Tensor) -> int:
     return int(blocks.cumsum_(0).sum()) + int(content[whole : tensor.nbytes].sum())
 
 
+def checksum_bytes(block: int) -> int:
+    """The bytes on the device that making a checksum takes, if the allocator hands out blocks of `block` bytes."""
+    return rounded(8 * BLOCKS, block) + rounded(8, block)
+
+
 class PlacedParameter(PlacedTensor):
     """A parameter's own numbers."""
 
