@@ -201,7 +201,7 @@ class PlacedStep:
         end = f" {format_bytes(self.min_device_bytes):>15} {self.largest_batch or '-':>13}"
         if self.step_time is None or self.overhead is None or self.bound_time is None:
             return f"{self.updates:<8} {'does not fit':<54}{end}"
-        bound = self.bound_time / self.step_time * (1 + self.overhead) - 1
+        bound = round(self.bound_time / self.step_time * (1 + self.overhead) - 1, 3) + 0.0  # without a -0.0
         return (
             f"{self.updates:<8} {self.step_time:>10.4g} {100 * self.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
             f" {format_bytes(self.peak_bytes or 0):>11} {format_bytes(self.host_bytes or 0):>11}{end}"
