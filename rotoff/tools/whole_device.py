@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 EFFORT = 0.15  # `refine` of solve for estimates, whose times are off by more than a longer search gains
-PATIENCE = 150  # of the bound's ascent: twice as much takes 2 s longer for 34 stages and raises it by a percent
+PATIENCE = 150  # of the bound's ascent: twice as much takes up to 2 s more for 34 stages and raises it by a percent
 SLOTS = 50
 MOST_BATCHES = 1 << 20
 
