@@ -182,7 +182,7 @@ def fresh(row: Row) -> nn.Module:
 
 
 @cache
-def _plain(row: Row) -> list[dict[str, Any]]:
+def plain_of(row: Row) -> list[dict[str, Any]]:
     def train_it() -> list[dict[str, Any]]:
         net = fresh(row)
         seen = list(train(net, net, row))
@@ -215,7 +215,7 @@ def verdict(row: Row, mode: str) -> str:
 
     The model is measured before its first step; in joint that step measures it, where a limit is known.
     """
-    expected = _plain(row)
+    expected = plain_of(row)
 
     def train_it() -> str:
         net = fresh(row)

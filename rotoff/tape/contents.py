@@ -1,0 +1,208 @@
+"""What a tape speaks of: the contents of storages, references to them, and what autograd keeps of a saved tensor."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+RESIDENT = -1  # `Content.op` of what no operation of the tape made
+CHANGED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation, between the"
+    " forward and the backward: a tensor of shape {} that the forward has read; change it after the backward, or clone"
+    " it"
+)
+CHUNK = 1 << 16  # words that a checksum takes at a time
+
+
+class Content:
+    """One content of one storage: what an operation wrote there, until another one writes.
+
+    op, out: the operation that makes it again, by its number on the tape, and which of its results it is; `RESIDENT`
+    for what the tape did not see made. stage: in which it was made. held: the storage, while the tape keeps it. read:
+    whether an operation of the tape reads it. next: the content that took its place, if a write did.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_sum", "_version", "_weak", "_witness"),
+        *("held", "nbytes", "next", "op", "out", "read", "stage"),
+    )
+
+    def __init__(self, op: int, out: int, stage: int, storage: torch.UntypedStorage) -> None:
+        self.op, self.out, self.stage, self.nbytes = op, out, stage, storage.nbytes()
+        self.held: torch.UntypedStorage | None = None
+        self.next: Content | None = None
+        self.read = False
+        self._weak: StorageWeakRef | None = StorageWeakRef(storage)
+        self._witness: torch.Tensor | None = None  # shares the version counter of a tensor that shows this content
+        self._version = 0
+        self._sum: int | None = None  # of what others hold, too, when the forward ended
+
+    def watch(self, witness: torch.Tensor) -> None:
+        """Trust the storage as long as the version of `witness` stays as it is."""
+        self._witness, self._version = witness, version_of(witness)
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Keep this content, which is now in `storage`."""
+        if self._weak is None or self._weak.cdata != storage._cdata:
+            self._weak, self._witness, self._sum = StorageWeakRef(storage), None, None
+        self.held = storage
+
+    def lose(self, copy: torch.UntypedStorage | None) -> None:
+        """The storage gets another content. copy: of this one, if it is kept."""
+        self.held, self._weak, self._witness = copy, None, None
+
+    def storage(self, seen: bool) -> torch.UntypedStorage | None:
+        """Return a storage with this content, or None. seen: whether the tape has seen all writes so far, as it does
+        while the forward runs; later a content is trusted if it is held, or if its version tells that it is unchanged.
+
+        Raises:
+            RuntimeError: if it was changed and cannot be made again.
+        """
+        found = self.held
+        if found is None and self._weak is not None and (seen or self._witness is not None):
+            found = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        if found is not None and found.nbytes() != self.nbytes:
+            found = None  # its owner has emptied it, as FSDP does
+        if found is not None and self.changed():
+            if self.op == RESIDENT:
+                assert self._witness is not None
+                raise RuntimeError(CHANGED.format(tuple(self._witness.shape)))
+            return None
+        if found is not None and self._sum is not None and not seen and checksum(found) != self._sum:
+            return None
+        return found
+
+    def changed(self) -> bool:
+        """Whether its storage was written since, outside of the tape."""
+        return self._witness is not None and version_of(self._witness) != self._version
+
+    def seal(self) -> None:
+        """The forward has ended: take the checksum of what is held here and elsewhere, if no version tells whether the
+        caller changes it."""
+        unwatched = self.op != RESIDENT and self._witness is None
+        if unwatched and self.held is not None and torch._C._storage_Use_Count(self.held._cdata) > 1:
+            self._sum = checksum(self.held)
+
+    def alive(self) -> bool:
+        """Whether something still has the storage."""
+        return self.held is not None or (self._weak is not None and not self._weak.expired())
+
+
+class Reference:
+    """A tensor without its bytes: a content and a geometry. into: the content that the operation writes there."""
+
+    __slots__ = ("content", "conj", "dtype", "into", "neg", "offset", "size", "stride")
+
+    def __init__(self, content: Content, t: torch.Tensor) -> None:
+        self.content = content
+        self.size, self.stride, self.offset, self.dtype = t.size(), t.stride(), t.storage_offset(), t.dtype
+        self.conj, self.neg = t.is_conj(), t.is_neg()
+        self.into: Content | None = None
+
+    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return this tensor, with its bytes in `storage`."""
+        t = torch.empty(0, dtype=self.dtype, device=storage.device)
+        t.set_(storage, self.offset, self.size, self.stride)
+        if self.conj:
+            t = torch._conj(t)
+        return torch._neg_view(t) if self.neg else t
+
+
+class Slot:
+    """What autograd keeps of a saved tensor; it keeps the tape alive.
+
+    tensor: the tensor itself, if it is a resident. reference: to the content otherwise. own: the storage, while a plan
+    or a backward keeps it for this slot.
+    """
+
+    __slots__ = ("__weakref__", "_version", "_witness", "own", "reference", "stage", "tape", "tensor")
+
+    def __init__(self, tape: object, stage: int, witness: torch.Tensor) -> None:
+        self.tape, self.stage = tape, stage
+        self.tensor: torch.Tensor | None = None
+        self.reference: Reference | None = None
+        self.own: torch.UntypedStorage | None = None
+        self._witness, self._version = witness, version_of(witness)
+
+    def check(self) -> None:
+        """Raise what autograd raises if the saved tensor was changed in place: its own check is off under hooks."""
+        if version_of(self._witness) != self._version:
+            shape = self.tensor.shape if self.reference is None and self.tensor is not None else self._shape()
+            raise RuntimeError(CHANGED.format(tuple(shape)))
+
+    def _shape(self) -> torch.Size:
+        assert self.reference is not None
+        return self.reference.size
+
+
+SlotReference = weakref.ref[Slot]
+
+
+def version_of(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether a tensor is no more than a geometry of a storage. All others (sparse, nested, quantized, mapped, wrapped)
+    stay as they are."""
+    kind = type(t)
+    return (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and t.layout is torch.strided
+        and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )
+
+
+_SHARES_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
+
+
+def detached(t: torch.Tensor) -> torch.Tensor:
+    """Return `t` without its graph. Unlike ``t.detach()`` it shares the version counter below autograd, too."""
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_SHARES_VERSIONS)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_SHARES_VERSIONS, False)
+    try:
+        return t.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_SHARES_VERSIONS, excluded)
+
+
+_EMPTY: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def witness_of(t: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that shares the version counter of `t`, and not its bytes."""
+    witness = t.detach()
+    key = t.dtype, t.device
+    empty = _EMPTY.get(key)
+    if empty is None:
+        empty = _EMPTY[key] = torch.empty(0, dtype=t.dtype, device=t.device)
+    witness.data = empty
+    return witness
+
+
+def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return all of a storage as a 1-d uint8 tensor."""
+    t = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return t.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+_WEIGHTS: dict[torch.device, torch.Tensor] = {}
+
+
+def checksum(storage: torch.UntypedStorage) -> int:
+    """Return a number that another content, or the same words in another order, has with a chance of about 2^-64."""
+    data = bytes_in(storage)
+    weights = _WEIGHTS.get(data.device)
+    if weights is None:
+        generator = torch.Generator().manual_seed(1)
+        drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=generator, dtype=torch.int64)
+        weights = _WEIGHTS[data.device] = (drawn | 1).to(data.device)
+    whole = data.numel() // 8 * 8
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for words in data[:whole].view(torch.int64).split(CHUNK):
+        total = total * 0x5851F42D4C957F2D + ((words ^ (words >> 29)) * weights[: words.numel()]).sum()
+    rest = data[whole:].to(torch.int64)
+    return int(total * 31 + (rest * weights[: rest.numel()]).sum())

@@ -1,0 +1,447 @@
+"""The tape in plain Python: the reference that a person reads, the oracle of the tests, and what runs where the
+compiled one is not there.
+
+Note [The rules of the tape]
+----------------------------
+
+**What is noted.** While the forward runs, each operation that PyTorch dispatches below autograd is noted: the operator,
+its arguments (a `Reference` for each tensor that is a geometry of a storage, all else as it is), the generator's state
+if it draws, the settings that choose kernels. Views are not noted, since a reference has its geometry.
+
+**Contents.** What an operation makes is a `Content` of a storage. One that writes makes a new content of the same
+storage. What the tape did not see made (parameters, buffers, the batch, what lies in NumPy's memory, what a foreign
+kernel made) is *resident*: it is never made again, and it is copied once if an operation overwrites it after another
+one has read it. So is a content that is held when it is overwritten.
+
+**Saved tensors.** Autograd's hooks put a `Slot` in the place of each saved tensor: a reference, and its bytes only if
+`keep` asks for them. Whatever is read and is not there is made again. So what is kept decides bytes and time, and never
+a result.
+
+**Making again** runs the operations that lead from what is there to what is wanted, in the noted order, below autograd,
+and releases each content after its last use. No Python of the model runs, and nothing is computed that is not needed.
+
+**When the forward has ended**, the tape no longer sees writes. A content is then trusted if it is held, or if the
+version counter of a saved tensor says that it is unchanged; otherwise it is made again. A resident that was written
+since raises what PyTorch raises. What others than the tape hold, too, is trusted only if its checksum is the same.
+
+**What a tape cannot see**, such as a write through NumPy, ctypes or a raw kernel, and kernels that are not
+deterministic, is found by comparing once (`verified`): what is made again otherwise is held from then on.
+
+**What is no plain tensor** (sparse, nested, quantized, mapped) stays as it is. A wrapper subclass such as DTensor takes
+itself apart first, and the tape sees what it does inside. Results of collectives are held.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+
+from .contents import (
+    RESIDENT,
+    Content,
+    Reference,
+    Slot,
+    SlotReference,
+    bytes_in,
+    detached,
+    is_plain,
+    witness_of,
+)
+from .operators import (
+    Kind,
+    Settings,
+    below_autograd,
+    generator_of,
+    kind_of,
+    put_settings,
+    replaced,
+    results_of,
+    settings,
+    tensors_of,
+)
+
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass  # its own type would narrow too much
+LOST = (
+    "the backward needs what a forward read from memory that was overwritten unseen since (by NumPy, a foreign kernel"
+    " or tensor.data); clone the tensor before it is overwritten"
+)
+
+
+class Operation:
+    """One operation on the tape. references: to all its tensors, in order. made: the contents of new storages."""
+
+    __slots__ = ("args", "generator", "kwargs", "made", "operator", "references", "settings", "stage", "state")
+
+    operator: Any
+    args: list[Any]
+    kwargs: dict[str, Any]
+    references: list[Reference]
+    settings: Settings
+    made: list[Content]
+    stage: int
+    generator: torch.Generator | None
+    state: torch.Tensor | None
+
+    def contents(self) -> set[Content]:
+        """What it reads, or overwrites."""
+        return {reference.content for reference in self.references}
+
+    def written(self) -> set[Content]:
+        """The contents of storages from before that it makes."""
+        return {r.into for r in self.references if r.into is not None and r.into.op != RESIDENT}
+
+
+class Tape(TorchDispatchMode):
+    """Records a forward as a context, and gives autograd back what it drops.
+
+    Use it as ``with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack): model(x)``, in one thread.
+    A backward may run in any.
+
+    Attributes:
+        stage: the open stage of the forward; `enter` begins another.
+        keep: what `pack` keeps of the saved tensors of the open stage: all, or those whose (operation, result), counted
+            from the stage's first operation, are in the set.
+        operations: of the forward, so far. begins: the number of the first one of each stage.
+        replayed: how many were run again. copied: bytes copied before a write.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.slots: dict[int, list[SlotReference]] = {}
+        self.stage = 0
+        self.begins: dict[int, int] = {0: 0}
+        self.keep: bool | frozenset[tuple[int, int]] = False
+        self.replayed = self.copied = 0
+        self._contents: dict[int, Content] = {}  # by storage, the present one
+        self._recording = False
+        self._settings: Settings = []
+        self._lock = threading.RLock()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a compiled part makes is resident, so the part may run as it is."""
+        return True
+
+    def __enter__(self) -> Tape:
+        self._recording = True
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.enter(0)
+        for content in self._contents.values():
+            content.seal()
+        self._contents, self._recording = {}, False
+
+    def enter(self, stage: int) -> None:
+        """Begin a stage of the forward. Stage 0 is what comes before the first."""
+        self.stage = stage
+        self.begins[stage] = len(self.operations)
+
+    # -- the forward
+
+    def content_of(self, t: torch.Tensor) -> Content:
+        """Return the content that a tensor shows; a resident if the tape does not know it."""
+        storage = t.untyped_storage()
+        key = storage._cdata
+        content = self._contents.get(key)
+        if content is None or (content.op == RESIDENT and content.held is not None and content.changed()):
+            content = self._contents[key] = self._resident(storage, t)
+        if content.op == RESIDENT and not storage.resizable():  # NumPy's memory: it may change unseen
+            last = content.held
+            assert last is not None
+            if last is storage or not torch.equal(bytes_in(last), bytes_in(storage)):
+                content = self._contents[key] = self._resident(storage, t)
+                content.lose(self._copy(storage))
+        return content
+
+    def _resident(self, storage: torch.UntypedStorage, t: torch.Tensor) -> Content:
+        content = Content(RESIDENT, 0, 0, storage)
+        content.held = storage
+        content.watch(t if t.is_leaf else detached(t))
+        return content
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        self.copied += storage.nbytes()
+        return storage.clone()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(is_traceable_wrapper_subclass_type(t) for t in types):
+            return NotImplemented
+        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: its results are residents
+            return func(*args, **kwargs)
+        kind = kind_of(func)
+        if kind.view and all(map(is_plain, tensors_of(args, kwargs))):
+            return func(*args, **kwargs)
+        op = self._operation(func, kind, args, kwargs)
+        written = self._written(kind, op, args, kwargs)
+        before = [t.untyped_storage() for _, t in written]
+        for (reference, _), storage in zip(written, before, strict=True):
+            content = reference.content
+            kept = content.held is not None and content.held._cdata == storage._cdata
+            if kept and (content.op != RESIDENT or content.read or kind.makes):
+                content.lose(self._copy(storage))
+        out = func(*args, **kwargs)
+        new = self._new_contents(kind, op, written, before, out)
+        if kind.kept:
+            for content in new:
+                if (made := content.storage(seen=True)) is not None:
+                    content.hold(made)
+        if any(content.op != RESIDENT for content in new):
+            self._note(op, new)
+        return out
+
+    def _operation(self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
+        """Return the operation, as it is before it runs."""
+        references: list[Reference] = []
+
+        def reference(t: torch.Tensor) -> torch.Tensor | Reference:
+            if not is_plain(t):
+                return t
+            references.append(Reference(self.content_of(t), t))
+            return references[-1]
+
+        op = Operation()
+        op.operator, op.references, op.made, op.stage = func, references, [], self.stage
+        op.args = [replaced(x, torch.Tensor, reference) for x in args]
+        op.kwargs = {name: replaced(x, torch.Tensor, reference) for name, x in kwargs.items()} if kwargs else kwargs
+        op.generator = generator_of(args, kwargs) if kind.random else None
+        op.state = None if op.generator is None else op.generator.get_state()
+        return op
+
+    @staticmethod
+    def _written(
+        kind: Kind, op: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[tuple[Reference, torch.Tensor]]:
+        """Return the tensors that the operation changes."""
+        found = []
+        for n, name in kind.writes:
+            reference, t = (op.args[n], args[n]) if n < len(args) else (op.kwargs.get(name), kwargs.get(name))
+            pairs = (
+                zip(reference, t, strict=True) if isinstance(reference, list) and t is not None else [(reference, t)]
+            )
+            found += [(r, x) for r, x in pairs if isinstance(r, Reference) and x is not None]
+        return found
+
+    def _new_contents(
+        self,
+        kind: Kind,
+        op: Operation,
+        written: list[tuple[Reference, torch.Tensor]],
+        before: list[torch.UntypedStorage],
+        out: Any,
+    ) -> list[Content]:
+        """Return the contents that an operation has just made."""
+        number, new = len(self.operations), dict[int, Content]()
+        for (reference, t), storage in zip(written, before, strict=True):
+            key, old = storage._cdata, reference.content
+            if t.untyped_storage()._cdata != key:
+                continue  # set_: what the tensor shows now is not of this tape
+            if key not in new:
+                if old.op == RESIDENT:
+                    content = self._resident(storage, t)
+                else:
+                    content = Content(number, -1 - len(new), self.stage, storage)
+                if old.held is None or old.held._cdata == key:
+                    old.lose(None)
+                old.next = content
+                new[key] = self._contents[key] = content
+            reference.into = new[key]
+        if kind.view:
+            return list(new.values())
+        known = {reference.content for reference in op.references}
+        for n, t in enumerate(results_of(out)):
+            if not isinstance(t, torch.Tensor) or not is_plain(t):
+                continue
+            storage = t.untyped_storage()
+            key = storage._cdata
+            if key in new or self._contents.get(key) in known:
+                continue
+            new[key] = self._contents[key] = content = Content(number, n, self.stage, storage)
+            op.made.append(content)
+        return list(new.values())
+
+    def _note(self, op: Operation, new: Iterable[Content]) -> None:
+        for reference in op.references:
+            reference.content.read = True
+        if (now := settings()) != self._settings:
+            self._settings = now
+        op.settings = self._settings
+        self.operations.append(op)
+        self.noted(op, new)
+
+    def noted(self, op: Operation, new: Iterable[Content]) -> None:
+        """Called with each operation of the tape, and the contents that it has made."""
+
+    # -- saved tensors
+
+    def pack(self, t: torch.Tensor) -> Any:
+        """Autograd's hook: return what it keeps in place of `t`."""
+        if is_wrapper(t):  # its parts are saved each; integers tell what it is, and stay
+            names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
+            parts: dict[str, Any] = {name: getattr(t, name) for name in names}
+            for name, part in parts.items():
+                if isinstance(part, torch.Tensor) and part.is_floating_point():
+                    parts[name] = self.pack(part)
+            return type(t), parts, context, t.size(), t.stride()
+        if not is_plain(t):
+            return t
+        with torch._C._DisableTorchDispatch():
+            storage = t.untyped_storage()
+            content = self._contents.get(storage._cdata)
+            if content is None or content.op == RESIDENT:
+                slot = Slot(self, self.stage, t)
+                slot.tensor = t
+                return slot
+            witness = witness_of(t)
+            slot = Slot(self, self.stage, witness)
+            slot.reference = Reference(content, t)
+            content.watch(witness)
+            self.slots.setdefault(self.stage, []).append(SlotReference(slot))
+            keep = self.keep
+            if keep is True or (keep and (content.op - self.begins[self.stage], content.out) in keep):
+                slot.own = storage
+            self.saved(slot, storage)
+        return slot
+
+    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        """Called with each slot of a content that the tape can make again, and its storage."""
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Autograd's hook: return the tensor that it saved."""
+        if isinstance(packed, tuple):
+            cls, parts, *geometry = packed
+            inner = {name: self.unpack(p) if isinstance(p, (Slot, tuple)) else p for name, p in parts.items()}
+            return cls.__tensor_unflatten__(inner, *geometry)
+        if not isinstance(packed, Slot):
+            return packed
+        packed.check()
+        if packed.reference is None:
+            assert packed.tensor is not None
+            return packed.tensor
+        with self._lock, torch._C._DisableTorchDispatch():
+            if packed.own is None:
+                self.wanted(packed)
+            if packed.own is None:
+                self.fetch(packed.stage)
+            assert packed.own is not None
+            return packed.reference.on(packed.own)
+
+    def wanted(self, slot: Slot) -> None:
+        """Called when autograd reads a slot whose content is not kept; may give it its content."""
+
+    def fetch(self, stage: int) -> None:
+        """Give its content to each slot of a stage that autograd still has."""
+        slots = [slot for slot in self.live(stage) if slot.own is None]
+        for slot in slots:
+            assert slot.reference is not None
+            while (later := slot.reference.content.next) is not None:
+                slot.reference.content = later  # plain PyTorch saves memory: what a write through .data leaves counts
+        found = self.make([slot.reference.content for slot in slots if slot.reference is not None])
+        for slot in slots:
+            assert slot.reference is not None
+            slot.own = found[slot.reference.content]
+
+    def live(self, stage: int) -> list[Slot]:
+        """Return the slots of a stage that autograd still has."""
+        return [slot for one in self.slots.get(stage, ()) if (slot := one()) is not None]
+
+    # -- making again
+
+    def make(self, contents: Iterable[Content]) -> dict[Content, torch.UntypedStorage]:
+        """Return the storages of `contents`; those that are gone are made again."""
+        wanted = set(contents)
+        have, numbers = self._there(wanted)
+        if numbers:
+            with below_autograd():
+                for _ in self._run_all(sorted(numbers), have, wanted):
+                    pass
+        return have
+
+    def _run_all(
+        self, order: list[int], have: dict[Content, torch.UntypedStorage], wanted: set[Content]
+    ) -> Iterator[Operation]:
+        """Run operations again from what `have` has; yields each, before what it has used up is released."""
+        there, last = set(have), {}
+        for number in order:
+            for reference in self.operations[number].references:
+                last[reference.content] = number
+        for number in order:
+            op = self.operations[number]
+            self._run(number, have, {c for c in op.contents() if c in there or c in wanted or last[c] > number})
+            yield op
+            for content in (*op.contents(), *op.made, *op.written()):
+                if last.get(content, number) <= number and content not in wanted:
+                    have.pop(content, None)
+        self.replayed += len(order)
+
+    def _there(
+        self, wanted: set[Content], anew: Container[Content] = ()
+    ) -> tuple[dict[Content, torch.UntypedStorage], set[int]]:
+        """Return what is there of what `wanted` needs, and the numbers of the operations that make the rest. anew: what
+        does not count as there."""
+        have: dict[Content, torch.UntypedStorage] = {}
+        numbers: set[int] = set()
+        todo, seen = list(wanted), set(wanted)
+        while todo:
+            content = todo.pop()
+            storage = None if content in anew else content.storage(self._recording)
+            if storage is not None:
+                have[content] = storage
+            elif content.op == RESIDENT:
+                raise RuntimeError(LOST)
+            elif content.op not in numbers:
+                numbers.add(content.op)
+                new = {reference.content for reference in self.operations[content.op].references} - seen
+                seen |= new
+                todo += new
+        return have, numbers
+
+    def _run(self, number: int, have: dict[Content, torch.UntypedStorage], needed: set[Content]) -> None:
+        """Run an operation again on what `have` has, and put there what it makes. needed: of what it reads, what must
+        not be overwritten."""
+        op = self.operations[number]
+        changed: dict[Content, torch.UntypedStorage] = {}
+        for reference in op.references:
+            content = reference.content
+            if reference.into is not None and content not in changed:
+                changed[content] = have[content].clone() if content in needed else have[content]
+
+        def tensor(reference: Reference) -> torch.Tensor:
+            own = changed.get(reference.content)
+            return reference.on(have[reference.content] if own is None else own)
+
+        args = [replaced(x, Reference, tensor) for x in op.args]
+        kwargs = {name: replaced(x, Reference, tensor) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
+        put_settings(op.settings)
+        if op.generator is None:
+            out = op.operator(*args, **kwargs)
+        else:
+            assert op.state is not None
+            now = op.generator.get_state()
+            op.generator.set_state(op.state)
+            try:
+                out = op.operator(*args, **kwargs)
+            finally:
+                op.generator.set_state(now)
+        results = list(results_of(out)) if op.made else []
+        for content in op.made:
+            have.setdefault(content, results[content.out].untyped_storage())
+        for reference in op.references:
+            if reference.into is not None and reference.into.op != RESIDENT:
+                have.setdefault(reference.into, changed[reference.content])

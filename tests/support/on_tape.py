@@ -1,0 +1,72 @@
+"""Trains a row of the tables with its forward on a tape, and says in a word what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from step_by_step import Row, by_itself, fresh, plain_of, same, train
+from torch import nn
+
+from rotoff.tape.tape import Tape
+
+
+class OnTape(nn.Module):
+    """`net`, whose forward is recorded: each of `modules` begins a stage of the tape when it is called."""
+
+    def __init__(self, net: nn.Module, modules: list[nn.Module], new_tape: Callable[[], Tape] = Tape) -> None:
+        super().__init__()
+        self.net, self._modules_of, self.new_tape = net, modules, new_tape
+        self.tapes: list[Tape] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self.recording():
+            return self.net(*args, **kwargs)
+
+    @contextmanager
+    def recording(self) -> Iterator[Tape]:
+        tape = self.new_tape()
+        self.tapes.append(tape)
+        stage = 0
+
+        def enter(module: nn.Module, args: Any) -> None:
+            nonlocal stage
+            stage += 1
+            tape.enter(stage)
+
+        hooks = [module.register_forward_pre_hook(enter) for module in self._modules_of]
+        try:
+            with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+                yield tape
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def stages_of(net: nn.Module) -> list[nn.Module]:
+    """Modules whose calls begin stages: the blocks of a trunk, or the children."""
+    return list(getattr(net, "blocks", None) or net.children())
+
+
+def verdict(row: Row, new_tape: Callable[[], Tape] = Tape) -> str:
+    """How `row` trains on tapes: "equal", "wrong: ...", "error: ..."."""
+    expected = plain_of(row)
+
+    def train_it() -> str:
+        net = fresh(row)
+        run = OnTape(net, stages_of(net), new_tape)
+        if row.again is not None:
+            row.again(net)
+        for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
+            for what in wanted:
+                if not same(got[what], wanted[what]):
+                    told = f" ({got[what]})" if isinstance(got[what], str) else ""
+                    return f"wrong: {what} in step {n}{told}"
+        return "equal"
+
+    try:
+        return by_itself(train_it)
+    except Exception as error:  # what it says is the verdict
+        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
