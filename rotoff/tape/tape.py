@@ -34,7 +34,7 @@ itself apart first, and the tape sees what it does inside. Results of collective
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,6 +75,25 @@ LOST = (
 )
 
 
+FACTOR, MASK = 0x5851F42D4C957F2D, 2**64 - 1
+Key = int  # of an operation: it, all those before it in its stage, and the sizes of what they read
+
+
+class Known:
+    """What the steps so far have shown of a model's operations.
+
+    sure: keys of operations whose results are the same when they are made again. held: (key, result) of those that
+    are not. overwritten: for the key at the end of a stage, (key, result) of the contents of earlier ones that the
+    stage overwrites unseen. told: the names of operators that were told of.
+    """
+
+    def __init__(self) -> None:
+        self.sure: set[Key] = set()
+        self.held: set[tuple[Key, int]] = set()
+        self.overwritten: dict[Key, set[tuple[Key, int]]] = {}
+        self.told: set[str] = set()
+
+
 class Operation:
     """One operation on the tape. references: to all its tensors, in order. made: the contents of new storages."""
 
@@ -106,7 +125,8 @@ class Tape(TorchDispatchMode):
     A backward may run in any.
 
     Attributes:
-        stage: the open stage of the forward; `enter` begins another.
+        stage: the open stage of the forward; `enter` begins another. key: tells its operations so far, and the sizes of
+        what they read, from others.
         keep: what `pack` keeps of the saved tensors of the open stage: all, or those whose (operation, result), counted
             from the stage's first operation, are in the set.
         operations: of the forward, so far. begins: the number of the first one of each stage.
@@ -114,9 +134,13 @@ class Tape(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
+    on_backward: Callable[[int], None] | None = None  # called with a stage when a backward reaches what it has saved
 
-    def __init__(self) -> None:
+    def __init__(self, known: Known | None = None) -> None:
         super().__init__()
+        self.known = known
+        self.key: Key = 0
+        self.reached = 0  # the stage whose saved tensors the backward reads
         self.operations: list[Operation] = []
         self.slots: dict[int, list[SlotReference]] = {}
         self.stage = 0
@@ -125,6 +149,7 @@ class Tape(TorchDispatchMode):
         self.replayed = self.copied = 0
         self._contents: dict[int, Content] = {}  # by storage, the present one
         self._recording = False
+        self._unsure = False  # whether the open stage has an operation that is not known
         self._settings: Settings = []
         self._lock = threading.RLock()
 
@@ -147,7 +172,11 @@ class Tape(TorchDispatchMode):
 
     def enter(self, stage: int) -> None:
         """Begin a stage of the forward. Stage 0 is what comes before the first."""
-        self.stage = stage
+        for op in self.operations[self.begins[self.stage] :] if self._unsure else ():
+            for content in (*op.made, *op.written()):
+                if (storage := content.storage(seen=True)) is not None:
+                    content.hold(storage)
+        self.stage, self.key, self._unsure = stage, stage, False
         self.begins[stage] = len(self.operations)
 
     # -- the forward
@@ -283,10 +312,22 @@ class Tape(TorchDispatchMode):
             self._settings = now
         op.settings = self._settings
         self.operations.append(op)
-        self.noted(op, new)
+        key = self.key * FACTOR + kind_of(op.operator).name_sum
+        for reference in op.references:
+            for n in reference.size:
+                key = key * 31 + n + 1
+        self.key = key & MASK
+        if self.known is not None:
+            self.trust(op, [content for content in new if content.op != RESIDENT])
 
-    def noted(self, op: Operation, new: Iterable[Content]) -> None:
-        """Called with each operation of the tape, and the contents that it has made."""
+    def trust(self, op: Operation, new: Iterable[Content]) -> None:
+        """Hold what is known to be another when it is made again. From an operation that is not known on, the stage
+        keeps what autograd saves, and what is left when it ends."""
+        assert self.known is not None
+        self._unsure |= self.key not in self.known.sure
+        for content in new:
+            if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
+                content.hold(storage)
 
     # -- saved tensors
 
@@ -314,7 +355,7 @@ class Tape(TorchDispatchMode):
             content.watch(witness)
             self.slots.setdefault(self.stage, []).append(SlotReference(slot))
             keep = self.keep
-            if keep is True or (keep and (content.op - self.begins[self.stage], content.out) in keep):
+            if self._unsure or keep is True or (keep and (content.op - self.begins[self.stage], content.out) in keep):
                 slot.own = storage
             self.saved(slot, storage)
         return slot
@@ -331,19 +372,19 @@ class Tape(TorchDispatchMode):
         if not isinstance(packed, Slot):
             return packed
         packed.check()
+        if packed.stage != self.reached:
+            self.reached = packed.stage
+            if self.on_backward is not None:
+                with self._lock, torch._C._DisableTorchDispatch():
+                    self.on_backward(packed.stage)
         if packed.reference is None:
             assert packed.tensor is not None
             return packed.tensor
         with self._lock, torch._C._DisableTorchDispatch():
             if packed.own is None:
-                self.wanted(packed)
-            if packed.own is None:
                 self.fetch(packed.stage)
             assert packed.own is not None
             return packed.reference.on(packed.own)
-
-    def wanted(self, slot: Slot) -> None:
-        """Called when autograd reads a slot whose content is not kept; may give it its content."""
 
     def fetch(self, stage: int) -> None:
         """Give its content to each slot of a stage that autograd still has."""
@@ -352,10 +393,31 @@ class Tape(TorchDispatchMode):
             assert slot.reference is not None
             while (later := slot.reference.content.next) is not None:
                 slot.reference.content = later  # plain PyTorch saves memory: what a write through .data leaves counts
-        found = self.make([slot.reference.content for slot in slots if slot.reference is not None])
-        for slot in slots:
+        self.fill(stage, self.make([slot.reference.content for slot in slots if slot.reference is not None]))
+
+    def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
+        """Keep these contents for the slots of a stage that refer to them."""
+        for slot in self.live(stage):
             assert slot.reference is not None
-            slot.own = found[slot.reference.content]
+            if (storage := storages.get(slot.reference.content)) is not None:
+                slot.own = storage
+
+    def empty(self, stage: int) -> None:
+        """Keep nothing for the slots of a stage."""
+        for slot in self.live(stage):
+            slot.own = None
+
+    def saved_contents(self, stage: int) -> list[Content]:
+        """Return the contents to which the slots of a stage refer that autograd still has, each once."""
+        return list({slot.reference.content: None for slot in self.live(stage) if slot.reference is not None})
+
+    def content(self, stage: int, n: int, out: int) -> Content | None:
+        """Return what the `n`-th operation of a stage made, its result `out`; None if there is no such."""
+        number = self.begins.get(stage, 0) + n
+        if stage not in self.begins or number >= len(self.operations):
+            return None
+        op = self.operations[number]
+        return next((c for c in (*op.made, *op.written()) if c.out == out), None)
 
     def live(self, stage: int) -> list[Slot]:
         """Return the slots of a stage that autograd still has."""

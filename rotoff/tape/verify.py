@@ -12,37 +12,19 @@ from collections.abc import Iterable
 import torch
 
 from .contents import RESIDENT, Content, Slot, checksum
-from .operators import below_autograd, kind_of
-from .tape import Operation, Tape
+from .operators import below_autograd
+from .tape import Key, Known, Operation, Tape
 
 logger = logging.getLogger("rotoff")
-FACTOR, MASK = 0x5851F42D4C957F2D, 2**64 - 1
-
-Key = int  # of an operation: it, all those before it in its stage, and the sizes of what they read
-
-
-class Known:
-    """What the steps so far have shown of a model's operations.
-
-    sure: keys of operations whose results are the same when they are made again. held: (key, result) of those that
-    are not. overwritten: for the key at the end of a stage, (key, result) of the contents of earlier ones that the
-    stage overwrites unseen.
-    """
-
-    def __init__(self) -> None:
-        self.sure: set[Key] = set()
-        self.held: set[tuple[Key, int]] = set()
-        self.overwritten: dict[Key, set[tuple[Key, int]]] = {}
-        self.told: set[str] = set()  # names of operators that were told of
 
 
 class Verified(Tape):
     """A tape that verifies each stage that it does not know, when the stage has ended."""
 
+    known: Known
+
     def __init__(self, known: Known) -> None:
-        super().__init__()
-        self.known = known
-        self._key: Key = 0
+        super().__init__(known)
         self._keys: dict[Content, tuple[Key, int]] = {}
         self._new: list[Key] = []  # of this stage, those not yet sure
         self._kept: list[torch.UntypedStorage] = []  # what autograd saves in this stage, until it is verified
@@ -50,28 +32,19 @@ class Verified(Tape):
 
     def enter(self, stage: int) -> None:
         with torch._C._DisableTorchDispatch():
-            if self._key in self.known.overwritten:
-                self._replace(self.known.overwritten[self._key])
+            if self.key in self.known.overwritten:
+                self._replace(self.known.overwritten[self.key])
             if self._new:
                 self._verify()
         super().enter(stage)
-        self._key, self._new, self._kept = stage, [], []
+        self._new, self._kept = [], []
 
-    def noted(self, op: Operation, new: Iterable[Content]) -> None:
-        key = self._key * FACTOR + kind_of(op.operator).name_sum
-        for reference in op.references:
-            for n in reference.size:
-                key = key * 31 + n + 1
-        self._key = key = key & MASK
-        sure = key in self.known.sure
-        if not sure:
-            self._new.append(key)
-        for n, content in enumerate(content for content in new if content.op != RESIDENT):
-            self._keys[content] = key, n
-            storage = content.storage(seen=True)
-            if storage is None:
-                continue
-            if (key, n) in self.known.held:
+    def trust(self, op: Operation, new: Iterable[Content]) -> None:
+        if self.key not in self.known.sure:
+            self._new.append(self.key)
+        for content in new:
+            self._keys[content] = self.key, content.out
+            if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
                 content.hold(storage)
 
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
@@ -93,7 +66,7 @@ class Verified(Tape):
             if content.held is None and (storage := content.storage(seen=True)) is not None
         }
         if changed:  # what read it before the write and after it cannot be told apart: hold all that the stage made
-            self.known.overwritten[self._key] = changed
+            self.known.overwritten[self.key] = changed
             self.known.held |= {self._keys[content] for content in there}
             self._replace(changed)
             for content, storage in there.items():

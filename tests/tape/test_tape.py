@@ -166,6 +166,17 @@ def test_what_is_unseen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told) == 1 and "aten.empty_like.default" in told[0]
 
 
+def test_a_stage_that_is_not_known_is_kept() -> None:
+    """On a plain tape, which does not verify, nothing is made again that was not verified before."""
+    torch.manual_seed(0)
+    net, known = trunk_with(Foreign.apply)(), Known()
+    for n, new_tape in enumerate([Tape, Verified, Tape]):
+        expected = gradients(net, net, n)
+        run = OnTape(net, list(net.blocks), lambda new_tape=new_tape: new_tape(known))
+        assert all(map(torch.equal, gradients(run, net, n), expected))
+        assert bool(run.tapes[0].replayed) is (n > 0)
+
+
 # -- what it costs
 
 
