@@ -134,7 +134,8 @@ class Tape(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-    on_backward: Callable[[int], None] | None = None  # called with a stage when a backward reaches what it has saved
+    # called with this tape and a stage when a backward reaches what the stage has saved
+    on_backward: Callable[[Tape, int], None] | None = None
 
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
@@ -225,7 +226,7 @@ class Tape(TorchDispatchMode):
             kept = content.held is not None and content.held._cdata == storage._cdata
             if kept and (content.op != RESIDENT or content.read or kind.makes):
                 content.lose(self._copy(storage))
-        out = func(*args, **kwargs)
+        out = self.call(func, args, kwargs)
         new = self._new_contents(kind, op, written, before, out)
         if kind.kept:
             for content in new:
@@ -234,6 +235,10 @@ class Tape(TorchDispatchMode):
         if any(content.op != RESIDENT for content in new):
             self._note(op, new)
         return out
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that the tape may note."""
+        return func(*args, **kwargs)
 
     def _operation(self, func: Any, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Operation:
         """Return the operation, as it is before it runs."""
@@ -376,7 +381,7 @@ class Tape(TorchDispatchMode):
             self.reached = packed.stage
             if self.on_backward is not None:
                 with self._lock, torch._C._DisableTorchDispatch():
-                    self.on_backward(packed.stage)
+                    self.on_backward(self, packed.stage)
         if packed.reference is None:
             assert packed.tensor is not None
             return packed.tensor
