@@ -16,7 +16,6 @@ from rotoff.planning.tape_runner import TapeRunner
 from rotoff.solver.plan_codes import keep_all
 from rotoff.tape.tape import Tape
 
-
 TAPES = [pytest.param(Tape, id="plain")]
 
 

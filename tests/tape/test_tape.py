@@ -27,7 +27,6 @@ def cases() -> list[Any]:
     return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if n % 4 else []) for n, row in enumerate(TABLE)]
 
 
-
 @pytest.mark.parametrize("row", cases())
 def test_everything_dropped_is_made_again(row: Row) -> None:
     said = verdict(row)
