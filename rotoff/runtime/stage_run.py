@@ -331,7 +331,9 @@ class StageRun:
         try:
             with self._replay.again(), saved_hooks(pack, _never):
                 made = self.tape.run(inputs)
-        except Redone:
+        except (Redone, RuntimeError):  # TorchScript raises the latter in place of what is raised within
+            if not 0 < count == enough:
+                raise
             return []
         if count != len(saved) or [(tensor.shape, tensor.dtype) for tensor in made] != self._made:
             raise self._changed()
