@@ -70,7 +70,8 @@ class LiveForward(OnCourse):
         entered: the input tensors of the open stage.
         seen: whether a replay will save again what autograd saves now.
         dead: whether the course expects nobody to need the result of the present call.
-        saved: for each tensor that autograd saved in the open stage, as of `StageRun`. dropped: the same for dead calls.
+        saved: for each tensor that autograd saved in the open stage, as of `StageRun`.
+        dropped: one item for each tensor that autograd saved for a dead call.
         inside: whether calls run without being recorded. applying: whether that is because a custom Function runs.
         reads: which tensors from before the stages the calls read and change.
         frames: the tensors that the calls make.
