@@ -19,6 +19,7 @@ from planned_steps import smallest, with_sequence
 from random_programs import random_sequence
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.runtime import selective, stage_tape
@@ -443,3 +444,36 @@ def test_a_thousand_steps_do_not_grow() -> None:
         finally:
             gc.enable()
         assert grown < 200, f"{grown} objects more"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("stop"), KeyboardInterrupt(), StopIteration("end"), GeneratorExit()], ids=repr
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_error_within_a_checkpoint_reaches_the_caller(error: BaseException, reentrant: bool) -> None:
+    raised: list[BaseException] = []
+
+    class Pieces(nn.Sequential):
+        def piece(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if raised and layer is self[2]:
+                raise raised[0]
+            return torch.tanh(layer(x))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = checkpoint(self.piece, layer, x, use_reentrant=reentrant)
+            return x
+
+    model, x = Pieces(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(64, 16, requires_grad=True)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    net = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    net.compute_sequence(net.min_mem_limit("remat"), "remat", refine=False)
+    raised.append(error)
+    with pytest.raises(type(error)) as seen:
+        net(x)
+    assert seen.value is error
+    raised.clear()
+    model.zero_grad()
+    net(x).sum().backward()
+    assert same([p.grad for p in model.parameters()], expected)
