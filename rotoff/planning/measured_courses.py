@@ -215,14 +215,14 @@ class MeasuredCourses:
             The new course for that input.
         """
         planned = course.plan is not None
-        if self._sizes.is_measured(course):
+        if not course.interpolated:
             began = time.perf_counter()
             wanted = MeasureRequest(value, captured=course.captured, use=self._form_use(request))
             course.become(self.meter.measure(wanted)[1])
             self._learn(course, key, time.perf_counter() - began)
             self._set_latest(course, value, key)
             found = course
-        else:  # it was interpolated
+        else:
             self._known.pop(key, None)
             found = self.measure(value)
         if planned and self.request is not None:
@@ -308,7 +308,7 @@ class MeasuredCourses:
             sizes = family_of(key)[1]
             for one in known:
                 if one.plan is not None and self.request is not None:
-                    own = self._sizes.is_measured(one)
+                    own = not one.interpolated
                     told, makespan, overhead = self.request.expected_bytes(one.profile, one.plan), None, None
                     if one.profile.timed:
                         makespan = one.plan.trace.makespan

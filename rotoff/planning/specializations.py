@@ -150,7 +150,7 @@ class Specializations(MeasuredCourses):
         if (
             course is not None
             and lacks_times(course, self.request)
-            and not (can_measure and self._sizes.is_measured(course))
+            and not (can_measure and not course.interpolated)
         ):
             course = None
             del self._known[key]
@@ -173,7 +173,7 @@ class Specializations(MeasuredCourses):
             course = measured_here()
         self._known.move_to_end(key)
         self._look_at_loop(course)
-        measured = can_measure and self._sizes.is_measured(course)
+        measured = can_measure and not course.interpolated
         others = measured and course.profile.formed_for not in ("", self.request.limit)
         if lacks_times(course, self.request) or (others and course.plan is None):
             course = self.time(course, value, key, self.request)
