@@ -99,12 +99,12 @@ class BackwardBytes(NamedTuple):
 
     Attributes:
         levels: once the outputs are freed; may be negative. Several if gradients of other layouts take other bytes.
-        staying: the peak if the outputs are not freed.
+        staying: the same if the outputs are not freed.
         places: where the gradient of each input lies; None if there is none.
     """
 
     levels: tuple[Levels, ...]
-    staying: int
+    staying: tuple[Levels, ...]
     places: tuple[GradientPlace | None, ...]
 
     @property
@@ -145,9 +145,9 @@ def backward_bytes(allocator: Allocator, run: Run, given: MakeGradients = ones) 
     log = allocator.as_requested(log, [piece for g in grads if g is not None for piece in pieces(g)])
     rest = log.after("backward").releasing_less(gaps)
     begun = rest.after("begun")
-    staying = Levels.of(rest.without_release(made), ends).peak()
+    staying = Levels.of(rest.without_release(made), ends)
     places = tuple(_places(allocator, leaves, grads, dict(incoming), untouched))
-    return BackwardBytes((Levels.of(begun, ends, rest.level() - begun.level()),), staying, places)
+    return BackwardBytes((Levels.of(begun, ends, rest.level() - begun.level()),), (staying,), places)
 
 
 def _gaps(allocator: Allocator, tensor: torch.Tensor) -> int:
