@@ -201,7 +201,7 @@ class MeasuredCourses:
         """`time` outside of a step, with the sample's autocast state, and generators restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
-        with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), modes).again():
+        with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), modes).again(True):
             return self.time(course, sample.value, sample.key, request)
 
     def time(self, course: Specialization, value: Any, key: Any, request: Request | None = None) -> Specialization:

@@ -147,11 +147,7 @@ class Specializations(MeasuredCourses):
         # measuring needs the profiler, of which there is one; a group's processes must all measure or none
         can_measure = self._group is not None or not torch.autograd._profiler_enabled()
         course = self._known_course(key, constants(value), measured_here, looked_at, can_measure)
-        if (
-            course is not None
-            and lacks_times(course, self.request)
-            and not (can_measure and not course.interpolated)
-        ):
+        if course is not None and lacks_times(course, self.request) and not (can_measure and not course.interpolated):
             course = None
             del self._known[key]
         if course is None:

@@ -54,7 +54,7 @@ class ChargedStage:
         return self._highest(self.measured.levels)
 
     def _highest(self, levels: Sequence[Levels]) -> int:
-        return max(one.peak((), self.measured.summing) for one in levels)
+        return max(one.peak((), self.measured.adding) for one in levels)
 
     @property
     def freed_before_backward(self) -> int:
@@ -68,8 +68,8 @@ class ChargedStage:
         for levels in self.measured.levels:
             first = levels.sizes.keys() - self.measured.adding
             charged = sum(levels.sizes[n] for n in first)
-            peak = levels.peak(first, self.measured.summing)
-            spare.append(charged + max(0, levels.peak((), self.measured.summing)) - max(0, peak))
+            peak = levels.peak(first, self.measured.adding)
+            spare.append(charged + max(0, levels.peak((), self.measured.adding)) - max(0, peak))
             freed.append(charged - peak - self._beside)
         machine = max(self.made.nbytes, self._machine_bytes - min(spare))
         return PlacedBackward(min(spare), max(0, machine + min(freed)))

@@ -149,7 +149,8 @@ class ByteMeter:
             alone = backward_bytes(self.allocator, run, expanded)
             expected = sum(forward.own_gradient_bytes)
             levels, staying = (
-                (*ours, *(one.shifted(-expected) for one in theirs)) for ours, theirs in zip(back[:2], alone[:2], strict=True)
+                (*ours, *(one.shifted(-expected) for one in theirs))
+                for ours, theirs in zip(back[:2], alone[:2], strict=True)
             )
             pairs = zip(back.places, alone.places, strict=True)
             places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
