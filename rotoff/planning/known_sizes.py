@@ -40,8 +40,8 @@ class KnownSizes:
         self._searching = 0.0  # seconds that the last search for a better plan took
 
     def learn(self, course: Specialization, family: Any, sizes: Sizes, seconds: float) -> None:
-        """Remember that `course` was measured at `sizes`, which took `seconds`. An empty input tells nothing of others."""
-        if not self._varies or any(0 in shape for shape in sizes):
+        """Remember that `course` was measured at `sizes`, which took `seconds`."""
+        if not self._varies or any(0 in shape for shape in sizes):  # an empty input tells nothing of others
             return
         several = self._measured.setdefault(family, MeasuredSizes())
         times_too = course.profile.timed and not self.are_timed(family)  # the next sizes only need bytes
