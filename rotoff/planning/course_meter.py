@@ -423,14 +423,12 @@ class _Measurement:
         course = expected(tape, profile.stages, profile.prefix)
         profile = replace(
             _with_outside(profile, course),
-            cast_bytes=tape.cast_bytes,
-            saved_cast_bytes=course.cast_bytes,
+            casts=course.casts,
             cast_again=cast_again(tape),
         )
         stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
-        if tape.unsaved_cast_bytes:
-            kept = HeldLate(0, len(profile.stages), tape.unsaved_cast_bytes)
-            profile = replace(profile, held_late=(*profile.held_late, kept))
+        kept = (HeldLate(one.first - 1, one.last, one.unsaved) for one in course.casts if one.unsaved)
+        profile = replace(profile, held_late=(*profile.held_late, *kept))
         return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
 
 

@@ -147,11 +147,7 @@ class Specializations(MeasuredCourses):
         # measuring needs the profiler, of which there is one; a group's processes must all measure or none
         can_measure = self._group is not None or not torch.autograd._profiler_enabled()
         course = self._known_course(key, constants(value), measured_here, looked_at, can_measure)
-        if (
-            course is not None
-            and lacks_times(course, self.request)
-            and not (can_measure and self._sizes.is_measured(course))
-        ):
+        if course is not None and lacks_times(course, self.request) and not (can_measure and not course.interpolated):
             course = None
             del self._known[key]
         if course is None:
@@ -173,7 +169,7 @@ class Specializations(MeasuredCourses):
             course = measured_here()
         self._known.move_to_end(key)
         self._look_at_loop(course)
-        measured = can_measure and self._sizes.is_measured(course)
+        measured = can_measure and not course.interpolated
         others = measured and course.profile.formed_for not in ("", self.request.limit)
         if lacks_times(course, self.request) or (others and course.plan is None):
             course = self.time(course, value, key, self.request)

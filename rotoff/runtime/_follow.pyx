@@ -162,6 +162,7 @@ cdef class Follower:
         cdef Var var
         tape = self.tape if stage else self.outside
         constants = len(tape.constants)
+        self.dead = dead
         for n, one in enumerate(args):
             kind = type(one)
             if kind is _Tensor and stage:
@@ -174,7 +175,7 @@ cdef class Follower:
                 flat = flat and (kind is _Parameter or kind is _Tensor)
         if kwargs:
             named_kwargs = {name: self._refer(foreign, stage, one) for name, one in kwargs.items()}
-        self.seen, self.dead = stage != OUTSIDE, dead
+        self.seen = stage != OUTSIDE
         try:
             if self._unusual or not known.ordinary or (kwargs and "out" in kwargs) or (
                 foreign and self.reads.changing and self.reads.are_changing(foreign)

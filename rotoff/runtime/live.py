@@ -447,7 +447,7 @@ class LiveForward(OnCourse):
         if stage == OUTSIDE:
             return leaf if var.stays else var
         if var.stage == stage or var in self.entered:
-            if var.dead:
+            if var.dead and not self.dead:
                 self.tape.needs_dead = True
             return var
         if (alias := self._aliases.get(var)) is None:
