@@ -21,6 +21,7 @@ from ..errors import MeasureError
 from ..tensors.eager_mode import EagerFunctionMode
 from ..tensors.stage import StageModule
 from ..tensors.storage import key_of
+from .interception import Patches
 from .tape import name_of
 
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -48,6 +49,23 @@ class UncuttableError(MeasureError):
 
 class UnrepeatableError(UncuttableError):
     """A forward does what cannot be repeated."""
+
+
+def _derivatives_refused(own: Callable[..., Any]) -> Callable[..., Any]:
+    def disable(message: str) -> Any:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            return own(message)
+        raise UnrepeatableError(
+            "the model differentiates within its forward (torch.func: grad, vjp, jacrev or hessian), which takes no"
+            " saved-tensor hooks, and planned steps have some; do that in the training loop, outside of the planned"
+            " model"
+        )
+
+    return disable
+
+
+# within, derivatives by ``torch.func`` are refused, in a sentence
+DERIVATIVES_REFUSED = Patches((torch.autograd.graph, "disable_saved_tensors_hooks", _derivatives_refused))
 
 
 class Parameters:

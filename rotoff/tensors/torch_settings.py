@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from .autocast import in_region
 from .kernel_flags import kernel_flags
+
+
+def bytes_by_default() -> AbstractContextManager[object]:
+    """Within, tensors that are made without a device have bytes, also where the caller's default is ``meta``."""
+    return torch.device("cpu") if torch.get_default_device().type == "meta" else nullcontext()
 
 
 def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
