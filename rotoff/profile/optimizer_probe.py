@@ -260,7 +260,7 @@ def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
 
 
-_GENERATORS: tuple[Any, ...] = torch.default_generator, random._inst, np.random.mtrand._rand  # type: ignore[attr-defined]
+_GENERATORS: tuple[Any, ...] = torch.default_generator, random._inst, np.random.mtrand._rand
 
 
 class _Attributes:
