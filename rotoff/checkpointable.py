@@ -309,7 +309,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype needs a mem_limit; with a device_limit nothing is converted")
         optimizers = read_optimizers(optimizer, self._model)
-        if self._steps.placement is not None and not self._steps.placement.here:
+        if (placed := self._steps.placement) is not None and not placed.here:
+            placed.gradients.marks.remove()
             self._steps.unplace(resident=False)  # by the process that this one was forked from
         # a new one, since the optimizers may have changed
         planner = PlacedPlanner(self._model, optimizers, self._specializations.update_times)

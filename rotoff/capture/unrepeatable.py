@@ -6,10 +6,11 @@ are repeated (`runtime.replay`).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +22,6 @@ from ..errors import MeasureError
 from ..tensors.eager_mode import EagerFunctionMode
 from ..tensors.stage import StageModule
 from ..tensors.storage import key_of
-from .interception import Patches
 from .tape import name_of
 
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -51,21 +51,18 @@ class UnrepeatableError(UncuttableError):
     """A forward does what cannot be repeated."""
 
 
-def _derivatives_refused(own: Callable[..., Any]) -> Callable[..., Any]:
-    def disable(message: str) -> Any:
-        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-            return own(message)
+@contextmanager
+def derivatives_refused() -> Iterator[None]:
+    """Within, refuse derivatives by ``torch.func`` in a sentence, which fail under saved-tensor hooks or in replays."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search("saved tensor hooks|forward AD level", str(error)):  # of PyTorch's
+            raise
         raise UnrepeatableError(
-            "the model differentiates within its forward (torch.func: grad, vjp, jacrev or hessian), which takes no"
-            " saved-tensor hooks, and planned steps have some; do that in the training loop, outside of the planned"
-            " model"
-        )
-
-    return disable
-
-
-# within, derivatives by ``torch.func`` are refused, in a sentence
-DERIVATIVES_REFUSED = Patches((torch.autograd.graph, "disable_saved_tensors_hooks", _derivatives_refused))
+            "the model differentiates within its forward (torch.func: grad, vjp, jacrev, hessian, jvp), which a planned"
+            " step cannot run again; do that in the training loop, outside of the planned model"
+        ) from error
 
 
 class Parameters:

@@ -16,6 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import func, nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.modules import module as calls  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch.utils.module_tracker import ModuleTracker  # noqa: E402
@@ -457,12 +458,20 @@ class Within(nn.Module):
             x = x + func.jacrev(told)(x)
         elif self.kind == "hessian":
             x = x + func.vmap(func.hessian(told))(x).mean(-1)
+        elif self.kind == "jvp":
+            x = x + func.jvp(lambda z: torch.tanh(self.linear(z)), (x,), (torch.ones_like(x),))[1]
+        elif self.kind == "linearize":
+            x = x + func.linearize(lambda z: torch.tanh(self.linear(z)), x)[1](torch.ones_like(x))
+        elif self.kind == "forward_ad":
+            with forward_ad.dual_level():
+                x = x + forward_ad.unpack_dual(self.linear(forward_ad.make_dual(x, x)))[1]
         elif self.kind == "grad by sample":
             x = x + func.vmap(func.grad(told))(x)
         return self.rest[2:](x)
 
 
 DERIVATIVES = ("grad", "grad of parameters", "grad_and_value", "vjp", "jacrev", "hessian", "grad by sample")
+DERIVATIVES += ("jvp", "linearize", "forward_ad")
 
 
 @pytest.mark.parametrize("deep", [False, True])
