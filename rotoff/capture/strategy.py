@@ -191,6 +191,15 @@ def lazy(model: nn.Module) -> str | None:
     return next((name for name, tensor in every if is_lazy(tensor)), None)
 
 
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise MeasureError if a parameter or buffer has no shape yet."""
+    if (name := lazy(model)) is not None:
+        raise MeasureError(
+            f"{name!r} of the model has no shape before the first forward (a lazy module); run the plain model once on"
+            " a sample, or train a step, and measure then"
+        )
+
+
 def check_measurable(model: nn.Module, value: Any) -> None:
     """Raise MeasureError if `model` cannot be measured on `value`, whatever its forward does."""
     refuse_passed_by()
@@ -208,11 +217,7 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             " around the whole model); leave those out, since rotoff recomputes and offloads, or call measure(*sample)"
             " before"
         )
-    if (name := lazy(model)) is not None:
-        raise MeasureError(
-            f"{name!r} of the model has no shape before the first forward (a lazy module); run the plain model once on"
-            " a sample, or train a step, and measure then"
-        )
+    refuse_lazy(model)
     for _, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (torch.Tensor, nn.Parameter):
             storage_key(tensor)  # refuses a sparse tensor

@@ -63,6 +63,7 @@ def estimate_profile(
         wanted, forms, backward_from: the options `stages`, `forms` and `backward_from` of `Checkpointable`.
     """
     wanted = strategy.named(model, wanted) or wanted  # names also find the modules of the copy
+    strategy.refuse_lazy(model)
     mode = FakeKernels(device.capability is not None)
     with _CPU, cuda_variants(device):  # whatever the caller's default device is, all fake tensors are there
         copied = fake_copy(model, mode).train()
