@@ -497,9 +497,7 @@ def test_a_limit_on_addresses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinned.available_bytes() is not None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", ["small model", "gradients"])
-def test_a_default_device_without_bytes_changes_no_check(check: str) -> None:
+def test_a_default_device_without_bytes_changes_no_check(tiny: None) -> None:
     with torch.device("meta"):
         report = examine(CPU, 0.0)
-    assert next(finding.verdict for finding in report.findings if finding.check == check) == OK
+    assert {"small model", "gradients"} <= {one.check for one in report.findings if one.verdict == OK}
