@@ -426,4 +426,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _transformed(name: str) -> str:
-    return f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
+    return (
+        f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through (and derivatives,"
+        " grad or jvp, not in a submodule either)"
+    )

@@ -154,7 +154,7 @@ class _Gone(torch.Tensor):
     attribute: str
 
     def __new__(cls, where: str) -> _Gone:
-        gone: _Gone = torch.Tensor._make_subclass(cls, torch.empty(0))
+        gone: _Gone = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
         gone.attribute = where
         return gone
 
