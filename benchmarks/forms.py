@@ -30,11 +30,12 @@ import torch
 
 # of the packages below; last, so that an installed rotoff goes first
 sys.path.append(str(Path(__file__).parent.parent))
+from benchmarks.prediction import keep_freed_memory
+
 import rotoff
 from benchmarks.grid import memory, methods, models, workloads
 from benchmarks.grid.cell import Runner
 from benchmarks.grid.run import commit, machine
-from benchmarks.prediction import keep_freed_memory
 from rotoff.solver.bounds import least_time_of
 
 PEERS = ("checkpoint", "selective")

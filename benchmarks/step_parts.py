@@ -28,8 +28,8 @@ import torch
 
 import rotoff
 from benchmarks.grid import workloads
+from benchmarks.grid.memory import keep_freed_memory
 from benchmarks.grid.run import machine
-from benchmarks.prediction import keep_freed_memory
 from rotoff.runtime.links import file as link_file
 
 WARM = 3

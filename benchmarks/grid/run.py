@@ -35,9 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from . import methods, workloads
-from .aims import EVERYTHING, ITSELF, OVERHEAD
-
-AIMED = {limit for _, limit in OVERHEAD}
+from .aims import EVERYTHING, ITSELF
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -100,13 +98,11 @@ class Grid:
             "cells": {},
             "twice": [],
         }
-        start = path if path.exists() else options.start
-        if start is not None and start.exists():
-            before = json.loads(start.read_text(encoding="utf-8"))
-            if before.get("machine") == self.data["machine"]:
-                self.data |= {key: before[key] for key in ("cells", "twice") if key in before}
-            elif start == path:
+        if path.exists():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            if before.get("machine") != self.data["machine"]:
                 raise SystemExit(f"{path} is of another machine or other versions; name another --out, or move it away")
+            self.data |= {key: before[key] for key in ("cells", "twice") if key in before}
         for name in options.again:
             self.data["cells"].pop(name, None)
         self._waiting: list[str] | None = None  # those to be run again for their spread
@@ -120,7 +116,7 @@ class Grid:
         """(name, cell) of all cells that have not run, in order; later ones need the results of earlier ones."""
         options = self.options
         chosen = options.workloads or [w.name for w in workloads.SUITES[options.suite]]
-        for together in [[name] for name in chosen] if options.by == "workload" else [chosen]:
+        for together in [[name] for name in chosen] if options.suite == "cuda" else [chosen]:
             yield from self._cells(together)
         yield from self._wide(chosen)
 
@@ -163,8 +159,7 @@ class Grid:
                 yield from self._new(f"{workload}/{method}", workload, method, None)
 
     def _at_limits(self, chosen: list[str], mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        # where time is short, those first that the aims speak of
-        for percent in sorted(self.options.limits, key=lambda percent: f"{percent:g}%" not in AIMED):
+        for percent in self.options.limits:
             for workload in chosen:
                 if (plain := self._peak(f"{workload}/plain")) is not None:
                     yield from self._new(f"{workload}/{mode}@{percent:g}%", workload, mode, int(plain * percent / 100))
@@ -256,16 +251,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", choices=list(workloads.SUITES), default="cpu")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--start", type=Path, help="where --out is not there yet: go on from this file, if of the same machine"
-    )
     parser.add_argument("--workloads", nargs="*", metavar="NAME", help="only these, in this order")
-    parser.add_argument(
-        "--by",
-        choices=("method", "workload"),
-        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else"
-        " method)",
-    )
     parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
     parser.add_argument(
         "--compiled",
@@ -286,7 +272,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="compute threads of every method (CPU: cores - 1)")
     options = parser.parse_args(arguments)
     options.device = "cuda" if options.suite == "cuda" else "cpu"
-    options.by = options.by or ("workload" if options.suite == "cuda" else "method")
     known = [workload.name for workload in workloads.SUITES[options.suite]]
     for name in options.workloads or ():
         if name not in known:
