@@ -36,10 +36,8 @@ from torch.utils import _pytree as pytree
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "support")]
 
-import gallery_further  # noqa: E402
-import gallery_held_out  # noqa: E402
 from allocated import own_again, peak_bytes  # noqa: E402
-from gallery_models import LIBRARIES, Case  # noqa: E402
+from gallery_models import HELD_OUT, LIBRARIES, Case  # noqa: E402
 
 import rotoff  # noqa: E402
 
@@ -343,12 +341,9 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
     return result
 
 
-SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
-
-
 def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[str, Any]]:
     library, name, options = case
-    build, refine = SETS[options.held_out][library][name], not options.quick
+    build, refine = (HELD_OUT if options.held_out else LIBRARIES)[library][name], not options.quick
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -392,7 +387,7 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=sorted({*LIBRARIES, *gallery_held_out.LIBRARIES}), help="one library only")
+    parser.add_argument("--library", choices=sorted({*LIBRARIES, *HELD_OUT}), help="one library only")
     parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
     parser.add_argument(
         "--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans"
@@ -410,16 +405,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
-    missing = [library for library in gallery_further.LIBRARIES if options.held_out and find_spec(library) is None]
+    libraries = HELD_OUT if options.held_out else LIBRARIES
+    missing = [library for library in libraries if library != "own" and find_spec(library) is None]
     if missing and options.library is None:
         print(f"left out, not installed: {', '.join(missing)}")
-    cases = [
-        (library, name, options)
-        for library, found in SETS[options.held_out].items()
-        if options.library == library or (options.library is None and library not in missing)
-        for name in found
-        if not only or name in only
-    ]
+    chosen = [options.library] if options.library else [library for library in libraries if library not in missing]
+    cases = [(library, name, options) for library in chosen for name in libraries[library] if not only or name in only]
     results = []
     with get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         for library, name, result in pool.imap(report, cases):
