@@ -153,4 +153,4 @@ def _in_bytes(runs: list[Run]) -> Iterable[tuple[Run, Run]]:
 
 
 def is_compiled(run: Run) -> bool:
-    return run.method.startswith(("budget", "compiled")) or run.method.endswith("compiled")
+    return run.method.startswith("budget") or run.method.endswith("compiled")
