@@ -44,18 +44,15 @@ def tokens(length: int = 16, batch: int = 2) -> torch.Tensor:
 # -- torchvision
 
 
-def vision(names: str, size: int = 64, batch: int = 4, classes: int = 10, **options: Any) -> Row:
+def of_torchvision(names: str, given: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], **options: Any) -> Row:
     def build(name: str) -> Build:
-        return of(
-            "torchvision.models",
-            lambda v: (
-                v.get_model(name, weights=None, num_classes=classes, **options),
-                (images(batch, size),),
-                {},
-            ),
-        )
+        return of("torchvision.models", lambda v: (v.get_model(name, weights=None, **options), *given()))
 
     return {name: build(name) for name in names.split()}
+
+
+def vision(names: str, size: int = 64, batch: int = 4, classes: int = 10, **options: Any) -> Row:
+    return of_torchvision(names, lambda: ((images(batch, size),), {}), num_classes=classes, **options)
 
 
 def segmentation(names: str, **options: Any) -> Row:
@@ -63,43 +60,21 @@ def segmentation(names: str, **options: Any) -> Row:
 
 
 def video(names: str, frames: int = 8, size: int = 64) -> Row:
-    def build(name: str) -> Build:
-        clip = (1, 3, frames, size, size)
-        return of("torchvision.models", lambda v: (v.get_model(name, num_classes=10), (torch.randn(clip),), {}))
-
-    return {name: build(name) for name in names.split()}
+    return of_torchvision(names, lambda: ((torch.randn(1, 3, frames, size, size),), {}), num_classes=10)
 
 
 def flow(name: str) -> Row:
-    pair = lambda: (images(1, 128), images(1, 128))  # noqa: E731
-    return {name: of("torchvision.models", lambda v: (v.get_model(name), pair(), {"num_flow_updates": 3}))}
+    return of_torchvision(name, lambda: ((images(1, 128), images(1, 128)), {"num_flow_updates": 3}))
 
 
-def quantizable(*names: str) -> Row:
-    """As they are trained before they are prepared for quantization."""
-
-    def build(name: str) -> Build:
-        return of("torchvision.models.quantization", lambda q: (getattr(q, name)(num_classes=10), (images(2, 64),), {}))
-
-    return {f"{name} quantizable": build(name) for name in names}
-
-
-def detection(*names: str, size: int = 64) -> Row:
+def detection(names: str) -> Row:
     """In training, with one box in each image; images stay small."""
 
-    def build(name: str) -> Build:
-        box = {"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
-        sizes = {"min_size": size, "max_size": 2 * size, "num_classes": 5}
-        return of(
-            "torchvision.models",
-            lambda v: (
-                v.get_model(name, weights=None, weights_backbone=None, **sizes),
-                (list(images(2, size)), [dict(box), dict(box)]),
-                {},
-            ),
-        )
+    def given() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        boxes = [{"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])} for _ in range(2)]
+        return (list(images(2, 64)), boxes), {}
 
-    return {name: build(name) for name in names}
+    return of_torchvision(names, given, weights_backbone=None, min_size=64, max_size=128, num_classes=5)
 
 
 TORCHVISION: Row = {
@@ -121,10 +96,11 @@ HELD_OUT_TORCHVISION: Row = {
     **segmentation("deeplabv3_mobilenet_v3_large", aux_loss=True),
     **video("mvit_v1_b", frames=16, size=224),
     **flow("raft_large"),
-    **quantizable("resnet18", "mobilenet_v3_large", "shufflenet_v2_x0_5"),
     **vision("regnet_x_400mf"),
+    # as they are trained before they are prepared for quantization
+    **vision("quantized_resnet18 quantized_mobilenet_v3_large quantized_shufflenet_v2_x0_5", batch=2),
     **vision("mnasnet1_3 densenet169", batch=2),
-    **detection("retinanet_resnet50_fpn", "fasterrcnn_mobilenet_v3_large_320_fpn"),
+    **detection("retinanet_resnet50_fpn fasterrcnn_mobilenet_v3_large_320_fpn"),
 }
 
 # -- timm
@@ -259,6 +235,12 @@ def seen(names: str, head: str = "ForImageClassification", pixels: int = 64, **c
     return transformer(names, head, lambda: {"pixel_values": images(2, pixels)}, config)
 
 
+def clips(names: str, batch: int = 1, image_size: int = 64, **config: Any) -> Row:
+    given = lambda: {"pixel_values": torch.randn(batch, 4, 3, image_size, image_size)}  # noqa: E731
+    sizes = {"image_size": image_size, "num_frames": 4, **SIGHT}
+    return transformer(names, "ForVideoClassification", given, {**sizes, **config})
+
+
 def heard(names: str, suffix: str = "", **config: Any) -> Row:
     return transformer(names, "Model", lambda: {"input_values": torch.randn(2, 4000)}, {**SPEECH, **config}, suffix)
 
@@ -383,8 +365,7 @@ TRANSFORMERS: Row = {
     **seen("dpt:DPT", "ForDepthEstimation", image_size=64, backbone_out_indices=[0, 1, 2, 3], fusion_hidden_size=32,
            neck_hidden_sizes=[16, 32, 64, 64], readout_type="project", **SIGHT),
     **seen("glpn:GLPN", "ForDepthEstimation", hidden_sizes=[16, 32, 80, 64], decoder_hidden_size=32),
-    "videomae": made(lambda t: (t.VideoMAEForVideoClassification(t.VideoMAEConfig(image_size=32, num_frames=4, **SIGHT)),
-                                (), {"pixel_values": torch.randn(2, 4, 3, 32, 32)})),
+    **clips("videomae:VideoMAE", batch=2, image_size=32),
     **heard("wav2vec2:Wav2Vec2 hubert:Hubert wavlm:WavLM"),
 }  # fmt: skip
 
@@ -500,11 +481,6 @@ def _speech_to_text(t: Any) -> Case:
     return t.Speech2TextForConditionalGeneration(config), (), given
 
 
-def clips(names: str, **config: Any) -> Row:
-    given = lambda: {"pixel_values": torch.randn(1, 4, 3, 64, 64)}  # noqa: E731
-    return transformer(names, "ForVideoClassification", given, {"image_size": 64, "num_frames": 4, **SIGHT, **config})
-
-
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 
 HELD_OUT_TRANSFORMERS: Row = {
@@ -516,7 +492,8 @@ HELD_OUT_TRANSFORMERS: Row = {
            moe_intermediate_size=32, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
            v_head_dim=16, first_k_dense_replace=1, **without(NO_HEAD_DIM, "num_key_value_heads")),
     **text("falcon_mamba:FalconMamba", CAUSAL, **MAMBA),
-    **text("jamba:Jamba", CAUSAL, num_experts=2, num_experts_per_tok=1, mamba_d_state=8, use_cache=False, **NO_HEAD_DIM),
+    **text("jamba:Jamba", CAUSAL, num_experts=2, num_experts_per_tok=1, mamba_d_state=8, use_cache=False,
+           **NO_HEAD_DIM),
     **text("recurrent_gemma:RecurrentGemma", CAUSAL, lru_width=64, attention_window_size=16,
            **without(NO_HEAD_DIM, "max_position_embeddings")),
     **text("lfm2:Lfm2", CAUSAL, layer_types=["conv", "full_attention"] * 2, **NO_HEAD_DIM),
@@ -533,7 +510,8 @@ HELD_OUT_TRANSFORMERS: Row = {
     **text("xlm:XLM", "WithLMHeadModel", vocab_size=100, emb_dim=64, n_layers=3, n_heads=4, max_position_embeddings=64,
            bos_index=0, eos_index=1, pad_index=2),
     **text("roformer:RoFormer", MASKED, embedding_size=64, **ENCODER),
-    **text("mobilebert:MobileBert", MASKED, embedding_size=32, intra_bottleneck_size=32, true_hidden_size=32, **ENCODER),
+    **text("mobilebert:MobileBert", MASKED, embedding_size=32, intra_bottleneck_size=32, true_hidden_size=32,
+           **ENCODER),
     **text("ibert:IBert", MASKED, **ENCODER),
     **text("rembert:RemBert", MASKED, input_embedding_size=32, output_embedding_size=32, **ENCODER),
     **text("esm:Esm", MASKED, mask_token_id=4, **ENCODER),
@@ -662,8 +640,8 @@ def _flux(d: Any) -> Case:
 
 def _wan(d: Any) -> Case:
     model = d.WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32, ffn_dim=64,
-        num_layers=6, rope_max_seq_len=32,
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=64, num_layers=6, rope_max_seq_len=32,
     )  # fmt: skip
     given = {"timestep": torch.tensor([5]), "encoder_hidden_states": torch.randn(1, 12, 16)}
     return model, (), {"hidden_states": torch.randn(1, 4, 2, 16, 16), **given}
@@ -749,6 +727,6 @@ LIBRARIES: dict[str, Mapping[str, Build]] = {
     "torchvision": TORCHVISION, "timm": TIMM, "transformers": TRANSFORMERS, "own": OWN,
 }  # fmt: skip
 HELD_OUT: dict[str, Mapping[str, Build]] = {
-    "torchvision": HELD_OUT_TORCHVISION, "timm": _Drawn(), "transformers": HELD_OUT_TRANSFORMERS, "diffusers": DIFFUSERS,
-    "peft": PEFT, "torch_geometric": GRAPHS,
+    "torchvision": HELD_OUT_TORCHVISION, "timm": _Drawn(), "transformers": HELD_OUT_TRANSFORMERS,
+    "diffusers": DIFFUSERS, "peft": PEFT, "torch_geometric": GRAPHS,
 }  # fmt: skip
