@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.chain import Chain, ParameterGroup
+from ..core.chain import Chain, LinkRates, ParameterGroup
 from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
@@ -115,23 +115,22 @@ class PlacedPlanner:
             return min(reused, key=lambda plan: plan.trace.makespan)
         if not thorough:
             raise InfeasibleError("no plan of another size fits", whole)
+        least, smallest = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
+        if smallest is None or least > request.mem_limit:
+            raise InfeasibleError(
+                "the training step with its parameters, gradients and optimizer states needs at least"
+                f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
+                f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
+                least,
+            )
         if near:  # training has begun, and waits
             effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
             request = replace(request, options=effort)
         asked = itertools.product((request, _quick(request)), found)
         plans = (plan_groups(profile, how, groups, request.mem_limit) for how, groups in asked)
-        plan, least = next(filter(None, plans), None), request.mem_limit
-        if plan is None:  # bytes that the machine does not charge may be fewer in the plan of a smaller limit
-            least, plan = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
-        if plan is not None and least <= request.mem_limit:
-            _report(request, plan, time.perf_counter() - began)
-            return plan
-        raise InfeasibleError(
-            "the training step with its parameters, gradients and optimizer states needs at least"
-            f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is {format_bytes(request.mem_limit)}"
-            f" ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
-            least,
-        )
+        plan = next(filter(None, plans), smallest)
+        _report(request, plan, time.perf_counter() - began)
+        return plan
 
     def groups(self, profile: Profile, host: bool) -> FoundGroups:
         """Groups of the model's parameters. host: whether the host may update them."""
@@ -215,18 +214,40 @@ def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: 
     return min(found, key=lambda plan: plan.trace.makespan, default=None)
 
 
+def _evenly_timed(chain: Chain) -> Chain:
+    """`chain` with times that nobody has measured, so that what fits depends on bytes alone: a backward takes twice as
+    long as a forward; an update, and the copy of all parameters, as long as a forward."""
+    stages = [
+        replace(
+            stage,
+            forward_time=1.0,
+            backward_time=2.0,
+            tail_time=0.0,
+            forms=tuple(replace(form, backward_time=3.0) for form in stage.forms),
+        )
+        for stage in chain.stages
+    ]
+    groups = [
+        replace(group, update_time=1.0, host_update_time=None if group.host_update_time is None else 1.0)
+        for group in chain.parameters
+    ]
+    rate = float(max(1, sum(group.bytes for group in groups)))
+    rates = LinkRates(rate, rate, chain.duplex)._asdict()
+    return replace(chain, **rates, stages=tuple(stages), parameters=tuple(groups))
+
+
 def _peak(plan: ExecutionPlan) -> int:
     assert plan.placed is not None
     return plan.placed.peak_bytes
 
 
 def _plans(
-    profile: Profile, request: Request, groups: FoundGroups, asked: int, less: int = 0
+    profile: Profile, request: Request, groups: FoundGroups, asked: int, less: int = 0, even: bool = False
 ) -> Iterator[tuple[ExecutionPlan, int]]:
     """Plans of `groups` within `asked` bytes, less `less`, as the machine charges them, until one fits; each with what
-    was taken off. If one has a larger peak, so much more is taken off the next."""
+    was taken off. If one has a larger peak, so much more is taken off the next. even: solve `_evenly_timed` chains."""
     profile = profile.placing(groups.costs)
-    chain = profile.with_overhead().chain
+    chain = _evenly_timed(profile.chain) if even else profile.with_overhead().chain
     limit = asked - _constant(profile, request, groups) - less
     options = {**request.options, "updates": when(request)}
     if (room := options.get("host_limit")) is not None:
@@ -343,7 +364,8 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
 def _least(
     profile: Profile, request: Request, found: Several[FoundGroups], whole: int
 ) -> tuple[int, ExecutionPlan | None]:
-    """The smallest limit for which a plan was found, and the plan; `whole` and None if none was."""
+    """The smallest limit for which a plan was found without regard to times, and the plan; `whole` and None if none
+    was."""
     least: tuple[int, ExecutionPlan | None] = whole, None
     quick = _quick(request)
     for groups in found:
@@ -352,7 +374,7 @@ def _least(
         limit = min_mem_limit(chain, request.mode, when(request)) + constant
         more = max(1, limit // 50)
         while limit < least[0]:
-            plans = [plan for plan, _ in _plans(profile, quick, groups, limit)]
+            plans = [plan for plan, _ in _plans(profile, quick, groups, limit, even=True)]
             best = min(plans, key=_peak, default=None)
             if best is not None and _peak(best) <= limit:
                 least = limit, best

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,8 @@ import rotoff
 from rotoff import Sequence
 from rotoff.core.sequence import OpKind, w
 from rotoff.planning import placed as placed_planner
+from rotoff.planning.request import Request
+from rotoff.profile.profile import Profile
 from rotoff.runtime.links.file import FileLink
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import updates
@@ -890,6 +893,43 @@ def test_the_smallest_limit_is_named_and_works(mode: str) -> None:
         model.compute_sequence(device_limit="1 KiB", optimizer=optimizers, mode=mode)
     model.compute_sequence(device_limit=refused.value.min_mem_limit, optimizer=optimizers, mode=mode, refine=False)
     added_up(model, optimizers, x)
+
+
+def distorted(profile: Profile, seed: int) -> Profile:
+    """`profile` as a busy machine might have measured it."""
+    random = Random(seed)
+
+    def by(one: Any, *names: str) -> dict[str, float]:
+        return {name: getattr(one, name) * 10 ** random.uniform(-1.5, 1.5) for name in names}
+
+    stages = []
+    for stage in profile.chain.stages:
+        forms = tuple(replace(form, **by(form, "backward_time")) for form in stage.forms)
+        stages.append(replace(stage, **by(stage, "forward_time", "backward_time"), tail_time=0.0, forms=forms))
+    rates = by(profile.chain, "d2h_bandwidth", "h2d_bandwidth")
+    return replace(profile, chain=replace(profile.chain, stages=tuple(stages), **rates))
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", ["first frozen", "tied", "convolutions"])
+@pytest.mark.grid(every=2)
+def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> None:
+    torch.manual_seed(0)
+    model, x = SIZED[name]()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    optimizers = tuple(adamw([p for p in model.parameters() if p.requires_grad]))
+    least: list[int] = []
+    for seed in range(6):
+        planner = placed_planner.PlacedPlanner(model, optimizers)
+        profile = distorted(wrapped.profile, seed)
+        asked = Request(1, "joint", 50, {"refine": False, "updates": updates}, planner=planner)
+        with pytest.raises(rotoff.InfeasibleError) as refused:
+            planner(profile, asked)
+        least.append(refused.value.min_mem_limit)
+        assert planner(profile, replace(asked, mem_limit=least[0])).placed is not None
+        with pytest.raises(rotoff.InfeasibleError):
+            planner(profile, replace(asked, mem_limit=least[0] - 1))
+    assert len(set(least)) == 1
 
 
 class Total(torch.optim.SGD):
