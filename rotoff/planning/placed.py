@@ -11,6 +11,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,7 +22,7 @@ from ..core.sizes import format_bytes
 from ..core.steady_step import at_rest, group_bytes
 from ..errors import InfeasibleError, OptionError
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
-from ..profile.parameter_groups import FoundGroups, find_groups
+from ..profile.parameter_groups import FoundGroups, find_groups, groups_apart
 from ..profile.profile import Profile
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
@@ -49,13 +50,19 @@ _CASTS = (
 
 
 def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers, or one, that `given` is or that trainers have wrapped.
+    """The optimizers, or one, that `given` is or that trainers have wrapped; none for None, if `model` is frozen.
 
     Raises:
         OptionError: for anything else, and if none of them updates a parameter of `model`.
     """
-    found = []
-    for optimizer in given if isinstance(given, (list, tuple)) else (given,):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if given is None and trained:
+        raise OptionError(
+            f"device_limit needs the optimizer, whose states count, since {len(trained)} parameters need gradients:"
+            " compute_sequence(device_limit=..., optimizer=optimizer)"
+        )
+    found: list[Optimizer] = []
+    for optimizer in given if isinstance(given, (list, tuple)) else () if given is None else (given,):
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
         if not isinstance(optimizer, Optimizer):
@@ -66,8 +73,7 @@ def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
             )
         found.append(optimizer)
     updated = {id(parameter) for one in found for parameter in parameters_of(one)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if trained and updated.isdisjoint(map(id, trained)):
+    if trained and given is not None and updated.isdisjoint(map(id, trained)):
         names = ", ".join(type(one).__name__ for one in found) or "an empty list"
         raise OptionError(
             f"optimizer is {names}, which updates no parameter of the model; make it of model.parameters()"
@@ -97,6 +103,7 @@ class PlacedPlanner:
                 a limit at which all fits.
         """
         began = time.perf_counter()
+        read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
         whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
             return plan_everything(profile, plain=True)
@@ -136,6 +143,13 @@ class PlacedPlanner:
         """Groups of the model's parameters. host: whether the host may update them."""
         probe = OptimizerProbe(self.optimizers, profile.device, self.times)
         return find_groups(self.model, profile, probe, host)
+
+    def waiting(self, device: torch.device) -> PlacedPlan:
+        """Where parameters lie until a step is planned: on the host, all that can be placed. Forwards without
+        gradients need no other plan."""
+        probe = OptimizerProbe(self.optimizers, device, None)
+        groups, outside = groups_apart(self.model, probe)
+        return PlacedPlan(groups, frozenset(), frozenset(), frozenset(), outside=outside)
 
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""
