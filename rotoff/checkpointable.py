@@ -64,7 +64,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     """Wraps a model so that its training steps stay inside a memory limit.
 
     Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode (but for a
-    frozen model) and without gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the model's own.
+    frozen model) and without gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the
+    model's own.
 
     Args:
         model: any module. Its forward is recorded and cut into stages: of an ``nn.Sequential`` they are its modules

@@ -425,3 +425,25 @@ def test_rows_of_the_benchmark_beside_peers(workload: str, monkeypatch: pytest.M
     none = run_row({**cell, "method": "rotoff@1 KB", "limit": "1 KB"})
     assert none["status"] == "infeasible"
     assert "needs at least" in none["note"]
+
+
+@pytest.mark.parametrize("limit", ["300 KiB", "600 KiB", "1 GiB"])
+def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
+    """Its parameters come as forwards without gradients need them; a step that only its input needs is planned."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    plain, x = nn.Sequential(*layers).requires_grad_(False).eval(), torch.randn(16, 64, device=CUDA)
+    net = copy.deepcopy(plain)
+    plain.to(CUDA)
+    model = rotoff.Checkpointable(net, device="cuda", cache_directory=None)
+    model.compute_sequence(device_limit=limit, refine=False)
+    for n in range(3):
+        with torch.no_grad():
+            assert torch.equal(model(x + n), plain(x + n))
+        for one in (model, plain) if limit != "300 KiB" else ():
+            x.requires_grad_().grad = None
+            one(x).square().sum().backward()
+            assert (one is model) or torch.equal(x.grad, seen)
+            seen = x.grad
+    here = sum(p.is_cuda for p in net.parameters())
+    assert here == 24 if limit == "1 GiB" else here < 24
