@@ -222,7 +222,7 @@ class StepRunner:
         request = self._specializations.request
         if self.placement is None or request is None or not isinstance(request.planner, PlacedPlanner):
             return nullcontext()
-        self.placement.wait(request.planner.waiting(self._device))
+        self.placement.wait(partial(request.planner.waiting, self._device))
         return self.placement.streamed() or nullcontext()
 
     @property

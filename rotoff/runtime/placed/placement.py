@@ -214,11 +214,11 @@ class Placement:
         """Return the parameters that are placed."""
         return self._groups.every()
 
-    def wait(self, plan: PlacedPlan | None) -> None:
-        """Until a step is planned, place everything as `plan` says; None: on the device."""
+    def wait(self, plan: Callable[[], PlacedPlan] | None) -> None:
+        """Until a step is planned, place everything as `plan()` says; None: on the device."""
         with torch.inference_mode(False), torch.no_grad():
             if plan is not None and not self._groups.planned:
-                self.begin(plan)
+                self.begin(plan())
             elif plan is None and self._groups.planned and self._groups.plan.waits:
                 self._groups.give_back()
 
