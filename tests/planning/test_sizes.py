@@ -179,7 +179,6 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
         ("sequential", (32, 0, 1, 3, 0, 5)),
         ("recorded", (24, 0, 5, 0, 1)),
         ("attention", (16, 0, 1, 8)),
-        ("tokens", (16, 0, 0, 2)),
     ],
 )
 def test_an_empty_input_is_trained_and_tells_nothing_of_others(kind: str, sizes: tuple[int, ...], mode: str) -> None:
