@@ -28,6 +28,7 @@ cdef enum:
     BLOCK = 16  # values of m
 
 cdef double ERROR = 1e-9  # slots, by which sums of reals may be wrong
+cdef double SAME = 1e-12  # relative, of seconds
 
 
 cdef inline Py_ssize_t _up(double slots) noexcept nogil:
@@ -170,14 +171,14 @@ cdef class Opt:
             rest = self._row(table, i + 1, j, self.saved[i, f])
             for m in range(max(low, rest.least, _up(delta + self.M_all[i, f]), _up(self.M_B[i, f])), high + 1):
                 row[m] = min(row[m], cost + rest.cost[m])
-            if row[low] < before * (1 - ERROR):
+            if row[low] < before * (1 - SAME):
                 best = Decision(ALL, i, f)
         # Opt_1 = min over k of Σ_{q=i..k} u_f(q) + Opt_BP(k+1, ℓ, m − ω_a^k) + Opt_BP(i, k, m), k = s − 1
         for k in range(i, min(j, i + self.reach)):
             before, cost = row[low], self.U[k] - self.U[i - 1]
             self._sweep(row, max(low, _up(delta + self.most[i, k])), high, cost, cost - self.tail(k) + keep,
                         self._row(BACKWARD, i, k, 0), self._row(table, k + 1, j, self.out[k]))
-            if row[low] < before * (1 - ERROR):
+            if row[low] < before * (1 - SAME):
                 best = Decision(CK, k, 0)
         # Σ_{q=i..k} u_f(q) + u_b(k) + D(i, k, m − ω_ā^k) + Opt_BP(k+1, ℓ, m − ω_ā^k)
         for k in range(i + 1, min(j, i + self.bare) if table != BESIDE else 0):
@@ -186,7 +187,7 @@ cdef class Opt:
                 self._sweep(row, max(low, _up(delta + max(self.most[i, k - 1], self.M_swept[k, f]))), high,
                             cost + self.u_B[k, f], self.U[k - 1] - self.U[i - 1] + keep,
                             self._row(BESIDE, i, k, self.saved[k, f]), self._row(table, k + 1, j, self.saved[k, f]))
-                if row[low] < before * (1 - ERROR):
+                if row[low] < before * (1 - SAME):
                     best = Decision(BARE, k, f)
         return best
 
