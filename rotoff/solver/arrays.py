@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,39 @@ class Arrays:
         which the caller holds."""
         smallest = np.where(self.real, self.saved, np.iinfo(np.int64).max).min(axis=1)
         return np.concatenate([[0], np.minimum(self.out, smallest)[1:-1], [0]])
+
+    # What an operation needs beside its input, in bytes: the M of the NeurIPS 2021 supplement. The caller has a_L once
+    # it is made, so all needs after that of B L have it.
+
+    @cached_property
+    def delta(self) -> np.ndarray:
+        """[j]: δ_j, and a_L; forwards of the backward phase need it beside their own."""
+        return self.grad + self.out[-1] * (np.arange(len(self.out)) < len(self.out) - 1)
+
+    @cached_property
+    def M_all(self) -> np.ndarray:
+        """[i, form]: F_all i, or F_sel i."""
+        return self.saved + self.f_transient
+
+    @cached_property
+    def M_ck(self) -> np.ndarray:
+        """[i, q]: F_ck i where q = i, F_∅ q with a_{q-1} where q > i, else 0; row 0 and column L are 0."""
+        made = self.out + self.ck_transient
+        dropped = np.concatenate([[0], self.out[:-1]])
+        step = np.triu(np.tile(made + dropped, (len(made), 1)), 1) + np.diag(made)
+        step[0], step[:, -1] = 0, 0
+        return step
+
+    @cached_property
+    def M_sweep(self) -> np.ndarray:
+        """[i, k]: F_ck i, F_∅ i+1..k."""
+        return np.maximum.accumulate(self.M_ck, axis=1)
+
+    @cached_property
+    def M_B(self) -> np.ndarray:
+        """[i, form]: B i, with δ_i and δ_{i-1}."""
+        before = np.concatenate([[0], self.grad[:-1]])
+        return self.saved + self.b_transient + (self.delta + before)[:, None]
 
     def apart(self, limit: int, forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
         """[i, form]: 1 where that ā_i does not fit beside F i+1, 2 where not beside B i+1, 3 where beside neither.

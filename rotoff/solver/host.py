@@ -132,6 +132,5 @@ def _side_by_side(c: Arrays, plan: HostPlan) -> tuple[np.ndarray, np.ndarray]:
     L = len(c.out) - 1
     i, form = np.arange(1, L), np.array(plan.form)
     after = i + 1
-    kept = c.out[0] + c.saved[i, form[i]] + c.saved[after, form[after]]
-    gradients = c.grad[after] + c.grad[i] + c.out[L] * (after < L)
-    return kept + c.f_transient[after, form[after]], kept + gradients + c.b_transient[after, form[after]]
+    kept = c.out[0] + c.saved[i, form[i]]
+    return kept + c.M_all[after, form[after]], kept + c.M_B[after, form[after]]

@@ -1,6 +1,6 @@
 """Pure recompute: rotor's dynamic program with every need checked, and the plan at the smallest limit.
 
-The recurrences (`_dp.Remat`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v
+The recurrences (`_dp.Opt`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v
 = 0. Unlike rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and
 its backward's need, and the ā after a swept segment may be kept in the place of its input.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from .._dp import Remat, Table
+from .._dp import First, Opt, Table
 from ..core.chain import Chain
 from .arrays import Arrays, arrays
 from .bounds import at_rest_bytes, need_tables, remat_arrays
@@ -30,49 +29,13 @@ FINE = 16  # slots below those of the limit that are tried one by one
 SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # bytes / limit, for plans whose values move if they must
 
 
-@dataclass(frozen=True)
-class Needs:
-    """Exact bytes beyond the input of i. held[j]: δ_j and a_L; ck[i, k]: F_ck i, F_∅ i+1..k; all, b: by form."""
-
-    held: np.ndarray
-    ck: np.ndarray
-    all: np.ndarray
-    b: np.ndarray
-
-
-def needs(c: Arrays) -> Needs:
-    """Bytes that the operations of the recurrences need; those of forwards without gradients (`held`)."""
-    L = len(c.out) - 1
-    a_L = c.out[L] * (np.arange(L + 1) < L)
-    ck = np.zeros((L + 1, L + 1), dtype=np.int64)
-    made = c.out + c.ck_transient
-    for i in range(1, L):
-        later = made[i:L] + np.concatenate([[0], c.out[i : L - 1]])
-        ck[i, i:L] = np.maximum.accumulate(later)
-    before = np.concatenate([[0], c.grad[:-1]])
-    b = c.saved + c.b_transient + (c.grad + before + a_L)[:, None]
-    return Needs(c.grad + a_L, ck, c.saved + c.f_transient, b)
-
-
-def rows(L: int, reach: int) -> np.ndarray:
-    """The first row of the segments (i, i) to (i, i + reach - 1), which end before L, in a table, less i."""
-    counts = np.minimum(reach, L - np.arange(1, L + 1))
-    return np.concatenate([[0, 0], np.cumsum(counts)]).astype(np.int64) - np.arange(L + 2)
-
-
-def fill(chain: Chain, slots: Slots, reach: int) -> Remat:
-    """The tables at the given slots, with segments of up to `reach` stages; two threads share those of one length."""
-    c, L = arrays(chain), len(chain)
-    reach = max(1, min(reach, L - 1))
-    kernel = Remat(c, slots, needs(c), rows(L, reach), reach, min(BARE, reach))
-    with ThreadPoolExecutor(2) as pool:
-        for d in range(min(reach, L - 1)):
-            count = L - 1 - d
-            if count * d < 400:
-                kernel.fill(d, 1, 1 + count)
-            else:
-                cuts = [1, 1 + count // 2, 1 + count]
-                list(pool.map(kernel.fill, (d, d), cuts[:-1], cuts[1:]))
+def fill(slots: Slots, reach: int) -> Opt:
+    """The tables at the given slots, with segments of up to `reach` stages. Python runs between the stages, so that
+    Ctrl-C works."""
+    reach = max(1, min(reach, slots.L - 1))
+    kernel = Opt(slots, slots.L - 1, reach, min(BARE, reach))
+    for j in range(1, slots.L):
+        kernel.fill_backward(j)
     kernel.fill_forward()
     return kernel
 
@@ -100,7 +63,7 @@ class Tables:
 
     chain: Chain
     slots: Slots
-    kernel: Remat
+    kernel: Opt
 
     def plan(self, m: int) -> tuple[float, np.ndarray | None]:
         """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
@@ -117,7 +80,7 @@ def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up
     reach: most stages that are recomputed from one input.
     """
     slots = discretize(arrays(chain), mem_limit, N, rounding)
-    return Tables(chain, slots, fill(chain, slots, reach))
+    return Tables(chain, slots, fill(slots, reach))
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
@@ -153,7 +116,7 @@ def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> 
     """
     m, step, before, N = made.slots.N, 1, math.nan, made.slots.N
     while m > 0:
-        cost = float(made.kernel.W[1, m])
+        cost = made.kernel.choice(Table.FORWARD, 1, made.slots.L, m)[0]
         if cost != before:
             before = cost
             _, codes = made.plan(m)
@@ -178,33 +141,33 @@ def inflated(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndar
                 yield f"remat-{share:.3g}", codes
 
 
-def _forwards(kernel: Remat, slots: Slots, L: int, m: int) -> list[tuple[int, int]]:
+def _forwards(kernel: Opt, slots: Slots, L: int, m: int) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); segments still to run wait on a stack."""
     done: list[tuple[int, int]] = []
     waiting = [(Table.FORWARD, 1, L, m)]
     while waiting:
         table, i, j, m = waiting.pop()
-        if table == Table.WITHOUT and i == j:
+        if table == Table.BESIDE and i == j:
             continue
-        _, kind, k, form = kernel.choice(table, i, j, m)
-        left = m - int(slots.out[k] if kind == "ck" else slots.saved[k, form])
-        if kind == "bare":
-            done += [*segment_codes("ck", i, k - 1), (k, select(form) | DROP)]
-            waiting.append((Table.WITHOUT, i, k, left))
+        _, first, k, form = kernel.choice(table, i, j, m)
+        left = m - int(slots.out[k] if first == First.CK else slots.saved[k, form])
+        if first == First.BARE:
+            done += [*first_codes(i, k - 1), (k, select(form) | DROP)]
+            waiting.append((Table.BESIDE, i, k, left))
         else:
-            done += segment_codes(kind, i, form if kind == "all" else k)
-            if kind == "ck":
+            done += first_codes(i, k if first == First.CK else 0, form)
+            if first == First.CK:
                 waiting.append((Table.BACKWARD, i, k, m))
         if k < j:
             waiting.append((table, k + 1, j, left))
     return done
 
 
-def segment_codes(kind: str, i: int, x: int) -> list[tuple[int, int]]:
-    """Codes of one decision: F_all i in form x, or F_ck i, F_∅ i+1..x."""
-    if kind == "all":
-        return [(i, select(x))]
-    return [(i, CK)] + [(q, CK | DROP) for q in range(i + 1, x + 1)]
+def first_codes(i: int, cut: int, form: int = 0) -> list[tuple[int, int]]:
+    """Codes of one decision: F_all i in `form` if `cut` is 0, else F_ck i, F_∅ i+1..cut."""
+    if not cut:
+        return [(i, select(form))]
+    return [(i, CK)] + [(q, CK | DROP) for q in range(i + 1, cut + 1)]
 
 
 def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.ndarray | None:
@@ -214,21 +177,20 @@ def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.n
     """
     c, L = remat_arrays(chain, updates), len(chain)
     P, W = need_tables(chain, updates)
-    need = needs(c)
     done: list[tuple[int, int]] = []
     waiting: list[tuple[str, int, int, int]] = []  # a stack of work: a segment i..j in m bytes, or a sweep
     i, m = 1, mem_limit - at_rest_bytes(chain) - int(c.out[0])
     if W[1] > m:
         return None
     while i <= L:
-        choice = _first_fit(c, need, i, L, m, P, W[1:], 0)
+        choice = _first_fit(c, i, L, m, P, W[1:], 0)
         i, m = _run(c, choice, i, m, done, waiting)
     while waiting:
         what, i, j, m = waiting.pop()
         if what == "sweep":
-            done += segment_codes("ck", i, j)
+            done += first_codes(i, j)
             continue
-        choice = _first_fit(c, need, i, j, m, P, P[1:, j], int(need.held[j]))
+        choice = _first_fit(c, i, j, m, P, P[1:, j], int(c.delta[j]))
         next_i, next_m = _run(c, choice, i, m, done, waiting)
         if next_i <= j:
             waiting.append(("segment", next_i, j, next_m))
@@ -246,36 +208,33 @@ def _run(
     """Append a choice's forwards to `done`, and its later work to `waiting`. Returns the next stage and its bytes."""
     kind, k, x = choice
     if kind == "all":
-        done += segment_codes("all", i, x)
+        done += first_codes(i, 0, x)
         return i + 1, m - int(c.saved[i, x])
     waiting.append(("segment", i, k if kind == "ck" else k - 1, m))
     if kind == "ck":
-        done += segment_codes("ck", i, k)
+        done += first_codes(i, k)
         return k + 1, m - int(c.out[k])
     waiting.append(("sweep", i, k - 1, m))
-    done += segment_codes("ck", i, k - 1)
-    done.append((k, select(x) | DROP))
+    done += [*first_codes(i, k - 1), (k, select(x) | DROP)]
     return k + 1, m - int(c.saved[k, x])
 
 
-def _first_fit(
-    c: Arrays, need: Needs, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int
-) -> tuple[str, int, int]:
+def _first_fit(c: Arrays, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int) -> tuple[str, int, int]:
     """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: least bytes of stages k+1..j.
 
     ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k, and make its input again later.
     """
     for x in range(int(c.n_forms[i])):
-        if max(held + need.all[i, x], need.b[i, x]) <= m and (i == j or c.saved[i, x] + rest[i] <= m):
+        if max(held + c.M_all[i, x], c.M_B[i, x]) <= m and (i == j or c.saved[i, x] + rest[i] <= m):
             return "all", i, x
     for k in range(j - 1, i - 1, -1):
-        if held + need.ck[i, k] <= m and c.out[k] + rest[k] <= m and P[i, k] <= m:
+        if held + c.M_sweep[i, k] <= m and c.out[k] + rest[k] <= m and P[i, k] <= m:
             return "ck", k, 0
     for k in range(j - 1, i, -1):
         for x in range(int(c.n_forms[k])):
             kept, before = int(c.saved[k, x]), int(c.out[k - 1])
-            again = need.held[k] + kept + need.ck[i, k - 1]
-            operands = max(held + before + need.all[k, x], before + need.b[k, x])
-            if held + need.ck[i, k - 1] <= m and max(again, operands, kept + rest[k], P[i, k - 1]) <= m:
+            again = c.delta[k] + kept + c.M_sweep[i, k - 1]
+            operands = max(held + before + c.M_all[k, x], before + c.M_B[k, x])
+            if held + c.M_sweep[i, k - 1] <= m and max(again, operands, kept + rest[k], P[i, k - 1]) <= m:
                 return "bare", k, x
     raise AssertionError("the need tables said that this segment fits")

@@ -286,7 +286,8 @@ def _plans(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
         for codes in all_moving(chain, limit):
             yield "all-moving", codes
         slots, reach = joint.quick(chain) if quick else (problem.slots, len(chain))
-        yield from joint.proposals(chain, limit, min(problem.slots, slots), reach)
+        for N in sorted({min(problem.slots, N) for N in ((slots, 2 * slots) if quick else (slots,))}):
+            yield from joint.proposals(chain, limit, N, reach)
         for source, codes in remat.inflated(chain, limit, work):
             moved = codes.copy()
             moved[1:] |= MOVE

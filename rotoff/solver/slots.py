@@ -6,16 +6,16 @@ The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
   that fits in slots fits in bytes. ``"sums"`` rounds running sums over the stages to the nearest slot and takes
   differences, so that the total of consecutive stages is off by at most one slot (Euro-Par 2020, 5.3.2). This is not
   sound for scattered stages, so its proposals are checked on exact bytes.
-- *Needs* of an operation are summed in exact bytes and rounded up once. Only inside an idle time that spans several
-  operations they stay real numbers.
-- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: a stage drains the difference of running sums of β times
-  time, rounded to the nearest slot, so that rounding errors of many short stages do not add up. An idle time drains the
-  slots that it waits for. A recomputed segment i..j drains by the clock of its u_F + u_B, plus β times its time beyond
-  that, rounded to the nearest.
+- *Needs* of an operation are summed in exact bytes and stay real; idle times become whole slots, rounded up.
+- *Backlogs* (A_F, A_B, Δ) are whole slots, drained by clocks: between two moments of a clock the link copies the
+  difference of β times these moments, each rounded to the nearest slot, so that the errors of many short stages do not
+  add up. The clocks stand at the running u_F (out), u_B (in, at B i) and u_F + u_B (in, at segment i..j). An idle time
+  drains the slots that it waits for.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,32 +25,112 @@ from ..errors import OptionError
 from .arrays import Arrays
 
 ROUNDINGS = ("up", "sums")
+# most slots that the link copies in one step: a faster link hides every copy, and larger sums would lose the low digits
+MOST_COPIED = 1e12
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Sizes held in slots: out[i] of a_i, saved[i, k] of ā_i^k. room: bytes of all N slots."""
+    """A chain in N slots of `room` bytes together; by stage, stages i..k or form f, as the kernels name them.
 
+    out, saved[i, f]: sizes held. U, least: running sums of u_F, and of u_F and u_B in the fastest form. Real needs,
+    where more than N becomes N + 1: M_all[i, f], M_B[i, f], delta[j]; most[i, k] of F_ck i, F_∅ i+1..k; M_swept[i, f]
+    of F_all with the input a_{i-1} that a sweep has made.
+    """
+
+    L: int
     N: int
     room: int
     out: np.ndarray
     saved: np.ndarray
+    n_forms: np.ndarray
+    U: np.ndarray
+    u_again: np.ndarray
+    u_B: np.ndarray
+    least: np.ndarray
+    M_all: np.ndarray
+    M_B: np.ndarray
+    M_swept: np.ndarray
+    delta: np.ndarray
+    most: np.ndarray
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What the copies of a chain need besides. M_ck[i]: real need of F_ck i; rest[i, k]: of F_∅ i+1..k.
+
+    early[i, k], late[i, k]: the largest need of F_ck i, F_∅ i+1..k, less the slots that the link copies in the forwards
+    before it, or after it. clock_F, clock_B, clock: slots copied in running u_F, u_B, and both. beta: slots a second.
+    """
+
+    beta_F: float
+    beta_B: float
+    clock_F: np.ndarray
+    clock_B: np.ndarray
+    clock: np.ndarray
+    M_ck: np.ndarray
+    rest: np.ndarray
+    early: np.ndarray
+    late: np.ndarray
 
 
 def discretize(c: Arrays, mem_limit: int, N: int, rounding: str) -> Slots:
-    """The sizes of a chain in slots at a limit of `mem_limit` bytes, by the rule `rounding`.
+    """A chain at a limit of `mem_limit` bytes, above a_0, by the rule `rounding`.
 
-    N: requested slots; at petabytes there may be fewer, since the kernels multiply bytes by slots in 64 bits.
+    N: requested slots; at petabytes there may be fewer, since sizes are multiplied by slots in 64 bits.
     """
     room = mem_limit - int(c.out[0])
-    N = min(N, (2**63 - 1) // max(room, 1))
+    N = min(N, (2**63 - 1) // room)
     rule = _up if rounding == "up" else _sums
-    saved = np.stack([rule(column, N, room) for column in c.saved.T], axis=1)
-    return Slots(N, room, rule(c.out, N, room), saved)
+
+    def real(sizes: np.ndarray) -> np.ndarray:
+        return _real(sizes, N, room)
+
+    return Slots(
+        L=len(c.out) - 1,
+        N=N,
+        room=room,
+        out=rule(c.out, N, room),
+        saved=np.stack([rule(column, N, room) for column in c.saved.T], axis=1),
+        n_forms=c.n_forms,
+        U=np.cumsum(c.u_F),
+        u_again=c.u_again,
+        u_B=c.u_B,
+        least=np.cumsum(c.u_F + c.fastest),
+        M_all=real(c.M_all),
+        M_B=real(c.M_B),
+        M_swept=real(c.M_all + np.concatenate([[0], c.out[:-1]])[:, None]),
+        delta=real(c.delta),
+        most=real(c.M_sweep),
+    )
+
+
+def moves(c: Arrays, slots: Slots, out_rate: float, in_rate: float) -> Moves:
+    """What copies of `out_rate` and `in_rate` bytes a second add."""
+    L, N, room, U = slots.L, slots.N, slots.room, slots.U
+    total = float((c.u_F + c.u_B.max(axis=1)).sum())
+    fastest_link = MOST_COPIED / total if total else math.inf
+    beta_F, beta_B = (min(rate * N / room, fastest_link) for rate in (out_rate, in_rate))
+    step, rest, early, late = (np.zeros((L + 1, L + 1)) for _ in range(4))
+    step[:] = _real(c.M_ck, N, room)
+    for i in range(1, L):
+        q = slice(i, L)
+        rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
+        # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
+        early[i, q] = np.maximum.accumulate(step[i, q] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
+        late[i, q] = np.maximum.accumulate(step[i, q] + beta_B * U[q]) - beta_B * U[q]
+    u_B = np.cumsum(c.u_B[:, 0])
+    clocks = beta_F * U, beta_B * u_B, beta_B * (U + u_B)
+    return Moves(beta_F, beta_B, *clocks, np.ascontiguousarray(step.diagonal()), rest, early, late)
+
+
+def _real(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
+    """Bytes in slots, not rounded; those above the room become N + 1, which never fits."""
+    return np.minimum(sizes.astype(np.float64) * N / room, N + 1.0)
 
 
 def _up(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
-    exact = [min(N + 1, -(-int(size) * N // max(room, 1))) for size in sizes]
+    exact = [min(N + 1, -(-int(size) * N // room)) for size in sizes]
     return np.array(exact, dtype=np.int32)
 
 
@@ -58,21 +138,10 @@ def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
     total, before, made = 0, 0, [0]  # a_0 is charged separately
     for size in sizes[1:]:
         total += int(size)
-        after = (2 * total * N + room) // (2 * max(room, 1))
+        after = (2 * total * N + room) // (2 * room)
         made.append(min(N + 1, after - before))
         before = after
     return np.array(made, dtype=np.int32)
-
-
-def needed(sizes: np.ndarray, slots: Slots) -> np.ndarray:
-    """Needs in slots, rounded up; those above the room become N + 1, which never fits."""
-    up = -(-np.minimum(sizes, slots.room + 1) * slots.N // slots.room)
-    return np.where(sizes > slots.room, slots.N + 1, up)
-
-
-def clock(times: np.ndarray, beta: float) -> np.ndarray:
-    """Slots drained up to the end of each stage: β times the running sum of `times`, rounded to the nearest."""
-    return np.floor(np.minimum(beta * np.cumsum(times), 1e9) + 0.5).astype(np.int32)
 
 
 def parse_slots(given: Any, option: str = "mem_slots") -> int:

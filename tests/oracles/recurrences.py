@@ -14,8 +14,15 @@ from rotoff import Chain
 INF = math.inf
 
 
+ERROR = 1e-9  # of sums
+
+
 def _round(x: float) -> int:
-    return math.floor(x + 0.5)
+    return math.floor(x + 0.5 + ERROR)
+
+
+def _up(x: float) -> int:
+    return max(0, math.ceil(x - ERROR))
 
 
 class Recurrences:
@@ -37,12 +44,7 @@ class Recurrences:
             self._sizes([f[k].saved_bytes if k < len(f) else 0 for f in self.forms[1:]], rounding) for k in range(most)
         ]
         self.abar = [[column[i] for column in columns] for i in range(self.L + 1)]
-        times_B = [0.0] + [s.backward_time for s in stages]
-        self.out_clock = self._clock(self.u_F, self.beta_F)
-        self.in_clock = self._clock(times_B, self.beta_B)
-        both = [f + b for f, b in zip(self.u_F, times_B, strict=True)]
-        self.both_clock = self._clock(both, self.beta_B)
-        self.both = [sum(both[: i + 1]) for i in range(self.L + 1)]
+        self.u_B = [0.0] + [s.backward_time for s in stages]
         self.C = lru_cache(maxsize=None)(self._C)
         self.OC = lru_cache(maxsize=None)(self._OC)
         self.opt = lru_cache(maxsize=None)(self._opt)
@@ -61,12 +63,9 @@ class Recurrences:
         return made
 
     @staticmethod
-    def _clock(times: list[float], beta: float) -> list[int]:
-        total, made = 0.0, []
-        for time in times:
-            total += time
-            made.append(_round(min(beta * total, 1e9)))
-        return made
+    def _copied(beta: float, start: float, seconds: float) -> int:
+        """Whole slots copied from second `start` of a clock on."""
+        return _round(beta * (start + seconds)) - _round(beta * start)
 
     def _need(self, size: int) -> int:
         return min(self.N + 1, -(-size * self.N // self.room))
@@ -91,13 +90,12 @@ class Recurrences:
 
     # -- C_A
 
-    def _drained(self, i: int, j: int, seconds: float) -> int:
-        beyond = seconds - (self.both[j] - self.both[i - 1])
-        return self.both_clock[j] - self.both_clock[i - 1] + _round(self.beta_B * beyond)
+    def _drained(self, i: int, seconds: float) -> int:
+        """Copied in while a segment from stage i on runs."""
+        return self._copied(self.beta_B, sum(self.u_F[:i]) + sum(self.u_B[:i]), seconds)
 
     def _b_drained(self, i: int, k: int) -> int:
-        longer = self.forms[i][k].backward_time - self.forms[i][0].backward_time
-        return max(0, self.in_clock[i] - self.in_clock[i - 1] + _round(self.beta_B * longer))
+        return self._copied(self.beta_B, sum(self.u_B[:i]), self.forms[i][k].backward_time)
 
     def _C(self, i: int, j: int, A: int, D: int) -> float:
         N, best = self.N, INF
@@ -109,14 +107,15 @@ class Recurrences:
             if max(need_F, need_B) + A > N:
                 continue
             if i == j:
-                idle = max(0, need_B + A + D - N, need_F - self.beta_B * u_B + A + D - N) / self.beta_B
-                best = min(best, self.u_again[i] + u_B + idle)
+                real_F = (self._all(i, k) + self._held(j)) * N / self.room
+                idle = max(0, need_B + A + D - N, _up(real_F - self.beta_B * u_B + A + D - N))
+                best = min(best, self.u_again[i] + u_B + idle / self.beta_B)
                 continue
             idle_B = max(0, need_B + A + D - N)
             D1 = max(0, D - self._b_drained(i, k) - idle_B)
             c = self.C(i + 1, j, A + self.abar[i][k], D1)
             if c < INF:
-                D2 = max(0, D1 - max(0, self._drained(i + 1, j, c)))
+                D2 = max(0, D1 - self._drained(i + 1, c))
                 idle_F = max(0, need_F + A + D2 - N)
                 best = min(best, self.u_F[i] + c + u_B + (idle_B + idle_F) / self.beta_B)
         for k in range(i, j):
@@ -126,16 +125,16 @@ class Recurrences:
             c1 = self.C(i, k, A, D)
             if c1 == INF:
                 continue
-            D2 = max(0, D - max(0, self._drained(i, k, c1)))
+            D2 = max(0, D - self._drained(i, c1))
             c2 = self.C(k + 1, j, A + self.a[k], D2)
             if c2 == INF:
                 continue
-            D3 = max(0, D2 - max(0, self._drained(k + 1, j, c2)))
+            D3 = max(0, D2 - self._drained(k + 1, c2))
             late = max(
                 (self._step(i, q) + self._held(j)) * N / self.room - self.beta_B * sum(self.u_F[q + 1 : k + 1])
                 for q in steps
             )
-            idle = max(0, late + A + D3 - N) / self.beta_B
+            idle = _up(late + A + D3 - N) / self.beta_B
             best = min(best, sum(self.u_F[i : k + 1]) + c1 + c2 + idle)
         return best
 
@@ -152,7 +151,7 @@ class Recurrences:
                 continue
             wait_F, wait_B = max(0, need_F + A + A_F + size - N), max(0, need_B + A + A_B + size - N)
             cost = self.u_F[i] + self.forms[i][k].backward_time + wait_F / self.beta_F + wait_B / self.beta_B
-            D_F = self.out_clock[i] - self.out_clock[i - 1] + wait_F
+            D_F = self._copied(self.beta_F, sum(self.u_F[:i]), self.u_F[i]) + wait_F
             D_B = self._b_drained(i, k) + wait_B
             if i == L:
                 best = min(best, cost + max(0, A_F - D_F) / self.beta_F + max(0, A_B - D_B) / self.beta_B)
@@ -166,9 +165,9 @@ class Recurrences:
             if first + A + size > N or segment == INF:
                 continue
             early = max(self._step(i, q) * N / self.room - self.beta_F * sum(self.u_F[i:q]) for q in range(i, j + 1))
-            wait = max(0.0, early + A + A_F + size - N)
-            D_F = self.out_clock[j] - self.out_clock[i - 1] + _round(wait)
-            D_B = max(0, self._drained(i, j, segment))
+            wait = _up(early + A + A_F + size - N)
+            D_F = self._copied(self.beta_F, sum(self.u_F[:i]), sum(self.u_F[i : j + 1])) + wait
+            D_B = self._drained(i, segment)
             cost = sum(self.u_F[i : j + 1]) + wait / self.beta_F + segment
             for v in (0, 1) if i > 1 else (0,):
                 if any(need + A + (1 - v) * size > N for need in others):

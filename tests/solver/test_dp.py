@@ -11,6 +11,7 @@ from oracles.chains import chains
 from oracles.recurrences import Recurrences
 
 from rotoff import Chain, simulate
+from rotoff._dp import Table
 from rotoff.solver import joint, keep_all, remat
 from rotoff.solver.plan_codes import evaluator
 from rotoff.solver.slots import ROUNDINGS
@@ -49,10 +50,7 @@ def test_joint_cost_is_the_recurrences(chain: Chain, N: int, share: float, round
 @given(chains(most=4), st.integers(5, 12), st.sampled_from([0.4, 0.7, 1.0]), st.sampled_from(ROUNDINGS))
 def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rounding: str) -> None:
     limit = limit_at(chain, share)
-    kernel, twin = (
-        joint.fill(joint.costs(chain, limit, N, rounding, len(chain))),
-        Recurrences(chain, limit, N, rounding),
-    )
+    kernel, twin = joint.program(chain, limit, N, rounding), Recurrences(chain, limit, N, rounding)
     L = len(chain)
     for A in range(N + 1):
         for D in range(N + 1 - A):
@@ -65,13 +63,12 @@ def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rou
 def test_every_state_of_the_remat_table(chain: Chain, N: int, share: float, rounding: str) -> None:
     limit = limit_at(chain, share)
     kernel = remat.tables(chain, limit, N, len(chain), rounding).kernel
-    base = remat.rows(len(chain), max(1, len(chain) - 1))
     twin = Recurrences(chain, limit, N, rounding)
     for m in range(N + 1):
         for i in range(1, len(chain) + 1):
-            assert same(kernel.W[i, m], twin.opt_forward(i, m))
+            assert same(kernel.choice(Table.FORWARD, i, len(chain), m)[0], twin.opt_forward(i, m))
             for j in range(i, len(chain)):
-                assert same(kernel.C[base[i] + j, m], twin.opt(i, j, m))
+                assert same(kernel.choice(Table.BACKWARD, i, j, m)[0], twin.opt(i, j, m))
 
 
 @pytest.mark.parametrize("stages", [30, 100])

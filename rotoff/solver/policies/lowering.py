@@ -43,7 +43,7 @@ def moving_needs(chain: Chain) -> list[int]:
     kept = int(c.out[0]) + int(c.saved[1:, 0].sum())
     m_F[L] = max(m_F[L], kept + int(c.grad[L]))
     if L > 1:
-        m_B[L] = max(m_B[L], kept - int(c.saved[L, 0]) + int(c.out[L] + c.grad[L - 1]))
+        m_B[L] = max(m_B[L], kept - int(c.saved[L, 0]) + int(c.delta[L - 1]))
     return m_F[1:] + m_B[:0:-1]
 
 

@@ -6,19 +6,18 @@ x_i there is ā_i here, x_0 is a_0; F_i and B_i there are those of stage i+1.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...core.chain import Chain
 from ..arrays import arrays
 
 
 def needs(chain: Chain) -> tuple[list[int], list[int]]:
     """m_F and m_B: bytes held during F_1..F_L and B_1..B_L with nothing moved (entry 0 is 0)."""
-    c, L = arrays(chain), len(chain)
-    m_F, m_B, kept = [0] * (L + 1), [0] * (L + 1), int(c.out[0])
-    for i in range(1, L + 1):
-        kept += int(c.saved[i, 0])
-        m_F[i] = kept + int(c.f_transient[i, 0])
-        m_B[i] = kept + int(c.grad[i] + c.grad[i - 1] + c.b_transient[i, 0]) + (int(c.out[L]) if i < L else 0)
-    return m_F, m_B
+    c = arrays(chain)
+    kept = int(c.out[0]) + np.cumsum(c.saved[:, 0]) - c.saved[:, 0]  # before F_i
+    m_F, m_B = kept + c.M_all[:, 0], kept + c.M_B[:, 0]
+    return [0, *m_F[1:].tolist()], [0, *m_B[1:].tolist()]
 
 
 def peak_bytes(chain: Chain) -> int:

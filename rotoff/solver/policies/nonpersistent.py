@@ -34,8 +34,8 @@ class States:
         c, L = arrays(chain), len(chain)
         self.L, self.limit = L, mem_limit
         self.size = [[0, int(c.out[i]), *c.saved[i].tolist()] for i in range(L + 1)]  # [i][value held of stage i]
-        self.out, self.grad, self.ck = c.out.tolist(), c.grad.tolist(), (c.out + c.ck_transient).tolist()
-        self.saves, self.b = (c.saved + c.f_transient).tolist(), c.b_transient.tolist()
+        self.out, self.grad, self.delta = c.out.tolist(), c.grad.tolist(), c.delta.tolist()
+        self.ck, self.saves, self.b = c.M_ck.diagonal().tolist(), c.M_all.tolist(), c.b_transient.tolist()
         self.u_F, self.u_again, self.u_B = c.u_F.tolist(), c.u_again.tolist(), c.u_B.tolist()
         self.n_forms = c.n_forms.tolist()
 
@@ -43,9 +43,7 @@ class States:
         """Bytes of a_0, of values, of the gradient once a_L is made, and of a_L once ā_L is dropped."""
         L = self.L
         total: int = self.out[0] + sum(size[what] for size, what in zip(self.size, held, strict=True))
-        if next_B < L:
-            return total + self.grad[next_B] + self.out[L]
-        return total + (self.grad[L] if held[L] else 0)
+        return total + (self.delta[next_B] if next_B < L or held[L] else 0)
 
     def after(self, held: tuple[int, ...], next_B: int, early: bool) -> Iterator[tuple[Op, float, State]]:
         """(operation, seconds, state) of every operation that is legal and fits."""

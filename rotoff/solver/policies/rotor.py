@@ -22,10 +22,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..._dp import Remat, Table
+from ..._dp import First, Opt, Table
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, Sequence
-from .. import remat
 from ..arrays import arrays
 from ..slots import Slots, discretize, parse_slots
 from .choose import fastest, largest_size, too_few_slots
@@ -37,17 +36,14 @@ class Program:
     """Opt_BP of one chain at `N` slots; `cost` is its optimum in seconds, infinite if nothing fits."""
 
     def __init__(self, chain: Chain, mem_limit: int, N: int) -> None:
-        self.c, self.L, self.N = arrays(chain), len(chain), N
-        self.need = remat.needs(self.c)
-        self.slots: Slots = discretize(self.c, mem_limit, N, "up")
-        L = self.L
+        c = arrays(chain)
+        self.L, self.N = len(chain), N
+        self.slots: Slots = discretize(replace(c, n_forms=np.ones_like(c.n_forms)), mem_limit, N, "up")
         # Segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
-        base = remat.rows(L + 1, L)
-        one_form = replace(self.c, n_forms=np.ones_like(self.c.n_forms))
-        self.kernel = Remat(one_form, self.slots, self.need, base, L, 0)
-        for d in range(L):
-            self.kernel.fill(d, 1, L + 1 - d)
-        self.cost = self.kernel.choice(Table.BACKWARD, 1, L, N)[0]
+        self.kernel = Opt(self.slots, self.L, self.L, 0)
+        for j in range(1, self.L + 1):
+            self.kernel.fill_backward(j)
+        self.cost = self.kernel.choice(Table.BACKWARD, 1, self.L, N)[0]
 
     def operations(self) -> tuple[Op, ...]:
         """An optimal sequence; `cost` must be finite."""
@@ -58,8 +54,8 @@ class Program:
             if j == 0:
                 made.append(B(i))
                 continue
-            _, kind, k, _ = self.kernel.choice(Table.BACKWARD, i, j, m)
-            if kind == "all":
+            _, first, k, _ = self.kernel.choice(Table.BACKWARD, i, j, m)
+            if first == First.ALL:
                 made.append(F_all(i))
                 waiting.append((i, 0, 0))
                 if i < j:
