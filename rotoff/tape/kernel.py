@@ -1,0 +1,85 @@
+"""The compiled tape: the twin of `tape.Tape`, equal to it, for the version of torch that runs."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from . import contents
+from . import tape as twin
+
+logger = logging.getLogger("rotoff")
+
+
+def file_name(version: str) -> str:
+    """Return the name of the kernel's file for a version of torch: dispatcher and layouts are those of a minor one."""
+    major, minor = version.split(".")[:2]
+    return f"_kernel_torch{major}{minor}.abi3.so"
+
+
+def _load() -> Any:
+    """Return the compiled module, or None: the twin runs in its place, and the log says why."""
+    path = Path(__file__).with_name(file_name(torch.__version__))
+    if not path.exists():
+        why = f"no kernel for torch {torch.__version__} is built"
+    else:
+        try:
+            loader = importlib.machinery.ExtensionFileLoader("_kernel", str(path))
+            spec = importlib.util.spec_from_file_location("_kernel", path, loader=loader)
+            assert spec is not None
+            module = importlib.util.module_from_spec(spec)
+            loader.exec_module(module)
+            texts = contents.CHANGED, twin.LOST
+            if module.start(torch.Tensor, torch.nn.Parameter, *texts, contents.checksum):  # type: ignore[attr-defined]
+                return module
+            why = "another library uses its place in PyTorch's dispatcher"
+        except ImportError as error:
+            why = str(error)
+    logger.info("rotoff: the forward is followed in Python, which takes longer: %s", why)
+    return None
+
+
+_kernel = _load()
+_compiled: WeakKeyDictionary[twin.Known, tuple[int, int, Any]] = WeakKeyDictionary()
+
+
+def _known(known: twin.Known) -> Any:
+    """`known` for the kernel. Its sets only grow, so their sizes tell whether they have changed."""
+    sizes = len(known.sure), len(known.held)
+    found = _compiled.get(known)
+    if found is None or found[:2] != sizes:
+        found = _compiled[known] = (*sizes, _kernel.Known(known.sure, known.held))
+    return found[2]
+
+
+if _kernel is not None:
+
+    class Tape(_kernel.Tape):  # type: ignore[misc]
+        """What `tape.Tape` is, compiled. Contents and slots are its own; `noted` is the number of operations."""
+
+        on_backward: Callable[[Tape, int], None] | None = None
+
+        def __init__(self, known: twin.Known | None = None) -> None:
+            self.known = known
+            if known is not None:
+                self.trust(_known(known))
+
+        def __enter__(self) -> Tape:
+            self.begin()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.end()
+
+        def take_apart(self, t: torch.Tensor) -> Any:
+            return twin.taken_apart(t, self.pack)
+
+        def put_together(self, packed: tuple[Any, ...]) -> torch.Tensor:
+            return twin.put_together(packed, self.unpack)
