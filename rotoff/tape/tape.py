@@ -131,6 +131,14 @@ class Operation:
         """What it reads, or overwrites."""
         return {reference.content for reference in self.references}
 
+    def continued(self, key: Key) -> Key:
+        """Return the key of this operation after one of the key `key`."""
+        key = key * FACTOR + kind_of(self.operator).name_sum
+        for reference in self.references:
+            for n in reference.size:
+                key = key * 31 + n + 1
+        return key & MASK
+
     def written(self) -> set[Content]:
         """The contents of storages from before that it makes."""
         return {r.into for r in self.references if r.into is not None and r.into.op != RESIDENT}
@@ -145,8 +153,8 @@ class Tape(TorchDispatchMode):
     Attributes:
         stage: the open stage of the forward; `enter` begins another. key: tells its operations so far, and the sizes of
         what they read, from others.
-        keep: what `pack` keeps of the saved tensors of the open stage: all, or those whose (operation, result), counted
-            from the stage's first operation, are in the set.
+        keep: what `pack` keeps of what the open stage makes and autograd saves: all, or those contents whose (operation,
+        result), counted from the stage's first operation, are in the set.
         operations: of the forward, so far. begins: the number of the first one of each stage.
         replayed: how many were run again. copied: bytes copied before a write.
     """
@@ -335,11 +343,7 @@ class Tape(TorchDispatchMode):
             self._settings = now
         op.settings = self._settings
         self.operations.append(op)
-        key = self.key * FACTOR + kind_of(op.operator).name_sum
-        for reference in op.references:
-            for n in reference.size:
-                key = key * 31 + n + 1
-        self.key = key & MASK
+        self.key = op.continued(self.key)
         if self.known is not None:
             self.trust(op, [content for content in new if content.op != RESIDENT])
 
@@ -370,8 +374,8 @@ class Tape(TorchDispatchMode):
             slot.reference = Reference(content, t)
             content.watch(witness)
             self.slots.setdefault(self.stage, []).append(SlotReference(slot))
-            keep = self.keep
-            if self._unsure or keep is True or (keep and (content.op - self.begins[self.stage], content.out) in keep):
+            n = content.op - self.begins[self.stage]
+            if self._unsure or (self.keep and n >= 0 and (self.keep is True or (n, content.out) in self.keep)):
                 slot.own = storage
             self.saved(slot, storage)
         return slot
@@ -415,6 +419,10 @@ class Tape(TorchDispatchMode):
             assert slot.reference is not None
             if (storage := storages.get(slot.reference.content)) is not None:
                 slot.own = storage
+
+    def owned(self, stage: int) -> dict[Content, torch.UntypedStorage]:
+        """Return what is kept for the slots of a stage."""
+        return {s.reference.content: s.own for s in self.live(stage) if s.own is not None and s.reference is not None}
 
     def empty(self, stage: int) -> None:
         """Keep nothing for the slots of a stage."""

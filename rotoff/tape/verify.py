@@ -47,6 +47,10 @@ class Verified(Tape):
             if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
                 content.hold(storage)
 
+    def was_held(self, content: Content) -> bool:
+        """Whether a content of this tape is held because it cannot be made again."""
+        return self._keys.get(content) in self.known.held
+
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         if self._new:
             self._kept.append(storage)

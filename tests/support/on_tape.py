@@ -10,6 +10,9 @@ import torch
 from step_by_step import Row, by_itself, fresh, plain_of, same, train
 from torch import nn
 
+import rotoff
+from rotoff.planning.tape_runner import TapeRunner
+from rotoff.solver.plan_codes import keep_all
 from rotoff.tape.tape import Tape
 
 
@@ -64,6 +67,36 @@ def verdict(row: Row, new_tape: Callable[[], Tape] = Tape) -> str:
                 if not same(got[what], wanted[what]):
                     told = f" ({got[what]})" if isinstance(got[what], str) else ""
                     return f"wrong: {what} in step {n}{told}"
+        return "equal"
+
+    try:
+        return by_itself(train_it)
+    except Exception as error:  # what it says is the verdict
+        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def planned_verdict(row: Row, mode: str, new_tape: Callable[[Any], Tape] = Tape) -> str:
+    """How `row` trains by plans on tapes, the first of its steps recorded; "equal" also says how much was planned."""
+    expected = plain_of(row)
+
+    def solve(chain: rotoff.Chain) -> rotoff.Sequence:
+        least = rotoff.min_mem_limit(chain, mode)
+        everything = rotoff.simulate(chain, keep_all(chain)).peak_bytes
+        return rotoff.solve(chain, least + int(row.room * max(0, everything - least)), mode=mode, refine=False)
+
+    def train_it() -> str:
+        net = fresh(row)
+        run = TapeRunner(net, solve, stages=row.stages, new_tape=new_tape)
+        if row.again is not None:
+            row.again(net)
+        try:
+            for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
+                for what in wanted:
+                    if not same(got[what], wanted[what]):
+                        told = f" ({got[what]})" if isinstance(got[what], str) else ""
+                        return f"wrong: {what} in step {n}{told}"
+        finally:
+            run.close()
         return "equal"
 
     try:

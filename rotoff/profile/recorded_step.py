@@ -1,0 +1,226 @@
+"""The first step of a model on a tape: it runs as any other, and its log is the profile.
+
+What autograd saves leaves the device at the end of the module's call that saved it, and comes back when the backward
+needs it. So the step keeps its limit if anything does, and shows how long each tensor lives in the model's own code.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._profiler import _EventType
+from torch.autograd.profiler import profile, record_function
+from torch.autograd.variable import Variable
+
+from ..tape.contents import Content, Slot, bytes_in
+from ..tape.tape import Known, Operation, Tape
+from ..tape.verify import Verified
+
+MARK = "rotoff::"
+END = "end"
+LOSS = "loss"  # what follows the forward
+OWN = "own"  # what the recording itself does: neither the model nor a plan
+
+
+@dataclass
+class Segment:
+    """What happens from one call of a module to the next.
+
+    place: the module's name, and which of its calls it is. first: the number of its first operation. saved: what
+    autograd saves in it. key: tells its operations from others. backward_seconds: of the part of the backward that
+    reads what it has saved.
+    """
+
+    place: tuple[str, int]
+    first: int
+    saved: dict[Content, None] = field(default_factory=dict)
+    key: int = 0
+    backward_seconds: float = 0.0
+
+
+class RecordedStep(Verified):
+    """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
+
+    Attributes:
+        segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
+            the first operation that began after. seconds: of each operation. log: what the allocator did.
+    """
+
+    def __init__(self, known: Known, model: nn.Module) -> None:
+        super().__init__(known)
+        self.segments = [Segment(("", 0), 0)]
+        self.death: dict[Content, int] = {}
+        self.seconds: list[float] = []
+        self.returned: list[Content] = []  # what the caller has when the forward has ended
+        self.log: list[Event] = []
+        self.complete = False  # whether the backward has ended
+        self.parameters = list(model.parameters())
+        self.device = next((p.device for p in self.parameters), torch.device("cpu"))
+        self._names = {module: name for name, module in model.named_modules()}
+        self._calls: dict[str, int] = {}
+        self._hooks: list[Any] = []
+        self._alive: list[Content] = []
+        self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
+        self.fetched: dict[tuple[int, int], Content] = {}  # by address and segment, what the backward read
+        self._host: dict[Content, tuple[torch.device, torch.Tensor]] = {}
+        self._segment = 0  # that the backward has come to
+        self._profile: profile | None = None
+        self._queued = False
+        self._clock = 0.0
+        self._last = 0.0
+        self.on_backward = RecordedStep._reached
+
+    # -- the forward
+
+    def __enter__(self) -> RecordedStep:
+        self._profile = _started()
+        self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        super().__exit__(*error)
+        self._borders = []
+        self.returned = [content for content in self._alive if content.alive()]
+        with record_function(MARK + LOSS):
+            pass
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        name = self._names[module]
+        self._calls[name] = call = self._calls.get(name, -1) + 1
+        self.enter(len(self.segments))
+        self.segments.append(Segment((name, call), len(self.operations)))
+
+    def enter(self, stage: int) -> None:
+        """Verify the segment that ends, and take what it has saved off the device."""
+        with own(), torch._C._DisableTorchDispatch():
+            segment = self.segments[-1]
+            segment.key = self.key
+            super().enter(stage)
+            for content in segment.saved:
+                if (storage := content.storage(seen=True)) is not None and content not in self._host:
+                    self._host[content] = storage.device, bytes_in(storage).to("cpu", copy=True)
+            self._borders = []  # or what has died would be alive still
+            self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        number, still = len(self.operations), []
+        for content in self._alive:
+            if content.alive():
+                still.append(content)
+            else:
+                self.death[content] = number
+        self._alive = still
+        with record_function(f"{MARK}{number}"):
+            began = time.perf_counter()
+            out = func(*args, **kwargs)
+            self._last = time.perf_counter() - began
+        return out
+
+    def trust(self, op: Operation, new: Iterable[Content]) -> None:
+        new = list(new)
+        super().trust(op, new)
+        self._alive += new
+        self.seconds.append(self._last)
+
+    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().saved(slot, storage)
+        assert slot.reference is not None
+        self.segments[-1].saved[slot.reference.content] = None
+
+    # -- the backward
+
+    def _reached(self: Tape, stage: int) -> None:  # type: ignore[misc]
+        """The backward has come to what a segment has saved: bring it back."""
+        assert isinstance(self, RecordedStep)
+        now = time.perf_counter()
+        if self._recording:  # a backward within the forward is a part of this
+            self.fill(stage, self._from_host(stage))
+            return
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._ended)
+        else:
+            self.segments[self._segment].backward_seconds += now - self._clock
+        with own():
+            self.fill(stage, self._from_host(stage))
+            self.fetch(stage)
+            for slot in self.live(stage):
+                if slot.own is not None and slot.reference is not None:
+                    self.fetched[slot.own.data_ptr(), stage] = slot.reference.content
+        with record_function(f"{MARK}stage {stage}"):
+            self._segment = stage
+        self._clock = time.perf_counter()
+
+    def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
+        there = {c: self._host[c] for c in self.saved_contents(stage) if c in self._host}
+        return {c: data.to(device, copy=True).untyped_storage() for c, (device, data) in there.items()}
+
+    def _ended(self) -> None:
+        with record_function(MARK + END):
+            self.segments[self._segment].backward_seconds += time.perf_counter() - self._clock
+        self._host.clear()
+        self.complete = True
+
+    def stop(self) -> None:
+        """End the log; not within a backward, whose thread-local state the profiler must not change."""
+        if self._profile is not None:
+            profiler, self._profile = self._profile, None
+            self.log = _stopped(profiler)
+
+
+# -- what the allocator did
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """size: bytes allocated (negative: freed) at the address ptr; or, with size 0, the begin or the end of a region."""
+
+    size: int
+    ptr: int = 0
+    begins: str = ""
+    ends: str = ""
+
+
+def own() -> Any:
+    """What runs within is the recording's own."""
+    return record_function(MARK + OWN)
+
+
+def _started() -> profile:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    found = profile(profile_memory=True, use_cpu=True)
+    found.__enter__()
+    return found
+
+
+def _stopped(profiler: profile) -> list[Event]:
+    profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    found: list[tuple[int, int, Event]] = []
+    for node in _nodes(profiler.kineto_results.experimental_event_tree()):
+        if node.tag == _EventType.Allocation:
+            found.append((node.start_time_ns, 1, Event(node.extra_fields.alloc_size, node.extra_fields.ptr)))
+        elif node.tag == _EventType.TorchOp and node.name.startswith(MARK):
+            name = node.name[len(MARK) :]
+            found.append((node.start_time_ns, 0, Event(0, begins=name)))
+            found.append((node.end_time_ns, 2, Event(0, ends=name)))
+    return [event for _, _, event in sorted(found, key=lambda one: one[:2])]
+
+
+def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
+    todo = list(roots)
+    while todo:
+        node = todo.pop()
+        todo.extend(node.children)
+        yield node

@@ -1,0 +1,289 @@
+"""Runs a plan on a tape: one method for each operation of the machine.
+
+The plan decides when contents are held, released, moved and made again. Whatever it has not made ready is made on
+demand, so a plan can be slow, and never wrong. The first forward of a stage is the model's own code; `enter` is called
+when the next stage begins. A forward that runs again is a slice of the tape. The backward calls `advance` when it reads
+what a stage has saved.
+
+Ownership: autograd's slots own the tape, the tape owns this step through its callback, and this step owns neither; so
+dropping the graph frees everything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.variable import Variable
+
+from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
+from ..tape.contents import Content, bytes_in
+from ..tape.tape import Tape
+from .execution_plan import ExecutionPlan
+from .layout import Layout
+from .links.base import Link, Ticket
+
+
+class TapeStep:
+    """One training step.
+
+    Args:
+        plan: the operations. layout: how to find the stages and their contents on the tape.
+        link: to the host; None if the plan moves nothing. done: called when the step has ended.
+    """
+
+    def __init__(
+        self, plan: ExecutionPlan, layout: Layout, link: Link | None, done: Callable[[], None] = lambda: None
+    ) -> None:
+        self._plan, self._layout, self._link, self._done = plan, layout, link, done
+        self._next = 0  # the operation to run next
+        self._stage = 0  # the stage of the forward
+        self._backward = len(layout.begins) + 1  # the stage whose B autograd runs
+        self._values: dict[Value, list[Content]] = {}  # the contents of each value on the device
+        self._owners: Counter[Content] = Counter()  # in how many of them a content is
+        self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
+        self._arriving: dict[Value, Ticket] = {}
+        self._form: dict[int, int] = {}
+        self.left_course = False  # whether the forward made other operations than planned
+        self._queued = False
+
+    @contextmanager
+    def forward(self, tape: Tape, model: nn.Module) -> Iterator[None]:
+        """The model's forward runs within, once."""
+        calls: Counter[nn.Module] = Counter()
+        begins = {place: i for i, place in enumerate(self._layout.begins, start=1) if i > 1}
+        modules = dict(model.named_modules())
+        hooked = {modules[name]: name for name, _ in begins}
+
+        def called(module: nn.Module, args: Any) -> None:
+            stage = begins.get((hooked[module], calls[module]))
+            calls[module] += 1
+            if stage is not None:
+                self._enter(tape, stage)
+
+        hooks = [module.register_forward_pre_hook(called, prepend=True) for module in hooked]
+        tape.on_backward = self.advance
+        try:
+            with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+                self._enter(tape, 1)
+                yield
+                self._enter(tape, len(self._layout.begins) + 1)
+        except BaseException:
+            self._end(tape)
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # -- the forward
+
+    def _enter(self, tape: Tape, stage: int) -> None:
+        """The model's code comes to a stage: end the one before, and run what the plan does in between."""
+        with torch._C._DisableTorchDispatch():
+            if self.left_course or stage != self._stage + 1:
+                self._leave_course()
+                tape.enter(stage)
+                return
+            if self._stage:
+                matches = tape.key == self._layout.keys[self._stage - 1]
+                op = self._plan.sequence.ops[self._next]
+                if not matches:
+                    self._leave_course()
+                    tape.enter(stage)
+                    return
+                self._first_run(tape, op)
+            self._stage = stage
+            ops, last = self._plan.sequence.ops, stage > len(self._layout.begins)
+            while not ((op := ops[self._next]).kind in FORWARDS and op.stage == stage):
+                if last and op.kind in (OpKind.B, *FORWARDS):
+                    break
+                self._run(tape, op)
+            tape.enter(0 if last else stage)
+            if not last:
+                tape.keep = self._keeps(op)
+
+    def _keeps(self, op: Op) -> bool | frozenset[tuple[int, int]]:
+        if op.kind is OpKind.F_ALL:
+            return True
+        return self._layout.forms[op.stage - 1][op.form] if op.kind is OpKind.F_SEL else False
+
+    def _first_run(self, tape: Tape, op: Op) -> None:
+        """The model's own code has run the stage of a forward operation."""
+        self._form[op.stage] = op.form
+        self._hold(tape, op.value, self._handed(tape, op.stage))
+        for key in self._layout.stay[op.stage - 1]:
+            if (content := tape.content(op.stage, *key)) is not None:
+                self._hold(tape, Value(False, -op.stage), [content])
+        if op.kind is OpKind.F_NONE:
+            self._release(tape, a(op.stage - 1))
+        self._next += 1
+
+    def _leave_course(self) -> None:
+        """The forward runs other operations than the plan was made for: from now on all is on demand."""
+        self.left_course = True
+        self._next = len(self._plan.sequence.ops)
+
+    # -- one method for each operation
+
+    def _run(self, tape: Tape, op: Op) -> None:
+        getattr(self, f"_{op.kind.name.lower()}")(tape, op)
+        self._next += 1
+
+    def _f_all(self, tape: Tape, op: Op) -> None:
+        """Make ā_i: what the slots of the stage refer to and, unless its B comes next, a_i."""
+        self._form[op.stage] = op.form
+        form = self._layout.forms[op.stage - 1][op.form] if op.form else None
+        first = tape.begins[op.stage]
+        saved = [
+            content
+            for content in tape.saved_contents(op.stage)
+            if content.op >= first and (form is None or (content.op - first, content.out) in form)
+        ]
+        handed = [] if self._next in self._plan.early else self._handed(tape, op.stage)
+        made = tape.make([*saved, *handed])
+        tape.fill(op.stage, {content: made[content] for content in saved})
+        self._hold(tape, abar(op.stage), handed, made)
+
+    _f_sel = _f_all
+
+    def _f_ck(self, tape: Tape, op: Op) -> None:
+        handed = self._handed(tape, op.stage)
+        self._hold(tape, a(op.stage), handed, tape.make(handed))
+
+    def _f_none(self, tape: Tape, op: Op) -> None:
+        self._f_ck(tape, op)
+        self._release(tape, a(op.stage - 1))
+
+    def _offload(self, tape: Tape, op: Op) -> None:
+        contents = dict.fromkeys(self._values.get(op.value, ()))
+        storages = {content: content.held for content in contents if content.held is not None}
+        if op.value.saved:
+            storages.update(tape.owned(op.stage))
+        assert self._link is not None
+        place = self._plan.host[self._next]
+        sources = [bytes_in(storage) for storage in storages.values()]
+        sizes = [source.numel() for source in sources]
+        if sum(sizes) > place.room:
+            return  # it is larger than when it was planned, and stays
+        ticket = self._link.copy_out(sources, place.offset)
+        self._copies[op.value] = ticket, place.offset, list(storages), sizes
+
+    def _free(self, tape: Tape, op: Op) -> None:
+        if (copy := self._copies.get(op.value)) is not None:
+            assert self._link is not None
+            self._link.wait(copy[0])
+            self._release(tape, op.value)
+
+    def _prefetch(self, tape: Tape, op: Op) -> None:
+        if op.value not in self._copies:
+            return
+        assert self._link is not None
+        ticket, offset, contents, sizes = self._copies[op.value]
+        targets = [self._link.allocate(nbytes) for nbytes in sizes]
+        self._arriving[op.value] = self._link.copy_in(targets, offset, ticket)
+        storages = {c: target.untyped_storage() for c, target in zip(contents, targets, strict=True)}
+        handed = set(self._handed(tape, op.stage))
+        if op.value.saved:
+            tape.fill(op.stage, storages)
+        self._hold(tape, op.value, [content for content in contents if content in handed], storages)
+
+    def _wait(self, tape: Tape, op: Op) -> None:
+        if (ticket := self._arriving.pop(op.value, None)) is not None:
+            assert self._link is not None
+            self._link.wait(ticket)
+
+    def _drop(self, tape: Tape, op: Op) -> None:
+        self._release(tape, op.value)
+
+    # -- values
+
+    def _handed(self, tape: Tape, stage: int) -> list[Content]:
+        keys = self._layout.handed[stage - 1] if stage else ()
+        return [content for home, key in keys if (content := tape.content(home, *key)) is not None]
+
+    def _hold(
+        self,
+        tape: Tape,
+        v: Value,
+        contents: Iterable[Content],
+        storages: dict[Content, torch.UntypedStorage] | None = None,
+    ) -> None:
+        """Keep contents as a part of v. storages: where they are now, if the tape does not know."""
+        held = self._values.setdefault(v, [])
+        for content in contents:
+            if content in held:
+                continue
+            held.append(content)
+            self._owners[content] += 1
+            if storages is not None and content in storages:
+                content.hold(storages[content])
+            elif content.held is None and (storage := content.storage(seen=True)) is not None:
+                content.hold(storage)
+
+    def _release(self, tape: Tape, v: Value) -> None:
+        """Let go of v on the device."""
+        if v.saved:
+            tape.empty(v.stage)
+        for content in self._values.pop(v, ()):
+            self._owners[content] -= 1
+            if not self._owners[content]:
+                del self._owners[content]
+                content.held = None
+
+    # -- the backward
+
+    def advance(self, tape: Tape, stage: int) -> None:
+        """The backward reads what a stage has saved: run the plan up to its B."""
+        if self._stage <= len(self._layout.begins) and not self.left_course:
+            return  # within the forward
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(lambda: self._end(tape))
+        if stage >= self._backward or not stage:
+            return
+        ops = self._plan.sequence.ops
+        while self._next < len(ops) and ops[self._next].kind is not OpKind.B or self._backward > stage:
+            if self._next >= len(ops):
+                break
+            op = ops[self._next]
+            if op.kind is OpKind.B:
+                if op.stage < stage:
+                    break
+                self._begin(tape, op.stage)
+                self._next += 1
+                if op.stage == stage:
+                    break
+            else:
+                self._run(tape, op)
+
+    def _begin(self, tape: Tape, stage: int) -> None:
+        """Autograd begins the B of a stage: what the one before needed is gone; the slots own what this one needs."""
+        if self._backward <= len(self._layout.begins):
+            self._gone(tape, self._backward)
+        self._backward = stage
+        tape.fetch(stage)
+        for v in (abar(stage), a(stage)):
+            for content in self._values.pop(v, ()):
+                self._owners[content] -= 1
+                if not self._owners[content]:
+                    del self._owners[content]
+                    content.held = None
+
+    def _gone(self, tape: Tape, stage: int) -> None:
+        for v in (abar(stage), a(stage), a(stage - 1), Value(False, -stage)):
+            self._release(tape, v)
+            self._copies.pop(v, None)
+
+    def _end(self, tape: Tape) -> None:
+        """The backward has ended, or failed: release everything."""
+        for v in list(self._values):
+            self._release(tape, v)
+        self._copies.clear()
+        self._arriving.clear()
+        if self._link is not None:
+            self._link = None
+            self._done()
