@@ -4,6 +4,8 @@
 #define Py_LIMITED_API 0x030A0000
 #include <Python.h>
 
+#include <torch/headeronly/version.h>
+
 #include "_tape.h"
 
 // Of libtorch_python; its headers need all of Python's.
@@ -50,15 +52,22 @@ struct Locked {
   ~Locked() { tape.lock.unlock(); }
 };
 
-template <PyObject* (*function)(PyObject*, PyObject*)>
-PyObject* method(PyObject* self, PyObject* args) {
+// Gives Python the error that was caught.
+PyObject* translated() {
   try {
-    return function(self, args);
+    throw;
   } catch (const InPython&) {
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
   return nullptr;
+}
+
+template <PyObject* (*function)(PyObject*, PyObject*)>
+PyObject* method(PyObject* self, PyObject* args) try {
+  return function(self, args);
+} catch (...) {
+  return translated();
 }
 
 int integer(PyObject* object) {
@@ -137,8 +146,13 @@ PyObject* content_lose(PyObject* self, PyObject* copy) {
   return none();
 }
 
-PyObject* content_storage(PyObject* self, PyObject* seen) {
-  return wrapped(PyContent::of(self)->storage(PyObject_IsTrue(seen)));
+PyObject* content_storage(PyObject* self, PyObject* args, PyObject* named) try {
+  int seen;
+  const char* names[] = {"seen", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(args, named, "p", const_cast<char**>(names), &seen)) return nullptr;
+  return wrapped(PyContent::of(self)->storage(seen));
+} catch (...) {
+  return translated();
 }
 
 PyObject* content_alive(PyObject* self, PyObject*) { return PyBool_FromLong(PyContent::of(self)->alive()); }
@@ -147,6 +161,14 @@ PyObject* content_out(PyObject* self, PyObject*) { return PyLong_FromLong(PyCont
 PyObject* content_stage(PyObject* self, PyObject*) { return PyLong_FromLong(PyContent::of(self)->stage); }
 PyObject* content_nbytes(PyObject* self, PyObject*) { return PyLong_FromSize_t(PyContent::of(self)->nbytes); }
 PyObject* content_held(PyObject* self, PyObject*) { return wrapped(PyContent::of(self)->held); }
+
+int content_set_held(PyObject* self, PyObject* storage, void*) try {
+  PyContent::of(self)->held = storage_of(storage);
+  return 0;
+} catch (...) {
+  translated();
+  return -1;
+}
 
 // An object each time that Python asks for it: they are equal if the content is the same.
 Py_hash_t content_hash(PyObject* self) { return reinterpret_cast<Py_hash_t>(PyContent::of(self).get()) >> 4; }
@@ -184,8 +206,8 @@ PyObject* known_new(PyTypeObject*, PyObject* args, PyObject*) try {
     known->held.emplace(key, out);
   });
   return PyKnown::with(std::move(known));
-} catch (const InPython&) {
-  return nullptr;
+} catch (...) {
+  return translated();
 }
 
 PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
@@ -194,7 +216,7 @@ PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
   return self;
 }
 
-PyObject* tape_trust(PyObject* self, PyObject* known) {
+PyObject* tape_know(PyObject* self, PyObject* known) {
   tape_in(self).known = PyKnown::expect(known);
   return none();
 }
@@ -291,6 +313,16 @@ PyObject* tape_fill(PyObject* self, PyObject* args) {
   return none();
 }
 
+PyObject* tape_owned(PyObject* self, PyObject* stage) {
+  auto found = checked(PyDict_New());
+  for (auto& slot : tape_in(self).live(integer(stage))) {
+    if (!slot->own) continue;
+    auto content = checked(PyContent::with(slot->reference->content)), storage = checked(wrapped(slot->own));
+    if (PyDict_SetItem(found.get(), content.get(), storage.get())) return nullptr;
+  }
+  return found.release();
+}
+
 PyObject* tape_empty(PyObject* self, PyObject* stage) {
   for (auto& slot : tape_in(self).live(integer(stage))) slot->own = Storage();
   return none();
@@ -317,6 +349,7 @@ void reach(PyObject* self, int stage) {
   auto told = checked(PyObject_GetAttrString(self, "on_backward"));
   if (told.get() == Py_None) return;
   Locked alone(tape_in(self));
+  c10::impl::ExcludeDispatchKeyGuard unseen(KEY);
   auto number = checked(PyLong_FromLong(stage));
   checked(PyObject_CallFunctionObjArgs(told.get(), self, number.get(), nullptr));
 }
@@ -365,7 +398,8 @@ PyObject* getter(PyObject* self, void*) {
 PyMethodDef content_methods[] = {
     {"hold", method<content_hold>, METH_O, nullptr},
     {"lose", method<content_lose>, METH_O, nullptr},
-    {"storage", method<content_storage>, METH_O, nullptr},
+    {"storage", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(content_storage)), METH_VARARGS | METH_KEYWORDS,
+     nullptr},
     {"alive", method<content_alive>, METH_NOARGS, nullptr},
     {},
 };
@@ -374,11 +408,11 @@ PyGetSetDef content_fields[] = {
     {"out", getter<content_out>, nullptr, nullptr, nullptr},
     {"stage", getter<content_stage>, nullptr, nullptr, nullptr},
     {"nbytes", getter<content_nbytes>, nullptr, nullptr, nullptr},
-    {"held", getter<content_held>, nullptr, nullptr, nullptr},
+    {"held", getter<content_held>, content_set_held, nullptr, nullptr},
     {},
 };
 PyMethodDef tape_methods[] = {
-    {"trust", method<tape_trust>, METH_O, nullptr},
+    {"know", method<tape_know>, METH_O, nullptr},
     {"begin", method<tape_begin>, METH_NOARGS, nullptr},
     {"end", method<tape_end>, METH_NOARGS, nullptr},
     {"enter", method<tape_enter>, METH_O, nullptr},
@@ -389,6 +423,7 @@ PyMethodDef tape_methods[] = {
     {"make", method<tape_make>, METH_O, nullptr},
     {"fetch", method<tape_fetch>, METH_O, nullptr},
     {"fill", method<tape_fill>, METH_VARARGS, nullptr},
+    {"owned", method<tape_owned>, METH_O, nullptr},
     {"empty", method<tape_empty>, METH_O, nullptr},
     {"live", method<tape_live>, METH_O, nullptr},
     {"saved_contents", method<tape_saved_contents>, METH_O, nullptr},
@@ -458,12 +493,14 @@ int64_t rotoff::checksum(const Storage& storage) {
   return PyLong_AsLongLong(sum.get());
 }
 
-PyMODINIT_FUNC PyInit__kernel() {
-  auto* module = PyModule_Create(&definition);
-  try {
-    if (module) make_types(module);
-    return module;
-  } catch (const InPython&) {
-    return nullptr;
-  }
+// The module's name has torch's version.
+#define INIT_OF(major, minor) PyInit__kernel_torch##major##minor
+#define INIT(major, minor) INIT_OF(major, minor)
+
+PyMODINIT_FUNC INIT(TORCH_VERSION_MAJOR, TORCH_VERSION_MINOR)() try {
+  auto module = checked(PyModule_Create(&definition));
+  make_types(module.get());
+  return module.release();
+} catch (const InPython&) {
+  return nullptr;
 }

@@ -88,10 +88,11 @@ struct Tape {
     begins[stage] = static_cast<int>(operations.size());
   }
 
-  // What the dispatcher calls for each operation below autograd.
+  // What the dispatcher calls for each operation below autograd. As a mode of Python, a tape does not see what runs
+  // while modes are off.
   static void dispatched(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     c10::impl::ExcludeDispatchKeyGuard unseen(KEY);
-    if (recording)
+    if (recording && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python))
       recording->record(op, keys, stack);
     else
       op.redispatchBoxed(keys & BELOW, stack);
@@ -123,7 +124,8 @@ struct Tape {
     slot->reference.emplace(content, t);
     content->watch(slot->witness);
     slots_[stage].push_back(slot);
-    if (unsure || is_kept(content->op - begins[stage], content->out)) slot->own = storage;
+    const int n = content->op - begins[stage];
+    if (unsure || (n >= 0 && is_kept(n, content->out))) slot->own = storage;
     return slot;
   }
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
+import importlib
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,31 +16,23 @@ from . import tape as twin
 logger = logging.getLogger("rotoff")
 
 
-def file_name(version: str) -> str:
-    """Return the name of the kernel's file for a version of torch: dispatcher and layouts are those of a minor one."""
+
+def module_name(version: str) -> str:
+    """Return the kernel's name for a version of torch: the dispatcher is that of a minor version."""
     major, minor = version.split(".")[:2]
-    return f"_kernel_torch{major}{minor}.abi3.so"
+    return f"_kernel_torch{major}{minor}"
 
 
 def _load() -> Any:
     """Return the compiled module, or None: the twin runs in its place, and the log says why."""
-    path = Path(__file__).with_name(file_name(torch.__version__))
-    if not path.exists():
-        why = f"no kernel for torch {torch.__version__} is built"
-    else:
-        try:
-            loader = importlib.machinery.ExtensionFileLoader("_kernel", str(path))
-            spec = importlib.util.spec_from_file_location("_kernel", path, loader=loader)
-            assert spec is not None
-            module = importlib.util.module_from_spec(spec)
-            loader.exec_module(module)
-            texts = contents.CHANGED, twin.LOST
-            if module.start(torch.Tensor, torch.nn.Parameter, *texts, contents.checksum):  # type: ignore[attr-defined]
-                return module
-            why = "another library uses its place in PyTorch's dispatcher"
-        except ImportError as error:
-            why = str(error)
-    logger.info("rotoff: the forward is followed in Python, which takes longer: %s", why)
+    try:
+        module = importlib.import_module(f".{module_name(torch.__version__)}", __package__)
+        if module.start(torch.Tensor, torch.nn.Parameter, contents.CHANGED, twin.LOST, contents.checksum):
+            return module
+        why = "something else has its place in PyTorch's dispatcher"
+    except ImportError as error:
+        why = str(error)
+    logger.info("rotoff: a model's forward is followed in Python, which takes longer: %s", why)
     return None
 
 
@@ -69,7 +59,7 @@ if _kernel is not None:
         def __init__(self, known: twin.Known | None = None) -> None:
             self.known = known
             if known is not None:
-                self.trust(_known(known))
+                self.know(_known(known))
 
         def __enter__(self) -> Tape:
             self.begin()

@@ -180,6 +180,11 @@ class Tape(TorchDispatchMode):
         self._settings: Settings = []
         self._lock = threading.RLock()
 
+    @property
+    def noted(self) -> int:
+        """How many operations are on the tape."""
+        return len(self.operations)
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled part makes is resident, so the part may run as it is."""
