@@ -25,6 +25,7 @@ from ..tape.verify import Verified
 
 MARK = "rotoff::"
 END = "end"
+GRADIENT = "gradient"
 LOSS = "loss"  # what follows the forward
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
@@ -59,6 +60,7 @@ class RecordedStep(Verified):
         self.death: dict[Content, int] = {}
         self.seconds: list[float] = []
         self.returned: list[Content] = []  # what the caller has when the forward has ended
+        self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
@@ -66,6 +68,7 @@ class RecordedStep(Verified):
         self._names = {module: name for name, module in model.named_modules()}
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
+        self._gradient_hooks: list[Any] = []
         self._alive: list[Content] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         self.fetched: dict[tuple[int, int], Content] = {}  # by address and segment, what the backward read
@@ -82,6 +85,9 @@ class RecordedStep(Verified):
     def __enter__(self) -> RecordedStep:
         self._profile = _started()
         self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
+        self._gradient_hooks = [
+            p.register_post_accumulate_grad_hook(_accumulated) for p in self.parameters if p.requires_grad and p.is_leaf
+        ]
         super().__enter__()
         return self
 
@@ -92,6 +98,9 @@ class RecordedStep(Verified):
         super().__exit__(*error)
         self._borders = []
         self.returned = [content for content in self._alive if content.alive()]
+        for content in self.returned:
+            if (storage := content.storage(seen=True)) is not None:
+                self.returned_at.add(storage.data_ptr())
         with record_function(MARK + LOSS):
             pass
 
@@ -174,9 +183,19 @@ class RecordedStep(Verified):
 
     def stop(self) -> None:
         """End the log; not within a backward, whose thread-local state the profiler must not change."""
+        for hook in self._gradient_hooks:
+            hook.remove()
+        self._gradient_hooks = []
         if self._profile is not None:
             profiler, self._profile = self._profile, None
             self.log = _stopped(profiler)
+
+
+def _accumulated(parameter: torch.Tensor) -> None:
+    """Note that a gradient is no longer the step's: a later one is added to it, and released."""
+    assert parameter.grad is not None
+    with record_function(f"{MARK}{GRADIENT} {parameter.grad.untyped_storage().data_ptr()}"):
+        pass
 
 
 # -- what the allocator did

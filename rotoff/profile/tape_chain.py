@@ -14,7 +14,7 @@ from itertools import pairwise
 from ..core.chain import Chain, Form, Stage
 from ..tape.contents import Content
 from ..runtime.layout import Layout
-from .recorded_step import END, LOSS, OWN, Event, RecordedStep, Segment
+from .recorded_step import END, GRADIENT, LOSS, OWN, Event, RecordedStep, Segment
 
 STAGES = 40  # by default; the solver takes seconds for 100
 CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
@@ -53,7 +53,8 @@ class _Uses:
 
 
 def _latest(content: Content) -> Content:
-    while content.next is not None and content.next.op == content.op != -1:
+    """Return what its storage has at the end, which is what autograd reads."""
+    while content.next is not None:
         content = content.next
     return content
 
@@ -132,7 +133,6 @@ class _Backward:
 def _backward(step: RecordedStep, uses: _Uses, stage_of: list[int], stay: Collection[Content]) -> _Backward:
     many = max(stage_of)
     found = _Backward([0] * (many + 1), [0] * (many + 1))
-    final = _gradients_left(step)
     live: dict[int, int] = {}  # gradients and what kernels take, by address
     mine: dict[tuple[int, int], int] = {}  # by address and segment, bytes of what autograd saved in that stage
     left = dict.fromkeys(range(len(uses.firsts)), 0)  # of these, by segment, what is still to be read
@@ -143,7 +143,7 @@ def _backward(step: RecordedStep, uses: _Uses, stage_of: list[int], stay: Collec
     owner: dict[int, int] = {}  # address -> segment, of what the backward has come to
     segment, in_own, gradients = -1, False, 0  # -1: the loss
     start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
-    for index, event in enumerate(step.log[start:], start):
+    for event in step.log[start:]:
         if event.begins == END:
             break
         if OWN in (event.begins, event.ends):
@@ -152,9 +152,11 @@ def _backward(step: RecordedStep, uses: _Uses, stage_of: list[int], stay: Collec
             segment = int(event.begins.removeprefix("stage "))
             owner.update({ptr: k for ptr, k in mine if k == segment})
             found.grads[stage_of[segment]] = found.grads[stage_of[segment]] or gradients
+        elif event.begins.startswith(GRADIENT):
+            gradients -= live.pop(int(event.begins.removeprefix(GRADIENT)), 0)
         elif in_own:
             pass
-        elif event.size > 0 and index not in final:
+        elif event.size > 0:
             live[event.ptr] = event.size
             gradients += event.size
         elif event.size < 0 and event.ptr in live:
@@ -168,20 +170,6 @@ def _backward(step: RecordedStep, uses: _Uses, stage_of: list[int], stay: Collec
         saved = sum(nbytes for k, nbytes in left.items() if stage_of[k] == stage)
         found.peaks[stage] = max(found.peaks[stage], gradients + saved)
     return found
-
-
-def _gradients_left(step: RecordedStep) -> set[int]:
-    """Return the indices of the events that allocated what is a parameter's gradient at the end."""
-    wanted = {p.grad.untyped_storage().data_ptr() for p in step.parameters if p.grad is not None}
-    last: dict[int, int] = {}
-    for index, event in enumerate(step.log):
-        if event.size > 0 and event.ptr in wanted:
-            last[event.ptr] = index
-        elif event.size < 0:
-            last.pop(event.ptr, None)
-        elif event.begins == END:
-            break
-    return set(last.values())
 
 
 # -- the chain
@@ -207,6 +195,8 @@ def chain_of(step: RecordedStep, bandwidth: tuple[float, float], count: int = ST
         saved[stage_of[k]].update({c: None for c in contents if of_stage.get(c) == stage_of[k] and c not in far})
     peaks = _operation_peaks(step.log, len(step.operations))
     backward = _backward(step, uses, stage_of, far)
+    for i in range(1, many + 1):  # a stage of which the backward reads nothing
+        backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], size(handed[i]))
     firsts = [uses.firsts[k] for k in starts]
     stages, layout_forms = [], []
     for i, (first, end) in enumerate(pairwise([*firsts, len(step.operations)]), start=1):
@@ -227,16 +217,27 @@ def chain_of(step: RecordedStep, bandwidth: tuple[float, float], count: int = ST
             tuple((c.op - firsts[i - 1], c.out) for c in far if of_stage[c] == i) for i in range(1, many + 1)
         ),
     )
-    constant = size(far) + step.copied + _states(step)
+    constant = size(far) + _beside(step)
     chain = Chain(tuple(stages), *bandwidth, duplex=False, input_bytes=constant, input_grad_bytes=backward.grads[0])
     return chain, layout
 
 
-def _states(step: RecordedStep) -> int:
-    """Return the bytes of the generators' states on the tape, and of the one that a random operation puts back when it
-    runs again; those of other devices than the CPU lie on the host."""
-    states = [op.state.nbytes for op in step.operations if op.state is not None]
-    return (sum(states) + max(states, default=0)) if step.device.type == "cpu" else 0
+def _beside(step: RecordedStep) -> int:
+    """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
+    wraps, copies of what is overwritten, what the tape does not see; and a generator's state that is put back."""
+    live: dict[int, int] = {}
+    in_own = False
+    for event in step.log:
+        if event.begins == LOSS:
+            break
+        if OWN in (event.begins, event.ends):
+            in_own = bool(event.begins)
+        elif event.size > 0 and not in_own:
+            live[event.ptr] = event.size
+        elif event.size < 0:
+            live.pop(event.ptr, None)
+    states = (op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu")
+    return sum(size for ptr, size in live.items() if ptr not in step.returned_at) + max(states, default=0)
 
 
 def _key(step: RecordedStep, first: int, end: int, stage: int) -> int:
@@ -307,19 +308,20 @@ class _Stage:
     def _transient(self, kept: set[Content]) -> int:
         """Return the most bytes beyond what is kept and handed on, in the first run and when it runs again."""
         stays = kept | self.handed
-        return max(0, max(self._peak(stays, first_run) for first_run in (True, False)) - size(stays))
+        return max(0, max(self._first_peak(stays), self._again_peak(stays)) - size(stays - self.entering))
 
-    def _peak(self, stays: set[Content], first_run: bool) -> int:
+    def _first_peak(self, stays: set[Content]) -> int:
+        """Return the most bytes of the stage's own in the first run, with what the model's code holds of earlier
+        ones."""
         death: Mapping[Content, int] = self.step.death
         never = len(self.uses.made) + 1
         dies: dict[int, list[Content]] = {}
         level = most = 0
-        if first_run:  # what the model's code still holds of earlier stages
-            earlier = (c for made in self.uses.made[: self.first] for c in made)
-            for content in earlier:
-                if content not in self.entering and content not in self.far and death.get(content, never) > self.first:
-                    level += content.nbytes
-                    dies.setdefault(death.get(content, never), []).append(content)
+        earlier = (c for made in self.uses.made[: self.first] for c in made)
+        for content in earlier:
+            if content not in self.entering and content not in self.far and death.get(content, never) > self.first:
+                level += content.nbytes
+                dies.setdefault(death.get(content, never), []).append(content)
         for number in range(self.first, self.end):
             level -= size(dies.get(number, ()))
             most = max(most, level + self.peaks[number])
@@ -327,11 +329,32 @@ class _Stage:
                 if content in self.far:
                     continue
                 level += content.nbytes
-                if content in stays:
-                    continue
-                read = self.uses.read.get(content, number) + 1
-                dies.setdefault(death.get(content, never) if first_run else max(read, number + 1), []).append(content)
+                if content not in stays:
+                    dies.setdefault(death.get(content, never), []).append(content)
             most = max(most, level - size(dies.get(number + 1, ())))
+        return most
+
+    def _again_peak(self, wanted: set[Content]) -> int:
+        """Return the most bytes while `wanted` are made again, as `Tape.make` does it."""
+        wanted = wanted - self.entering
+        numbers, todo = set[int](), list(wanted)
+        while todo:
+            content = todo.pop()
+            if content.op >= self.first and content.op not in numbers and content not in self.far:
+                numbers.add(content.op)
+                todo += self.step.operations[content.op].contents()
+        last = {c: n for n in sorted(numbers) for c in self.step.operations[n].contents()}
+        level = most = 0
+        for number in sorted(numbers):
+            op = self.step.operations[number]
+            changed = {r.content for r in op.references if r.into is not None}
+            mine = {c for c in changed if c.op >= self.first and c not in self.far}
+            copied = {c for c in changed if c not in mine or c in wanted or last[c] > number}
+            level += size(copied)
+            most = max(most, level + self.peaks[number])
+            level += size(op.made) - sum(c.nbytes for c in copied if c.next is None or c.next.op != number)
+            ends = {*op.contents(), *op.made, *op.written()} - wanted - (changed - copied)
+            level -= size(c for c in ends if c.op >= self.first and c not in self.far and last.get(c, number) <= number)
         return most
 
     def _kept(self, share: float) -> set[Content]:

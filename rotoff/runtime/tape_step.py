@@ -46,7 +46,7 @@ class TapeStep:
         self._values: dict[Value, list[Content]] = {}  # the contents of each value on the device
         self._owners: Counter[Content] = Counter()  # in how many of them a content is
         self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
-        self._arriving: dict[Value, Ticket] = {}
+        self._arriving: dict[Value, tuple[Ticket, dict[Content, torch.UntypedStorage]]] = {}
         self._form: dict[int, int] = {}
         self.left_course = False  # whether the forward made other operations than planned
         self._queued = False
@@ -184,17 +184,19 @@ class TapeStep:
         assert self._link is not None
         ticket, offset, contents, sizes = self._copies[op.value]
         targets = [self._link.allocate(nbytes) for nbytes in sizes]
-        self._arriving[op.value] = self._link.copy_in(targets, offset, ticket)
         storages = {c: target.untyped_storage() for c, target in zip(contents, targets, strict=True)}
-        handed = set(self._handed(tape, op.stage))
-        if op.value.saved:
-            tape.fill(op.stage, storages)
-        self._hold(tape, op.value, [content for content in contents if content in handed], storages)
+        self._arriving[op.value] = self._link.copy_in(targets, offset, ticket), storages
 
     def _wait(self, tape: Tape, op: Op) -> None:
-        if (ticket := self._arriving.pop(op.value, None)) is not None:
-            assert self._link is not None
-            self._link.wait(ticket)
+        if op.value not in self._arriving:
+            return
+        assert self._link is not None
+        ticket, storages = self._arriving.pop(op.value)
+        self._link.wait(ticket)
+        if op.value.saved:
+            tape.fill(op.stage, storages)
+        handed = set(self._handed(tape, op.stage))
+        self._hold(tape, op.value, [content for content in storages if content in handed], storages)
 
     def _drop(self, tape: Tape, op: Op) -> None:
         self._release(tape, op.value)
@@ -228,6 +230,9 @@ class TapeStep:
         """Let go of v on the device."""
         if v.saved:
             tape.empty(v.stage)
+        self._let_go(v)
+
+    def _let_go(self, v: Value) -> None:
         for content in self._values.pop(v, ()):
             self._owners[content] -= 1
             if not self._owners[content]:
@@ -245,33 +250,28 @@ class TapeStep:
             Variable._execution_engine.queue_callback(lambda: self._end(tape))
         if stage >= self._backward or not stage:
             return
+        if self._backward <= len(self._layout.begins):
+            self._gone(tape, self._backward)  # its B has ended
         ops = self._plan.sequence.ops
-        while self._next < len(ops) and ops[self._next].kind is not OpKind.B or self._backward > stage:
-            if self._next >= len(ops):
-                break
+        while self._next < len(ops):
             op = ops[self._next]
-            if op.kind is OpKind.B:
-                if op.stage < stage:
-                    break
-                self._begin(tape, op.stage)
-                self._next += 1
-                if op.stage == stage:
-                    break
-            else:
+            if op.kind is not OpKind.B:
                 self._run(tape, op)
+                continue
+            if op.stage < stage:
+                break
+            self._begin(tape, op.stage)
+            self._next += 1
+            if op.stage == stage:
+                break
+            self._gone(tape, op.stage)  # autograd reads nothing of this stage
 
     def _begin(self, tape: Tape, stage: int) -> None:
-        """Autograd begins the B of a stage: what the one before needed is gone; the slots own what this one needs."""
-        if self._backward <= len(self._layout.begins):
-            self._gone(tape, self._backward)
+        """Autograd begins the B of a stage: the slots own what it needs."""
         self._backward = stage
         tape.fetch(stage)
         for v in (abar(stage), a(stage)):
-            for content in self._values.pop(v, ()):
-                self._owners[content] -= 1
-                if not self._owners[content]:
-                    del self._owners[content]
-                    content.held = None
+            self._let_go(v)
 
     def _gone(self, tape: Tape, stage: int) -> None:
         for v in (abar(stage), a(stage), a(stage - 1), Value(False, -stage)):

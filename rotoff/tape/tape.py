@@ -412,10 +412,6 @@ class Tape(TorchDispatchMode):
     def fetch(self, stage: int) -> None:
         """Give its content to each slot of a stage that autograd still has."""
         slots = [slot for slot in self.live(stage) if slot.own is None]
-        for slot in slots:
-            assert slot.reference is not None
-            while (later := slot.reference.content.next) is not None:
-                slot.reference.content = later  # plain PyTorch saves memory: what a write through .data leaves counts
         self.fill(stage, self.make([slot.reference.content for slot in slots if slot.reference is not None]))
 
     def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
@@ -448,7 +444,13 @@ class Tape(TorchDispatchMode):
 
     def live(self, stage: int) -> list[Slot]:
         """Return the slots of a stage that autograd still has."""
-        return [slot for one in self.slots.get(stage, ()) if (slot := one()) is not None]
+        slots = [slot for one in self.slots.get(stage, ()) if (slot := one()) is not None]
+        for slot in slots:
+            assert slot.reference is not None
+            # PyTorch saves memory and not contents: a write that changes no version counts
+            while (later := slot.reference.content.next) is not None:
+                slot.reference.content = later
+        return slots
 
     # -- making again
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from step_by_step import Row, by_itself, fresh, plain_of, same, train
 from torch import nn
@@ -14,6 +15,9 @@ import rotoff
 from rotoff.planning.tape_runner import TapeRunner
 from rotoff.solver.plan_codes import keep_all
 from rotoff.tape.tape import Tape
+
+
+TAPES = [pytest.param(Tape, id="plain")]
 
 
 class OnTape(nn.Module):

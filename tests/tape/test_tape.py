@@ -40,8 +40,6 @@ def cases() -> list[Any]:
     return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if n % 4 else []) for n, row in enumerate(TABLE)]
 
 
-MAY_RAISE = r"changed in place before the backward|torch\.func\.grad"  # rows in which PyTorch, or its rule, raises
-
 
 @pytest.mark.parametrize("row", cases())
 def test_everything_dropped_is_made_again(row: Row, new_tape: Any) -> None:
