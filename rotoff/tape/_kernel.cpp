@@ -283,11 +283,7 @@ void fetch(Tape& tape, int stage) {
   auto slots = tape.live(stage);
   slots.erase(std::remove_if(slots.begin(), slots.end(), [](const auto& slot) { return bool(slot->own); }), slots.end());
   std::vector<ContentPtr> contents;
-  for (auto& slot : slots) {  // plain PyTorch saves memory: what a write through .data leaves counts
-    auto& content = slot->reference->content;
-    while (auto later = content->next.lock()) content = later;
-    contents.push_back(content);
-  }
+  for (auto& slot : slots) contents.push_back(slot->reference->content);
   const auto storages = make(tape, contents);
   for (size_t n = 0; n < slots.size(); ++n) slots[n]->own = storages[n];
 }

@@ -132,9 +132,15 @@ struct Tape {
   // The slots of a stage that autograd still has.
   std::vector<std::shared_ptr<Slot>> live(int stage) const {
     std::vector<std::shared_ptr<Slot>> slots;
-    if (auto found = slots_.find(stage); found != slots_.end())
-      for (const auto& weak : found->second)
-        if (auto slot = weak.lock()) slots.push_back(std::move(slot));
+    const auto found = slots_.find(stage);
+    if (found == slots_.end()) return slots;
+    for (const auto& weak : found->second) {
+      auto slot = weak.lock();
+      if (!slot) continue;
+      // PyTorch saves memory and not contents: a write that changes no version counts
+      while (auto later = slot->reference->content->next.lock()) slot->reference->content = later;
+      slots.push_back(std::move(slot));
+    }
     return slots;
   }
 
