@@ -16,7 +16,6 @@ from . import tape as twin
 logger = logging.getLogger("rotoff")
 
 
-
 def module_name(version: str) -> str:
     """Return the kernel's name for a version of torch: the dispatcher is that of a minor version."""
     major, minor = version.split(".")[:2]
@@ -51,7 +50,7 @@ def _known(known: twin.Known) -> Any:
 
 if _kernel is not None:
 
-    class Tape(_kernel.Tape):  # type: ignore[misc]
+    class Tape(_kernel.Tape):  # type: ignore[misc, name-defined]
         """What `tape.Tape` is, compiled. Contents and slots are its own; `noted` is the number of operations."""
 
         on_backward: Callable[[Tape, int], None] | None = None

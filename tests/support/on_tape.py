@@ -17,7 +17,6 @@ from rotoff.solver.plan_codes import keep_all
 from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 
-
 Kernel: Any = getattr(kernel, "Tape", None)
 TAPES = [
     pytest.param(Tape, id="plain"),
