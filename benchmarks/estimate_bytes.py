@@ -44,26 +44,13 @@ def in_bfloat16(build: Callable[[], Case]) -> Callable[[], Case]:
     return call
 
 
-# (library, name, how it is run)
-CASES = [
-    ("torchvision", "resnet18", "float32"),
-    ("torchvision", "shufflenet_v2_x1_0", "float32"),
-    ("torchvision", "swin_t", "float32"),
-    ("timm", "vit_tiny_patch16_224", "float32"),
-    ("timm", "vit_tiny_patch16_224", "bfloat16"),
-    ("timm", "convnext_atto", "autocast"),
-    ("timm", "levit_128s", "float32"),
-    ("transformers", "llama", "float32"),
-    ("transformers", "llama", "bfloat16"),
-    ("transformers", "qwen3", "autocast"),
-    ("transformers", "gpt2", "autocast"),
-    ("transformers", "bert", "float32"),
-    ("transformers", "t5", "autocast"),
-    ("transformers", "mixtral", "float32"),
-    ("transformers", "wav2vec2", "float32"),
-    ("own", "unet", "float32"),
-    ("own", "unet", "autocast"),
-]  # fmt: skip
+CASES = {  # names of the gallery's models, and how they are run
+    "torchvision": "resnet18:float32 shufflenet_v2_x1_0:float32 swin_t:float32",
+    "timm": "vit_tiny_patch16_224:float32 vit_tiny_patch16_224:bfloat16 convnext_atto:autocast levit_128s:float32",
+    "transformers": "llama:float32 llama:bfloat16 qwen3:autocast gpt2:autocast bert:float32 t5:autocast"
+    " mixtral:float32 wav2vec2:float32",
+    "own": "unet:float32 unet:autocast",
+}
 
 
 def chains(build: Callable[[], Case], how: str) -> tuple[rotoff.Chain, rotoff.Chain]:
@@ -106,37 +93,22 @@ def compare(measured: rotoff.Chain, estimated: rotoff.Chain) -> dict[str, Any]:
     return result
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--json", type=Path, help="where to write all figures")
-    parser.add_argument("--verbose", action="store_true", help="what differs most")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    only = [name for name in options.only.split(",") if name]
     results = []
-    for library, name, how in CASES:
-        if only and name not in only:
-            continue
-        r = compare(*chains(LIBRARIES[library][name], how))
-        results.append({"library": library, "name": name, "how": how, **r})
-        if "keep_all" not in r:
-            print(f"{name:24s} {how:9s} other stages: {r['stages']}", flush=True)
-            continue
-        print(
-            f"{name:24s} {how:9s} {r['stages']:3d} stages  values {r['values'][0]:7.2%}  transients"
-            f" {r['transients'][0]:7.2%}  keep all {r['keep_all']:+7.2%}  smallest "
-            + " ".join(f"{mode} {r[f'min_{mode}']:+.2%}" for mode in MODES)
-            + f"  forms {r['forms'][0]} {r['forms'][1]} ({len(r['forms_differ'])} stages differ)",
-            flush=True,
-        )
-        if options.verbose:
-            print("   ", r["values"][1], "|", r["transients"][1], "|", r["forms_differ"][:3])
+    for library, (name, how) in ((key, row.split(":")) for key, rows in CASES.items() for row in rows.split()):
+        if not options.only or name in options.only.split(","):
+            found = compare(*chains(LIBRARIES[library][name], how))
+            results.append({"library": library, "name": name, "how": how, **found})
+            print(json.dumps(results[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

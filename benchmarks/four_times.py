@@ -27,7 +27,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,9 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
 from benchmarks.grid import memory, workloads
-from benchmarks.grid.cell import Runner
-from benchmarks.grid.moved import moved
+from benchmarks.grid.cell import Runner, in_turn, quartiles
+from benchmarks.grid.memory import keep_freed_memory
 from benchmarks.grid.run import commit, machine
-from benchmarks.prediction import keep_freed_memory
 from rotoff.planning.planner import Request, least_time
 
 TIMES = 4
@@ -133,20 +131,14 @@ def paired(options: argparse.Namespace) -> dict[str, Any]:
     for runner in both:
         runner.step()
     peak = memory.peak_of(both[0].step, x.device).allocated
-    copies = moved(wrapped, both[0].step)
-    times: list[list[float]] = [[], []]
-    end = time.perf_counter() + options.seconds
-    while len(times[0]) < 5 or time.perf_counter() < end:
-        for n in (0, 1) if len(times[0]) % 2 else (1, 0):
-            times[n].append(both[n].timed())
-    ratios = [a / b for a, b in zip(*times, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    times = in_turn([runner.timed for runner in both], options.seconds)
+    low, middle, high = quartiles(*times)
     kept = wrapped.profile.chain.compute_time  # without the copies of gradients that a plan may add
     found = {
         "ratio": middle,
         "low": low,
         "high": high,
-        "pairs": len(ratios),
+        "pairs": len(times[0]),
         "step_time": statistics.median(times[0]),
         "plain_time": statistics.median(times[1]),
         "predicted_ratio": wrapped.get_expected_makespan() / kept,
@@ -154,7 +146,6 @@ def paired(options: argparse.Namespace) -> dict[str, Any]:
         "predicted_peak": wrapped.get_expected_memory(),
         "peak_allocated": peak,
         "host_bytes": wrapped.get_expected_host_memory(),
-        "hidden": copies.hidden if copies else None,
     }
     wrapped.close()
     return found

@@ -36,10 +36,8 @@ from torch.utils import _pytree as pytree
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "support")]
 
-import gallery_further  # noqa: E402
-import gallery_held_out  # noqa: E402
 from allocated import own_again, peak_bytes  # noqa: E402
-from gallery_models import LIBRARIES, Case  # noqa: E402
+from gallery_models import HELD_OUT, LIBRARIES, Case  # noqa: E402
 
 import rotoff  # noqa: E402
 
@@ -177,7 +175,6 @@ def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]
     """What came of one model on batches of varying sizes, the limit being for the largest ones; no "equal" if the plain
     model takes no other size."""
     torch.manual_seed(0)
-    start = time.perf_counter()
     model, *batch = build()
     model.train()
     states = copy.deepcopy(model)
@@ -209,7 +206,6 @@ def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]
     finally:
         wrapped.close()
     result["passed"] = result["equal"] and max(result["peaks"]) <= limit
-    result["total_s"] = time.perf_counter() - start
     return result
 
 
@@ -220,7 +216,6 @@ def attempt_placed(build: Callable[[], Case], updates: str, loop: Loop, **option
         return torch.optim.AdamW([p for p in one.parameters() if p.requires_grad], lr=1e-4, fused=True)
 
     torch.manual_seed(0)
-    start = time.perf_counter()
     model, args, kwargs = build()
     model.train()
     twin = copy.deepcopy(model)
@@ -262,14 +257,12 @@ def attempt_placed(build: Callable[[], Case], updates: str, loop: Loop, **option
     finally:
         wrapped.close()
     result["passed"] = result["equal"] and result["measured"] <= result["predicted"] <= limit
-    result["total_s"] = time.perf_counter() - start
     return result
 
 
 def attempt_loop(build: Callable[[], Case], loop: Loop, **options: Any) -> dict[str, Any]:
     """What came of one model in another loop, whose first step measures it; no "equal" if the plain model refuses."""
     torch.manual_seed(0)
-    start = time.perf_counter()
     model, args, kwargs = build()
     model.train()
     batches = [(args, kwargs)] * 3
@@ -297,8 +290,7 @@ def attempt_loop(build: Callable[[], Case], loop: Loop, **options: Any) -> dict[
         finally:
             wrapped.close()
     result |= {"limit": limit, "equal": same(got, expected), "predicted": predicted, "measured": measured}
-    result |= {"passed": result["equal"] and measured <= predicted, "total_s": time.perf_counter() - start}
-    return result
+    return result | {"passed": result["equal"] and measured <= predicted}
 
 
 def step_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
@@ -311,7 +303,6 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
     """What came of one model. loss_alone: whether a model that is given labels plans for a backward from its loss
     alone. options: for the solver."""
     torch.manual_seed(0)
-    start = time.perf_counter()
     model, args, kwargs = build()
     model.train()
     twin = copy.deepcopy(model)
@@ -319,15 +310,12 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
     labelled = any("label" in name for name in kwargs)
     wrapped = rotoff.Checkpointable(twin, backward_from="loss" if loss_alone and labelled else None)
     try:
-        result: dict[str, Any] = {"plain_s": time.perf_counter() - start}
         wrapped.measure(*args, repeats=repeats, **kwargs)
-        result["measure_s"] = time.perf_counter() - start - result["plain_s"]
         everything = wrapped.keep_all_memory
         limit = max(everything // 2, wrapped.min_mem_limit())
-        result |= {"stages": len(wrapped.chain), "keep_all": everything}
-        clock = time.perf_counter()
         wrapped.compute_sequence(limit, mode="joint", **options)
-        result |= {"limit": limit, "solve_s": time.perf_counter() - clock, "predicted": wrapped.get_expected_memory()}
+        result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": everything, "limit": limit}
+        result["predicted"] = wrapped.get_expected_memory()
         got = train(wrapped, [(args, kwargs)] * 2)
         result["equal"] = same(got, expected)
 
@@ -339,19 +327,16 @@ def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = Fals
     finally:
         wrapped.close()
     result["passed"] = result["equal"] and result["measured"] <= result["predicted"]
-    result["total_s"] = time.perf_counter() - start
     return result
-
-
-SETS: dict[bool, dict[str, dict[str, Callable[[], Case]]]] = {False: LIBRARIES, True: gallery_held_out.LIBRARIES}
 
 
 def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[str, Any]]:
     library, name, options = case
-    build, refine = SETS[options.held_out][library][name], not options.quick
+    build, refine = (HELD_OUT if options.held_out else LIBRARIES)[library][name], not options.quick
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's start and stop are no news
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    start = time.perf_counter()
     try:
         if options.varying:
             result = attempt_varying(build, refine=refine)
@@ -363,7 +348,7 @@ def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[st
             result = attempt(build, loss_alone=options.loss_alone, refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    return library, name, result
+    return library, name, {**result, "total_s": time.perf_counter() - start}
 
 
 def line(library: str, name: str, r: dict[str, Any]) -> str:
@@ -380,19 +365,14 @@ def line(library: str, name: str, r: dict[str, Any]) -> str:
     if "peaks" in r:
         peaks = ", ".join(f"{nbytes / r['limit']:.2f}" for nbytes in r["peaks"])
         return f"{head} {verdict}  {limit}  peaks {peaks} of it  {r['planned']} sizes measured  {r['total_s']:5.1f} s"
-    if "plain" not in r:
-        peaks = f"{r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
-        return f"{head} {verdict}  {limit}  peak {peaks}  {r['total_s']:5.1f} s"
-    return (
-        f"{head} {verdict}  {limit} (plain {r['plain'] / mib:7.1f})  peak {r['predicted'] / mib:7.2f} predicted,"
-        f" {r['measured'] / mib:7.2f} measured  {r['total_s']:5.1f} s (measure {r['measure_s']:.1f}, solve"
-        f" {r['solve_s']:.1f})"
-    )
+    plain = f" (plain {r['plain'] / mib:7.1f})" if "plain" in r else ""
+    peaks = f"{r['predicted'] / mib:7.2f} predicted, {r['measured'] / mib:7.2f} measured"
+    return f"{head} {verdict}  {limit}{plain}  peak {peaks}  {r['total_s']:5.1f} s"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", choices=sorted({*LIBRARIES, *gallery_held_out.LIBRARIES}), help="one library only")
+    parser.add_argument("--library", choices=sorted({*LIBRARIES, *HELD_OUT}), help="one library only")
     parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
     parser.add_argument(
         "--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans"
@@ -410,16 +390,12 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write all figures")
     options = parser.parse_args()
     only = [name for name in options.only.split(",") if name]
-    missing = [library for library in gallery_further.LIBRARIES if options.held_out and find_spec(library) is None]
+    libraries = HELD_OUT if options.held_out else LIBRARIES
+    missing = [library for library in libraries if library != "own" and find_spec(library) is None]
     if missing and options.library is None:
         print(f"left out, not installed: {', '.join(missing)}")
-    cases = [
-        (library, name, options)
-        for library, found in SETS[options.held_out].items()
-        if options.library == library or (options.library is None and library not in missing)
-        for name in found
-        if not only or name in only
-    ]
+    chosen = [options.library] if options.library else [library for library in libraries if library not in missing]
+    cases = [(library, name, options) for library in chosen for name in libraries[library] if not only or name in only]
     results = []
     with get_context("spawn").Pool(options.jobs, maxtasksperchild=8) as pool:
         for library, name, result in pool.imap(report, cases):

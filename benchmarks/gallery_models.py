@@ -1,11 +1,17 @@
 """The models of the gallery, by library: small configurations with random weights, nothing fetched.
 
-``LIBRARIES[library][name]()`` gives (model, arguments, keyword arguments).
+``LIBRARIES[library][name]()`` gives (model, arguments, keyword arguments). ``HELD_OUT`` has architectures that no one
+looked at while the capture was written: other families of the same libraries (timm's are a random draw), and further
+libraries: diffusers (denoisers, decoders), peft (adapters on frozen language models) and torch_geometric (graphs).
+
+Rows with the same options are one row: ``"gpt_neox:GPTNeoX opt:OPT"`` are names with the beginnings of their classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,421 +19,678 @@ import torchvision_operators
 from torch import nn
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+Build = Callable[[], Case]
+Row = dict[str, Build]
 
 
-def torchvision() -> Any:
-    """The package, also where it was built for another torch."""
-    torchvision_operators.declare()
-    import torchvision as package
+def of(package: str, build: Callable[[Any], Case]) -> Build:
+    """`build` of the package of that name, which may import torchvision, built for another torch or not."""
 
-    return package
+    def call() -> Case:
+        torchvision_operators.declare()
+        return build(import_module(package))
+
+    return call
 
 
 def images(batch: int, size: int) -> torch.Tensor:
     return torch.randn(batch, 3, size, size)
 
 
+def tokens(length: int = 16, batch: int = 2) -> torch.Tensor:
+    return torch.randint(5, 90, (batch, length))
+
+
 # -- torchvision
 
 
-def vision(name: str, size: int = 64, batch: int = 4, **options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        models = torchvision().models
-        return models.get_model(name, weights=None, num_classes=10, **options), (images(batch, size),), {}
+def of_torchvision(names: str, given: Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], **options: Any) -> Row:
+    def build(name: str) -> Build:
+        return of("torchvision.models", lambda v: (v.get_model(name, weights=None, **options), *given()))
 
-    return build
-
-
-def segmentation(name: str, size: int = 64, batch: int = 2, **options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        models = torchvision().models
-        model = models.get_model(name, weights=None, num_classes=5, **options)
-        return model, (images(batch, size),), {}
-
-    return build
+    return {name: build(name) for name in names.split()}
 
 
-def video(name: str, frames: int = 8, size: int = 64, **options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        model = torchvision().models.get_model(name, weights=None, num_classes=10, **options)
-        return model, (torch.randn(1, 3, frames, size, size),), {}
-
-    return build
+def vision(names: str, size: int = 64, batch: int = 4, classes: int = 10, **options: Any) -> Row:
+    return of_torchvision(names, lambda: ((images(batch, size),), {}), num_classes=classes, **options)
 
 
-def old_backbone(name: str, **options: Any) -> Callable[[], Case]:
-    return segmentation(name, weights_backbone=None, **options)
+def segmentation(names: str, **options: Any) -> Row:
+    return vision(names, batch=2, classes=5, weights_backbone=None, **options)
 
 
-TORCHVISION: dict[str, Callable[[], Case]] = {
-    "alexnet": vision("alexnet"),
-    "vgg11_bn": vision("vgg11_bn"),
-    "vgg16": vision("vgg16", batch=2),
-    "resnet18": vision("resnet18"),
-    "resnet50": vision("resnet50"),
-    "wide_resnet50_2": vision("wide_resnet50_2", batch=2),
-    "resnext50_32x4d": vision("resnext50_32x4d", batch=2),
-    "densenet121": vision("densenet121"),
-    "squeezenet1_1": vision("squeezenet1_1"),
-    "mobilenet_v2": vision("mobilenet_v2"),
-    "mobilenet_v3_small": vision("mobilenet_v3_small"),
-    "mobilenet_v3_large": vision("mobilenet_v3_large"),
-    "mnasnet0_5": vision("mnasnet0_5"),
-    "shufflenet_v2_x1_0": vision("shufflenet_v2_x1_0"),
-    "googlenet": vision("googlenet", init_weights=False, aux_logits=True, size=224, batch=2),
-    "inception_v3": vision("inception_v3", init_weights=False, size=299, batch=2),
-    "efficientnet_b0": vision("efficientnet_b0"),
-    "efficientnet_v2_s": vision("efficientnet_v2_s", batch=2),
-    "regnet_y_400mf": vision("regnet_y_400mf"),
-    "convnext_tiny": vision("convnext_tiny", batch=2),
-    "vit_b_16": vision("vit_b_16", image_size=64, batch=2),
-    "swin_t": vision("swin_t", batch=2),
-    "swin_v2_t": vision("swin_v2_t", batch=2),
-    "maxvit_t": vision("maxvit_t", size=224, batch=1),
-    "fcn_resnet50": old_backbone("fcn_resnet50", aux_loss=True),
-    "deeplabv3_resnet50": old_backbone("deeplabv3_resnet50"),
-    "lraspp_mobilenet_v3_large": old_backbone("lraspp_mobilenet_v3_large"),
-    "r3d_18": video("r3d_18"),
-    "mc3_18": video("mc3_18"),
-    "r2plus1d_18": video("r2plus1d_18"),
-    "s3d": video("s3d", frames=16, size=224),
-    "mvit_v2_s": video("mvit_v2_s", frames=16, size=224),
-    "swin3d_t": video("swin3d_t"),
-    "raft_small": lambda: (
-        torchvision().models.get_model("raft_small", weights=None),
-        (images(1, 128), images(1, 128)),
-        {"num_flow_updates": 3},
-    ),
+def video(names: str, frames: int = 8, size: int = 64) -> Row:
+    return of_torchvision(names, lambda: ((torch.randn(1, 3, frames, size, size),), {}), num_classes=10)
+
+
+def flow(name: str) -> Row:
+    return of_torchvision(name, lambda: ((images(1, 128), images(1, 128)), {"num_flow_updates": 3}))
+
+
+def detection(names: str) -> Row:
+    """In training, with one box in each image; images stay small."""
+
+    def given() -> tuple[tuple[Any, ...], dict[str, Any]]:
+        boxes = [{"boxes": torch.tensor([[4.0, 4.0, 40.0, 40.0]]), "labels": torch.tensor([1])} for _ in range(2)]
+        return (list(images(2, 64)), boxes), {}
+
+    return of_torchvision(names, given, weights_backbone=None, min_size=64, max_size=128, num_classes=5)
+
+
+TORCHVISION: Row = {
+    **vision("alexnet vgg11_bn resnet18 resnet50 densenet121 squeezenet1_1 mobilenet_v2 mobilenet_v3_small"
+             " mobilenet_v3_large mnasnet0_5 shufflenet_v2_x1_0 efficientnet_b0 regnet_y_400mf"),
+    **vision("vgg16 wide_resnet50_2 resnext50_32x4d efficientnet_v2_s convnext_tiny swin_t swin_v2_t", batch=2),
+    **vision("vit_b_16", image_size=64, batch=2),
+    **vision("maxvit_t", size=224, batch=1),
+    **vision("googlenet", init_weights=False, aux_logits=True, size=224, batch=2),
+    **vision("inception_v3", init_weights=False, size=299, batch=2),
+    **segmentation("fcn_resnet50", aux_loss=True),
+    **segmentation("deeplabv3_resnet50 lraspp_mobilenet_v3_large"),
+    **video("r3d_18 mc3_18 r2plus1d_18 swin3d_t"),
+    **video("s3d mvit_v2_s", frames=16, size=224),
+    **flow("raft_small"),
+}  # fmt: skip
+
+HELD_OUT_TORCHVISION: Row = {
+    **segmentation("deeplabv3_mobilenet_v3_large", aux_loss=True),
+    **video("mvit_v1_b", frames=16, size=224),
+    **flow("raft_large"),
+    **vision("regnet_x_400mf"),
+    # as they are trained before they are prepared for quantization
+    **vision("quantized_resnet18 quantized_mobilenet_v3_large quantized_shufflenet_v2_x0_5", batch=2),
+    **vision("mnasnet1_3 densenet169", batch=2),
+    **detection("retinanet_resnet50_fpn fasterrcnn_mobilenet_v3_large_320_fpn"),
 }
-
 
 # -- timm
 
 
-def image_model(name: str, size: int = 64, batch: int = 2, **options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        torchvision()
-        import timm
-
-        return timm.create_model(name, num_classes=10, **options), (images(batch, size),), {}
-
-    return build
+def timm_model(name: str, size: int = 64, batch: int = 2, **options: Any) -> Build:
+    return of("timm", lambda t: (t.create_model(name, num_classes=10, **options), (images(batch, size),), {}))
 
 
-TIMM: dict[str, Callable[[], Case]] = {
-    "vit_tiny_patch16_224": image_model("vit_tiny_patch16_224", img_size=64),
-    "vit_small_patch32_224, drop path": image_model(
-        "vit_small_patch32_224", size=96, img_size=96, drop_path_rate=0.2, drop_rate=0.1
-    ),
-    "deit_tiny_distilled_patch16_224": image_model("deit_tiny_distilled_patch16_224", img_size=64),
-    "deit3_small_patch16_224": image_model("deit3_small_patch16_224", img_size=64),
-    "swin_tiny_patch4_window7_224": image_model("swin_tiny_patch4_window7_224", size=224, batch=1),
-    "swinv2_tiny_window8_256": image_model("swinv2_tiny_window8_256", size=256, batch=1),
-    "convnext_atto": image_model("convnext_atto"),
-    "convnextv2_atto": image_model("convnextv2_atto"),
-    "efficientnet_b0": image_model("efficientnet_b0"),
-    "tf_efficientnetv2_b0": image_model("tf_efficientnetv2_b0"),
-    "mixer_s32_224": image_model("mixer_s32_224", size=224),
-    "gmlp_ti16_224": image_model("gmlp_ti16_224", size=224),
-    "resmlp_12_224": image_model("resmlp_12_224", size=224),
-    "resnet26": image_model("resnet26"),
-    "resnetv2_50": image_model("resnetv2_50"),
-    "seresnet50": image_model("seresnet50"),
-    "regnety_002": image_model("regnety_002"),
-    "densenet121": image_model("densenet121"),
-    "maxvit_nano_rw_256": image_model("maxvit_nano_rw_256", size=256, batch=1),
-    "coatnet_nano_rw_224": image_model("coatnet_nano_rw_224", size=224, batch=1),
-    "coat_tiny": image_model("coat_tiny", size=224, batch=1),
-    "levit_128s": image_model("levit_128s", size=224),
-    "pvt_v2_b0": image_model("pvt_v2_b0"),
-    "poolformer_s12": image_model("poolformer_s12"),
-    "metaformer: caformer_s18": image_model("caformer_s18"),
-    "nfnet_l0": image_model("nfnet_l0"),
-    "mobilenetv3_small_100": image_model("mobilenetv3_small_100"),
-    "mobilenetv4_conv_small": image_model("mobilenetv4_conv_small"),
-    "res2net50_26w_4s": image_model("res2net50_26w_4s"),
-    "resnest14d": image_model("resnest14d"),
-    "hrnet_w18_small": image_model("hrnet_w18_small"),
-    "xcit_nano_12_p16_224": image_model("xcit_nano_12_p16_224", size=224),
-    "cait_xxs24_224": image_model("cait_xxs24_224", size=224, batch=1),
-    "eva02_tiny_patch14_224": image_model("eva02_tiny_patch14_224", size=224, batch=1),
-    "beit_base_patch16_224": image_model("beit_base_patch16_224", img_size=64),
-    "twins_svt_small": image_model("twins_svt_small", size=224, batch=1),
-    "crossvit_tiny_240": image_model("crossvit_tiny_240", size=240),
-    "convmixer_768_32": image_model("convmixer_768_32", size=64),
-    "convit_tiny": image_model("convit_tiny", size=224, batch=1),
-    "edgenext_xx_small": image_model("edgenext_xx_small"),
-    "efficientformer_l1": image_model("efficientformer_l1", size=224),
-    "efficientvit_b0": image_model("efficientvit_b0", size=64),
-    "fastvit_t8": image_model("fastvit_t8"),
-    "focalnet_tiny_srf": image_model("focalnet_tiny_srf", size=64),
-    "gcvit_xxtiny": image_model("gcvit_xxtiny", size=224, batch=1),
-    "ghostnet_100": image_model("ghostnet_100"),
-    "halonet26t": image_model("halonet26t", size=256, batch=1),
-    "botnet26t_256": image_model("botnet26t_256", size=256, batch=1),
-    "hardcorenas_a": image_model("hardcorenas_a"),
-    "inception_v4": image_model("inception_v4", size=128),
-    "xception41": image_model("xception41", size=96),
-    "mobileone_s0": image_model("mobileone_s0"),
-    "mobilevit_xxs": image_model("mobilevit_xxs", size=64),
-    "mvitv2_tiny": image_model("mvitv2_tiny", size=224, batch=1),
-    "nest_tiny": image_model("nest_tiny", size=224, batch=1),
-    "pit_ti_224": image_model("pit_ti_224", size=224),
-    "repvgg_a0": image_model("repvgg_a0"),
-    "repvit_m1": image_model("repvit_m1"),
-    "rexnet_100": image_model("rexnet_100"),
-    "selecsls42b": image_model("selecsls42b"),
-    "sequencer2d_s": image_model("sequencer2d_s", size=224, batch=1),
-    "skresnet18": image_model("skresnet18"),
-    "tiny_vit_5m_224": image_model("tiny_vit_5m_224", size=224),
-    "tnt_s_patch16_224": image_model("tnt_s_legacy_patch16_224", size=224, batch=1),
-    "tresnet_m": image_model("tresnet_m"),
-    "vgg11": image_model("vgg11"),
-    "visformer_tiny": image_model("visformer_tiny", size=224),
-    "volo_d1_224": image_model("volo_d1_224", size=224, batch=1),
-    "vovnet39a": image_model("vovnet39a"),
-    "davit_tiny": image_model("davit_tiny", size=64),
-    "dla34": image_model("dla34"),
-    "dpn68": image_model("dpn68"),
-    "ese_vovnet19b_dw": image_model("ese_vovnet19b_dw"),
-    "cspdarknet53": image_model("cspdarknet53"),
-    "inception_next_tiny": image_model("inception_next_tiny"),
-    "hiera_tiny_224": image_model("hiera_tiny_224", size=224, batch=1),
-    "vit_relpos_small_patch16_224": image_model("vit_relpos_small_patch16_224", size=224, batch=1),
-    "swiftformer_xs": image_model("swiftformer_xs", size=224),
-    "starnet_s1": image_model("starnet_s1"),
-    "rdnet_tiny": image_model("rdnet_tiny"),
-    "mambaout_femto": image_model("mambaout_femto"),
-    "shvit_s1": image_model("shvit_s1"),
-    "lambda_resnet26t": image_model("lambda_resnet26t", size=256, batch=1),
-    "eca_nfnet_l0": image_model("eca_nfnet_l0"),
-    "gernet_s": image_model("gernet_s"),
-    "nextvit_small": image_model("nextvit_small"),
-}
+def timm_models(names: str, **options: Any) -> Row:
+    return {name: timm_model(name, **options) for name in names.split()}
+
+
+TIMM: Row = {
+    **timm_models("convnext_atto convnextv2_atto efficientnet_b0 tf_efficientnetv2_b0 resnet26 resnetv2_50 seresnet50"
+                  " regnety_002 densenet121 pvt_v2_b0 poolformer_s12 nfnet_l0 mobilenetv3_small_100 res2net50_26w_4s"
+                  " mobilenetv4_conv_small resnest14d hrnet_w18_small convmixer_768_32 edgenext_xx_small fastvit_t8"
+                  " efficientvit_b0 focalnet_tiny_srf ghostnet_100 hardcorenas_a mobileone_s0 mobilevit_xxs repvgg_a0"
+                  " repvit_m1 rexnet_100 selecsls42b skresnet18 tresnet_m vgg11 vovnet39a davit_tiny dla34 dpn68"
+                  " ese_vovnet19b_dw cspdarknet53 inception_next_tiny starnet_s1 rdnet_tiny mambaout_femto shvit_s1"
+                  " eca_nfnet_l0 gernet_s nextvit_small"),
+    **timm_models("mixer_s32_224 gmlp_ti16_224 resmlp_12_224 levit_128s xcit_nano_12_p16_224 efficientformer_l1"
+                  " pit_ti_224 tiny_vit_5m_224 visformer_tiny swiftformer_xs", size=224),
+    **timm_models("swin_tiny_patch4_window7_224 coatnet_nano_rw_224 coat_tiny cait_xxs24_224 eva02_tiny_patch14_224"
+                  " twins_svt_small convit_tiny gcvit_xxtiny mvitv2_tiny nest_tiny sequencer2d_s volo_d1_224"
+                  " hiera_tiny_224 vit_relpos_small_patch16_224", size=224, batch=1),
+    **timm_models("swinv2_tiny_window8_256 maxvit_nano_rw_256 halonet26t botnet26t_256 lambda_resnet26t",
+                  size=256, batch=1),
+    **timm_models("vit_tiny_patch16_224 deit_tiny_distilled_patch16_224 deit3_small_patch16_224"
+                  " beit_base_patch16_224", img_size=64),
+    **timm_models("crossvit_tiny_240", size=240),
+    **timm_models("inception_v4", size=128),
+    **timm_models("xception41", size=96),
+    "metaformer: caformer_s18": timm_model("caformer_s18"),
+    "tnt_s_patch16_224": timm_model("tnt_s_legacy_patch16_224", size=224, batch=1),
+    "vit_small_patch32_224, drop path": timm_model("vit_small_patch32_224", size=96, img_size=96, drop_path_rate=0.2,
+                                                   drop_rate=0.1),
+}  # fmt: skip
+
+SEED, DRAWN, PARAMETERS = 2026, 25, 40e6
+
+
+def _drawn_names() -> list[str]:
+    """A draw from timm's models that have at most `PARAMETERS` and are not in the gallery."""
+    torchvision_operators.declare()
+    import timm
+
+    names = timm.list_models()
+    random.Random(SEED).shuffle(names)
+    found: list[str] = []
+    for name in names:
+        if len(found) == DRAWN:
+            break
+        with torch.device("meta"):
+            try:
+                count = sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
+            except Exception:  # some cannot be made without memory
+                continue
+        if count <= PARAMETERS and name not in TIMM:
+            found.append(name)
+    return found
+
+
+def _drawn(name: str) -> Build:
+    """At 96 pixels where it takes those, else at 128 or its own size."""
+
+    def build(timm: Any) -> Case:
+        config = timm.get_pretrained_cfg(name)
+        for size in (96, 128, None):
+            options = {"img_size": size} if size and config is not None and config.fixed_input_size else {}
+            try:
+                model = timm.create_model(name, num_classes=10, **options)
+                use = size or model.pretrained_cfg["input_size"][-1]
+                with torch.no_grad():
+                    model.eval()(images(1, use))
+            except Exception:  # a size that it does not take
+                if size is None:
+                    raise
+                continue
+            model.train()
+            return model, (images(2 if size else 1, use),), {}
+        raise AssertionError("unreachable")
+
+    return of("timm", build)
+
+
+class _Drawn(Mapping[str, Build]):
+    """timm's names, drawn when they are first asked for."""
+
+    _names: list[str] | None = None
+
+    def __iter__(self) -> Any:
+        self._names = self._names or _drawn_names()
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return DRAWN
+
+    def __getitem__(self, name: str) -> Build:
+        return _drawn(name)
 
 
 # -- transformers
 
 
-def text(
-    config: str, head: str, length: int = 32, batch: int = 2, labels: str = "tokens", **options: Any
-) -> Callable[[], Case]:
+def transformer(
+    names: str, head: str, given: Callable[[], dict[str, Any]], config: dict[str, Any], suffix: str = ""
+) -> Row:
+    """names: ``llama:Llama``, of which LlamaConfig and LlamaForCausalLM are made. suffix: of the names of the rows."""
+
+    def build(kind: str) -> Build:
+        return of(
+            "transformers",
+            lambda t: (getattr(t, kind + head)(getattr(t, f"{kind}Config")(**config)), (), given()),
+        )
+
+    return {name + suffix: build(kind) for name, kind in (row.split(":") for row in names.split())}
+
+
+def text(names: str, head: str, length: int = 32, labels: str = "tokens", suffix: str = "", **config: Any) -> Row:
     """labels: "tokens" (one for each), "classes" (one for each text), or "" for a loss outside of the model."""
 
-    def build() -> Case:
-        torchvision()
-        import transformers as t
+    def given() -> dict[str, Any]:
+        words = tokens(length)
+        targets = {"tokens": words.clone, "classes": lambda: torch.randint(0, 2, (2,))}
+        return {"input_ids": words} | ({"labels": targets[labels]()} if labels else {})
 
-        model = getattr(t, head)(getattr(t, config)(**options))
-        tokens = torch.randint(5, 90, (batch, length))
-        given: dict[str, Any] = {"input_ids": tokens}
-        if labels == "tokens":
-            given["labels"] = tokens.clone()
-        elif labels == "classes":
-            given["labels"] = torch.randint(0, 2, (batch,))
-        return model, (), given
-
-    return build
+    return transformer(names, head, given, config, suffix)
 
 
-def seen(
-    config: str, head: str, size: int = 64, batch: int = 2, key: str = "pixel_values", **options: Any
-) -> Callable[[], Case]:
-    def build() -> Case:
-        torchvision()
-        import transformers as t
-
-        return getattr(t, head)(getattr(t, config)(**options)), (), {key: images(batch, size)}
-
-    return build
+def seen(names: str, head: str = "ForImageClassification", pixels: int = 64, **config: Any) -> Row:
+    return transformer(names, head, lambda: {"pixel_values": images(2, pixels)}, config)
 
 
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-}
+def clips(names: str, batch: int = 1, image_size: int = 64, **config: Any) -> Row:
+    given = lambda: {"pixel_values": torch.randn(batch, 4, 3, image_size, image_size)}  # noqa: E731
+    sizes = {"image_size": image_size, "num_frames": 4, **SIGHT}
+    return transformer(names, "ForVideoClassification", given, {**sizes, **config})
+
+
+def heard(names: str, suffix: str = "", **config: Any) -> Row:
+    return transformer(names, "Model", lambda: {"input_values": torch.randn(2, 4000)}, {**SPEECH, **config}, suffix)
+
+
+def made(build: Callable[[Any], Case]) -> Build:
+    return of("transformers", build)
+
+
+def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in names}
+
+
+SMALL = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "intermediate_size": 128}  # fmt: skip
 DECODER = {**SMALL, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64, "pad_token_id": 0}
+NO_HEAD_DIM = without(DECODER, "head_dim")
 ENCODER = {**SMALL, "max_position_embeddings": 64, "pad_token_id": 0}
-SIGHT = {k: v for k, v in SMALL.items() if k != "vocab_size"}
-
-
-def _clip() -> Case:
-    torchvision()
-    import transformers as t
-
-    config = t.CLIPConfig(
-        text_config={**SMALL, "max_position_embeddings": 32, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1},
-        vision_config={**SIGHT, "image_size": 64, "patch_size": 16},
-        projection_dim=32,
-    )
-    tokens = torch.randint(5, 90, (2, 16))
-    tokens[:, -1] = 2
-    return t.CLIPModel(config), (), {"input_ids": tokens, "pixel_values": images(2, 64), "return_loss": True}
-
-
-def _whisper() -> Case:
-    torchvision()
-    import transformers as t
-
-    config = t.WhisperConfig(
-        vocab_size=100, d_model=64, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, max_source_positions=50, max_target_positions=32, num_mel_bins=20,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
-    )  # fmt: skip
-    return (
-        t.WhisperForConditionalGeneration(config),
-        (),
-        {
-            "input_features": torch.randn(2, 20, 100),
-            "labels": torch.randint(5, 90, (2, 16)),
-        },
-    )
-
-
-def _speech(config: str, head: str, **options: Any) -> Callable[[], Case]:
-    def build() -> Case:
-        torchvision()
-        import transformers as t
-
-        made = getattr(t, config)(
-            **{**SMALL, "conv_dim": (32, 32, 32), "conv_stride": (5, 4, 2), "conv_kernel": (10, 3, 2), "layerdrop": 0.0,
-               "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0, **options}
-        )  # fmt: skip
-        return getattr(t, head)(made), (), {"input_values": torch.randn(2, 4000)}
-
-    return build
-
-
-T5 = {
-    "vocab_size": 100,
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 128,
-    "num_layers": 3,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
+SIGHT = without(SMALL, "vocab_size")
+PATCHES = {**SIGHT, "image_size": 64, "patch_size": 16}
+WORDS = {**SMALL, "max_position_embeddings": 32, "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": 1}
+T5 = {"vocab_size": 100, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 3, "num_heads": 4,
+      "decoder_start_token_id": 0}  # fmt: skip
 BART = {
     "vocab_size": 100, "d_model": 64, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4,
     "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128, "max_position_embeddings": 64,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "forced_eos_token_id": None,
 }  # fmt: skip
+NO_LENGTH = without(BART, "max_position_embeddings")
 GPT = {"vocab_size": 100, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+BLOOM = {"vocab_size": 100, "hidden_size": 64, "n_layer": 4, "n_head": 4}
+MAMBA = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 3, "length": 16}
+SPEECH = {
+    **SMALL, "conv_dim": (32, 32, 32), "conv_stride": (5, 4, 2), "conv_kernel": (10, 3, 2), "layerdrop": 0.0,
+    "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
+}  # fmt: skip
+SWIN = {"image_size": 64, "embed_dim": 24, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+CONVNEXT = {"hidden_sizes": [16, 32, 64, 64], "depths": [2, 2, 2, 2]}
+RESNET = {"embedding_size": 16, "hidden_sizes": [32, 64], "depths": [2, 2]}
+CAUSAL, MASKED, CONDITIONAL = "ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"
 
-TRANSFORMERS: dict[str, Callable[[], Case]] = {
-    "llama": text("LlamaConfig", "LlamaForCausalLM", **DECODER),
-    "qwen2": text("Qwen2Config", "Qwen2ForCausalLM", **DECODER),
-    "qwen3": text("Qwen3Config", "Qwen3ForCausalLM", **DECODER),
-    "mistral": text("MistralConfig", "MistralForCausalLM", sliding_window=16, **DECODER),
-    "gemma2": text("Gemma2Config", "Gemma2ForCausalLM", **DECODER),
-    "gemma3": text("Gemma3TextConfig", "Gemma3ForCausalLM", **DECODER),
-    "phi": text("PhiConfig", "PhiForCausalLM", **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "phi3": text("Phi3Config", "Phi3ForCausalLM", **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "gpt2": text("GPT2Config", "GPT2LMHeadModel", **GPT),
-    "gpt_neo": text("GPTNeoConfig", "GPTNeoForCausalLM", vocab_size=100, hidden_size=64, num_layers=4, num_heads=4,
-                    attention_types=[[["global", "local"], 2]], max_position_embeddings=64),
-    "gpt_neox": text("GPTNeoXConfig", "GPTNeoXForCausalLM", **ENCODER),
-    "gptj": text("GPTJConfig", "GPTJForCausalLM", rotary_dim=8, **GPT),
-    "opt": text("OPTConfig", "OPTForCausalLM", vocab_size=100, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
-                ffn_dim=128, max_position_embeddings=64, word_embed_proj_dim=64, pad_token_id=0),
-    "bloom": text("BloomConfig", "BloomForCausalLM", vocab_size=100, hidden_size=64, n_layer=4, n_head=4),
-    "falcon": text("FalconConfig", "FalconForCausalLM", vocab_size=100, hidden_size=64, num_hidden_layers=4,
-                   num_attention_heads=4),
-    "olmo2": text("Olmo2Config", "Olmo2ForCausalLM", **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "stablelm": text("StableLmConfig", "StableLmForCausalLM", **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "cohere": text("CohereConfig", "CohereForCausalLM", **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "granite": text("GraniteConfig", "GraniteForCausalLM", **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "mamba": text("MambaConfig", "MambaForCausalLM", vocab_size=100, hidden_size=32, num_hidden_layers=3, length=16),
-    "mamba2": text("Mamba2Config", "Mamba2ForCausalLM", vocab_size=100, hidden_size=32, num_hidden_layers=3, num_heads=8,
-                   head_dim=8, n_groups=1, length=16),
-    "rwkv": text("RwkvConfig", "RwkvForCausalLM", vocab_size=100, hidden_size=32, num_hidden_layers=3, length=16,
-                 context_length=32),
-    "mixtral": text("MixtralConfig", "MixtralForCausalLM", num_local_experts=4, **DECODER),
-    "qwen2_moe": text("Qwen2MoeConfig", "Qwen2MoeForCausalLM", num_experts=4, moe_intermediate_size=64,
-                      shared_expert_intermediate_size=64, **{k: v for k, v in DECODER.items() if k != "head_dim"}),
-    "bert": text("BertConfig", "BertForMaskedLM", **ENCODER),
-    "bert, classes": text("BertConfig", "BertForSequenceClassification", labels="classes", **ENCODER),
-    "bert, loss outside": text("BertConfig", "BertModel", labels="", **ENCODER),
-    "roberta": text("RobertaConfig", "RobertaForMaskedLM", **ENCODER),
-    "distilbert": text("DistilBertConfig", "DistilBertForMaskedLM", vocab_size=100, dim=64, n_layers=4, n_heads=4,
-                       hidden_dim=128, max_position_embeddings=64),
-    "electra": text("ElectraConfig", "ElectraForMaskedLM", embedding_size=32, **ENCODER),
-    "deberta": text("DebertaConfig", "DebertaForMaskedLM", relative_attention=True, pos_att_type=["c2p", "p2c"], **ENCODER),
-    "deberta_v2": text("DebertaV2Config", "DebertaV2ForMaskedLM", relative_attention=True, pos_att_type=["c2p", "p2c"],
-                       position_buckets=16, **ENCODER),
-    "albert": text("AlbertConfig", "AlbertForMaskedLM", embedding_size=32, **ENCODER),
-    "mpnet": text("MPNetConfig", "MPNetForMaskedLM", **ENCODER),
-    "modernbert": text("ModernBertConfig", "ModernBertForMaskedLM", **ENCODER, bos_token_id=1, eos_token_id=2,
-                       cls_token_id=1, sep_token_id=2),
-    "funnel": text("FunnelConfig", "FunnelForMaskedLM", vocab_size=100, block_sizes=[2, 2], d_model=64, n_head=4, d_head=16,
-                   d_inner=128),
-    "xlnet": text("XLNetConfig", "XLNetLMHeadModel", vocab_size=100, d_model=64, n_layer=3, n_head=4, d_inner=128),
-    "longformer": text("LongformerConfig", "LongformerForMaskedLM", attention_window=8, **ENCODER),
-    "big_bird": text("BigBirdConfig", "BigBirdForMaskedLM", attention_type="original_full", **ENCODER),
-    "fnet": text("FNetConfig", "FNetForMaskedLM", **{k: v for k, v in ENCODER.items() if k != "num_attention_heads"}),
-    "nystromformer": text("NystromformerConfig", "NystromformerForMaskedLM", num_landmarks=8, segment_means_seq_len=32, **ENCODER),
-    "convbert": text("ConvBertConfig", "ConvBertForMaskedLM", embedding_size=32, **ENCODER),
-    "squeezebert": text("SqueezeBertConfig", "SqueezeBertForMaskedLM", embedding_size=64, **ENCODER),
-    "t5": text("T5Config", "T5ForConditionalGeneration", **T5),
-    "mt5": text("MT5Config", "MT5ForConditionalGeneration", **T5),
-    "bart": text("BartConfig", "BartForConditionalGeneration", **BART),
-    "mbart": text("MBartConfig", "MBartForConditionalGeneration", **BART),
-    "pegasus": text("PegasusConfig", "PegasusForConditionalGeneration", **BART),
-    "marian": text("MarianConfig", "MarianMTModel", **BART),
-    "led": text("LEDConfig", "LEDForConditionalGeneration", attention_window=8, max_encoder_position_embeddings=64,
-                max_decoder_position_embeddings=64, **{k: v for k, v in BART.items() if k != "max_position_embeddings"}),
-    "whisper": _whisper,
-    "clip": _clip,
-    "vit": seen("ViTConfig", "ViTForImageClassification", image_size=64, **SIGHT),
-    "deit": seen("DeiTConfig", "DeiTForImageClassification", image_size=64, **SIGHT),
-    "beit": seen("BeitConfig", "BeitForImageClassification", image_size=64, use_relative_position_bias=True, **SIGHT),
-    "swin": seen("SwinConfig", "SwinForImageClassification", image_size=64, embed_dim=24, depths=[2, 2], num_heads=[2, 4],
-                 window_size=4),
-    "swinv2": seen("Swinv2Config", "Swinv2ForImageClassification", image_size=64, embed_dim=24, depths=[2, 2],
-                   num_heads=[2, 4], window_size=4),
-    "convnext": seen("ConvNextConfig", "ConvNextForImageClassification", hidden_sizes=[16, 32, 64, 64], depths=[2, 2, 2, 2]),
-    "convnextv2": seen("ConvNextV2Config", "ConvNextV2ForImageClassification", hidden_sizes=[16, 32, 64, 64],
-                       depths=[2, 2, 2, 2]),
-    "dinov2": seen("Dinov2Config", "Dinov2ForImageClassification", image_size=64, patch_size=16, **SIGHT),
-    "segformer": seen("SegformerConfig", "SegformerForSemanticSegmentation", hidden_sizes=[16, 32, 64, 64],
-                      decoder_hidden_size=32, depths=[2, 2, 2, 2]),
-    "resnet": seen("ResNetConfig", "ResNetForImageClassification", embedding_size=16, hidden_sizes=[32, 64], depths=[2, 2]),
-    "regnet": seen("RegNetConfig", "RegNetForImageClassification", embedding_size=16, hidden_sizes=[32, 64], depths=[2, 2],
-                   groups_width=16),
-    "mobilevit": seen("MobileViTConfig", "MobileViTForImageClassification", image_size=64, hidden_sizes=[32, 48, 64],
-                      neck_hidden_sizes=[8, 16, 24, 32, 40, 48, 64]),
-    "poolformer": seen("PoolFormerConfig", "PoolFormerForImageClassification", hidden_sizes=[16, 32, 64, 64],
-                       depths=[2, 2, 2, 2]),
-    "pvt_v2": seen("PvtV2Config", "PvtV2ForImageClassification", image_size=64),
-    "levit": seen("LevitConfig", "LevitForImageClassification", image_size=64, hidden_sizes=[32, 48, 64],
-                  num_attention_heads=[2, 3, 4], depths=[2, 2, 2], key_dim=[8, 8, 8]),
-    "efficientnet": seen("EfficientNetConfig", "EfficientNetForImageClassification", image_size=64),
-    "vit_mae": seen("ViTMAEConfig", "ViTMAEForPreTraining", image_size=64, decoder_hidden_size=32, decoder_num_hidden_layers=2,
-                    decoder_num_attention_heads=4, decoder_intermediate_size=64, **SIGHT),
-    "siglip vision": seen("SiglipVisionConfig", "SiglipVisionModel", image_size=64, patch_size=16, **SIGHT),
-    "dpt": seen("DPTConfig", "DPTForDepthEstimation", image_size=64, backbone_out_indices=[0, 1, 2, 3],
-                neck_hidden_sizes=[16, 32, 64, 64], fusion_hidden_size=32, readout_type="project", **SIGHT),
-    "glpn": seen("GLPNConfig", "GLPNForDepthEstimation", hidden_sizes=[16, 32, 80, 64], decoder_hidden_size=32),
-    "upernet-like: data2vec": seen("Data2VecVisionConfig", "Data2VecVisionForImageClassification", image_size=64, **SIGHT),
-    "videomae": lambda: _videomae(),
-    "wav2vec2": _speech("Wav2Vec2Config", "Wav2Vec2Model"),
-    "hubert": _speech("HubertConfig", "HubertModel"),
-    "wavlm": _speech("WavLMConfig", "WavLMModel"),
+
+def _labelled(length: int = 16) -> dict[str, Any]:
+    words = tokens(length)
+    return {"input_ids": words, "labels": words.clone()}
+
+
+def _clip(t: Any) -> Case:
+    config = t.CLIPConfig(text_config=WORDS, vision_config=PATCHES, projection_dim=32)
+    words = tokens()
+    words[:, -1] = 2
+    return t.CLIPModel(config), (), {"input_ids": words, "pixel_values": images(2, 64), "return_loss": True}
+
+
+def _whisper(t: Any) -> Case:
+    config = t.WhisperConfig(
+        **without(BART, "max_position_embeddings", "forced_eos_token_id"), max_source_positions=50,
+        max_target_positions=32, num_mel_bins=20, suppress_tokens=None,
+    )  # fmt: skip
+    given = {"input_features": torch.randn(2, 20, 100), "labels": tokens()}
+    return t.WhisperForConditionalGeneration(config), (), given
+
+
+TRANSFORMERS: Row = {
+    **text("llama:Llama qwen2:Qwen2 qwen3:Qwen3 gemma2:Gemma2", CAUSAL, **DECODER),
+    **text("mistral:Mistral", CAUSAL, sliding_window=16, **DECODER),
+    "gemma3": made(lambda t: (t.Gemma3ForCausalLM(t.Gemma3TextConfig(**DECODER)), (), _labelled(32))),
+    **text("phi:Phi phi3:Phi3 olmo2:Olmo2 stablelm:StableLm cohere:Cohere granite:Granite", CAUSAL, **NO_HEAD_DIM),
+    **text("gpt2:GPT2", "LMHeadModel", **GPT),
+    **text("gpt_neo:GPTNeo", CAUSAL, vocab_size=100, hidden_size=64, num_layers=4, num_heads=4,
+           attention_types=[[["global", "local"], 2]], max_position_embeddings=64),
+    **text("gpt_neox:GPTNeoX", CAUSAL, **ENCODER),
+    **text("gptj:GPTJ", CAUSAL, rotary_dim=8, **GPT),
+    **text("opt:OPT", CAUSAL, **without(ENCODER, "intermediate_size"), ffn_dim=128, word_embed_proj_dim=64),
+    **text("bloom:Bloom", CAUSAL, **BLOOM),
+    **text("falcon:Falcon", CAUSAL, **without(SMALL, "intermediate_size")),
+    **text("mamba:Mamba", CAUSAL, **MAMBA),
+    **text("mamba2:Mamba2", CAUSAL, num_heads=8, head_dim=8, n_groups=1, **MAMBA),
+    **text("rwkv:Rwkv", CAUSAL, context_length=32, **MAMBA),
+    **text("mixtral:Mixtral", CAUSAL, num_local_experts=4, **DECODER),
+    **text("qwen2_moe:Qwen2Moe", CAUSAL, num_experts=4, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+           **NO_HEAD_DIM),
+    **text("bert:Bert roberta:Roberta mpnet:MPNet", MASKED, **ENCODER),
+    **text("bert:Bert", "ForSequenceClassification", labels="classes", suffix=", classes", **ENCODER),
+    **text("bert:Bert", "Model", labels="", suffix=", loss outside", **ENCODER),
+    **text("distilbert:DistilBert", MASKED, vocab_size=100, dim=64, n_layers=4, n_heads=4, hidden_dim=128,
+           max_position_embeddings=64),
+    **text("electra:Electra albert:Albert convbert:ConvBert", MASKED, embedding_size=32, **ENCODER),
+    **text("squeezebert:SqueezeBert", MASKED, embedding_size=64, **ENCODER),
+    **text("deberta:Deberta", MASKED, relative_attention=True, pos_att_type=["c2p", "p2c"], **ENCODER),
+    **text("deberta_v2:DebertaV2", MASKED, relative_attention=True, pos_att_type=["c2p", "p2c"], position_buckets=16,
+           **ENCODER),
+    **text("modernbert:ModernBert", MASKED, **ENCODER, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2),
+    **text("funnel:Funnel", MASKED, vocab_size=100, block_sizes=[2, 2], d_model=64, n_head=4, d_head=16, d_inner=128),
+    **text("xlnet:XLNet", "LMHeadModel", vocab_size=100, d_model=64, n_layer=3, n_head=4, d_inner=128),
+    **text("longformer:Longformer", MASKED, attention_window=8, **ENCODER),
+    **text("big_bird:BigBird", MASKED, attention_type="original_full", **ENCODER),
+    **text("fnet:FNet", MASKED, **without(ENCODER, "num_attention_heads")),
+    **text("nystromformer:Nystromformer", MASKED, num_landmarks=8, segment_means_seq_len=32, **ENCODER),
+    **text("t5:T5 mt5:MT5", CONDITIONAL, **T5),
+    **text("bart:Bart mbart:MBart pegasus:Pegasus", CONDITIONAL, **BART),
+    **text("marian:Marian", "MTModel", **BART),
+    **text("led:LED", CONDITIONAL, attention_window=8, max_encoder_position_embeddings=64,
+           max_decoder_position_embeddings=64, **NO_LENGTH),
+    "whisper": made(_whisper),
+    "clip": made(_clip),
+    **seen("vit:ViT deit:DeiT data2vec_vision:Data2VecVision", image_size=64, **SIGHT),
+    **seen("beit:Beit", image_size=64, use_relative_position_bias=True, **SIGHT),
+    **seen("swin:Swin swinv2:Swinv2", **SWIN),
+    **seen("convnext:ConvNext convnextv2:ConvNextV2 poolformer:PoolFormer", **CONVNEXT),
+    **seen("dinov2:Dinov2", **PATCHES),
+    **seen("segformer:Segformer", "ForSemanticSegmentation", decoder_hidden_size=32, **CONVNEXT),
+    **seen("resnet:ResNet", **RESNET),
+    **seen("regnet:RegNet", groups_width=16, **RESNET),
+    **seen("mobilevit:MobileViT", image_size=64, hidden_sizes=[32, 48, 64],
+           neck_hidden_sizes=[8, 16, 24, 32, 40, 48, 64]),
+    **seen("pvt_v2:PvtV2 efficientnet:EfficientNet", image_size=64),
+    **seen("levit:Levit", image_size=64, hidden_sizes=[32, 48, 64], num_attention_heads=[2, 3, 4], depths=[2, 2, 2],
+           key_dim=[8, 8, 8]),
+    **seen("vit_mae:ViTMAE", "ForPreTraining", image_size=64, decoder_hidden_size=32, decoder_num_hidden_layers=2,
+           decoder_num_attention_heads=4, decoder_intermediate_size=64, **SIGHT),
+    **seen("siglip_vision:SiglipVision", "Model", **PATCHES),
+    **seen("dpt:DPT", "ForDepthEstimation", image_size=64, backbone_out_indices=[0, 1, 2, 3], fusion_hidden_size=32,
+           neck_hidden_sizes=[16, 32, 64, 64], readout_type="project", **SIGHT),
+    **seen("glpn:GLPN", "ForDepthEstimation", hidden_sizes=[16, 32, 80, 64], decoder_hidden_size=32),
+    **clips("videomae:VideoMAE", batch=2, image_size=32),
+    **heard("wav2vec2:Wav2Vec2 hubert:Hubert wavlm:WavLM"),
 }  # fmt: skip
 
 
-def _videomae() -> Case:
-    torchvision()
-    import transformers as t
+def _detr(name: str) -> Build:
+    backbone = {"embedding_size": 16, "hidden_sizes": [16, 32, 64, 64], "depths": [1, 1, 1, 1], "layer_type": "basic",
+                "out_features": ["stage4"]}  # fmt: skip
+    sizes = {f"{part}_{what}": n for part in ("encoder", "decoder")
+             for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 64))}  # fmt: skip
+    plain = {"use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None}
 
-    config = t.VideoMAEConfig(image_size=32, num_frames=4, **SIGHT)
-    return t.VideoMAEForVideoClassification(config), (), {"pixel_values": torch.randn(2, 4, 3, 32, 32)}
+    def build(t: Any) -> Case:
+        config = getattr(t, f"{name}Config")(
+            backbone_config=t.ResNetConfig(**backbone), d_model=64, num_queries=8, **sizes, **plain
+        )
+        return getattr(t, f"{name}ForObjectDetection")(config), (), {"pixel_values": images(2, 64)}
+
+    return made(build)
 
 
-# -- small ones of one's own
+def _mask2former(t: Any) -> Case:
+    backbone = t.SwinConfig(image_size=64, embed_dim=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 2], window_size=4,
+                            out_features=["stage1", "stage2", "stage3", "stage4"])  # fmt: skip
+    config = t.Mask2FormerConfig(
+        backbone_config=backbone, feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=64,
+        encoder_layers=2, decoder_layers=3, num_attention_heads=4, dim_feedforward=64, num_queries=8,
+    )  # fmt: skip
+    return t.Mask2FormerModel(config), (), {"pixel_values": images(1, 64)}
+
+
+def _blip(t: Any) -> Case:
+    config = t.BlipConfig(text_config={**WORDS, "encoder_hidden_size": 64}, vision_config=PATCHES, projection_dim=32,
+                          image_text_hidden_size=32)  # fmt: skip
+    return t.BlipForConditionalGeneration(config), (), {**_labelled(), "pixel_values": images(2, 64)}
+
+
+def _llava(t: Any) -> Case:
+    config = t.LlavaConfig(
+        vision_config=t.CLIPVisionConfig(**PATCHES), text_config=t.LlamaConfig(**DECODER), image_token_index=99,
+        image_seq_length=16, vision_feature_select_strategy="default",
+    )  # fmt: skip
+    words = torch.cat((torch.full((2, 16), 99), tokens()), 1)
+    given = {"input_ids": words, "pixel_values": images(2, 64), "labels": words.clone()}
+    return t.LlavaForConditionalGeneration(config), (), given
+
+
+def _siglip(t: Any) -> Case:
+    words = {**SMALL, "max_position_embeddings": 16, "projection_size": 64}
+    config = t.SiglipConfig(text_config=words, vision_config=PATCHES)
+    return t.SiglipModel(config), (), {"input_ids": tokens(), "pixel_values": images(2, 64), "return_loss": True}
+
+
+def _vilt(t: Any) -> Case:
+    config = t.ViltConfig(**SMALL, image_size=64, patch_size=16, max_position_embeddings=32, num_labels=3)
+    given = {"input_ids": tokens(), "pixel_values": images(2, 64), "pixel_mask": torch.ones(2, 64, 64).long()}
+    return t.ViltForQuestionAnswering(config), (), given
+
+
+def _decision(t: Any) -> Case:
+    config = t.DecisionTransformerConfig(state_dim=5, act_dim=3, hidden_size=64, n_layer=3, n_head=4, max_ep_len=64)
+    given = {name: torch.randn(2, 8, n) for name, n in (("states", 5), ("actions", 3), ("rewards", 1))}
+    given |= {"returns_to_go": torch.randn(2, 8, 1), "timesteps": torch.arange(8).repeat(2, 1)}
+    return t.DecisionTransformerModel(config), (), given | {"attention_mask": torch.ones(2, 8)}
+
+
+def _patchtst(t: Any) -> Case:
+    config = t.PatchTSTConfig(num_input_channels=2, context_length=64, patch_length=8, patch_stride=8, d_model=32,
+                              prediction_length=8, num_attention_heads=4, num_hidden_layers=3, ffn_dim=64)  # fmt: skip
+    given = {"past_values": torch.randn(2, 64, 2), "future_values": torch.randn(2, 8, 2)}
+    return t.PatchTSTForPrediction(config), (), given
+
+
+def _time_series(names: str, **options: Any) -> Row:
+    config = {f"{part}_{what}": n for part in ("encoder", "decoder")
+              for what, n in (("layers", 2), ("ffn_dim", 64), ("layerdrop", 0.0))}  # fmt: skip
+    config |= {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2, 3], "num_time_features": 1}
+
+    def given() -> dict[str, Any]:
+        past = {"past_values": torch.randn(2, 19), "past_time_features": torch.randn(2, 19, 1)}
+        past["past_observed_mask"] = torch.ones(2, 19)
+        return past | {"future_values": torch.randn(2, 8), "future_time_features": torch.randn(2, 8, 1)}
+
+    return transformer(names, "ForPrediction", given, {**config, "d_model": 32, **options})
+
+
+def _perceiver(t: Any) -> Case:
+    config = t.PerceiverConfig(num_latents=16, d_latents=64, d_model=64, num_blocks=1, num_self_attends_per_block=4,
+                               num_self_attention_heads=4, num_cross_attention_heads=4, vocab_size=100,
+                               max_position_embeddings=32, qk_channels=64, v_channels=64)  # fmt: skip
+    return t.PerceiverForMaskedLM(config), (), {"inputs": tokens(32)}
+
+
+def _sam(t: Any) -> Case:
+    sight = {**PATCHES, "output_channels": 256, "window_size": 2, "global_attn_indexes": [1], "mlp_dim": 128}
+    config = t.SamConfig(vision_config=sight, prompt_encoder_config={"image_size": 64, "patch_size": 16})
+    return t.SamModel(config), (), {"pixel_values": images(1, 64), "input_points": torch.rand(1, 1, 2, 2) * 64}
+
+
+def _layoutlmv3(t: Any) -> Case:
+    config = t.LayoutLMv3Config(
+        **ENCODER, input_size=64, patch_size=16, coordinate_size=10, shape_size=12, has_spatial_attention_bias=True,
+        has_relative_attention_bias=True, max_2d_position_embeddings=64, num_labels=3,
+    )  # fmt: skip
+    boxes = torch.randint(0, 30, (2, 16, 2)).repeat(1, 1, 2) + torch.tensor([0, 0, 10, 10])
+    given = {"input_ids": tokens(), "bbox": boxes, "pixel_values": images(2, 64)}
+    return t.LayoutLMv3ForTokenClassification(config), (), given | {"labels": torch.randint(0, 3, (2, 16))}
+
+
+def _speech_to_text(t: Any) -> Case:
+    config = t.Speech2TextConfig(**NO_LENGTH, input_feat_per_channel=20, conv_channels=32, max_source_positions=64,
+                                 max_target_positions=32)  # fmt: skip
+    given = {"input_features": torch.randn(2, 64, 20), "labels": tokens()}
+    return t.Speech2TextForConditionalGeneration(config), (), given
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+HELD_OUT_TRANSFORMERS: Row = {
+    # text, decoders
+    **text("olmoe:Olmoe", CAUSAL, **EXPERTS, **NO_HEAD_DIM),
+    **text("qwen3_moe:Qwen3Moe", CAUSAL, **EXPERTS, moe_intermediate_size=64, **DECODER),
+    **text("gpt_oss:GptOss", CAUSAL, num_local_experts=4, num_experts_per_tok=2, **DECODER),
+    **text("deepseek_v3:DeepseekV3", CAUSAL, n_routed_experts=4, num_experts_per_tok=2, n_group=2, topk_group=1,
+           moe_intermediate_size=32, kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+           v_head_dim=16, first_k_dense_replace=1, **without(NO_HEAD_DIM, "num_key_value_heads")),
+    **text("falcon_mamba:FalconMamba", CAUSAL, **MAMBA),
+    **text("jamba:Jamba", CAUSAL, num_experts=2, num_experts_per_tok=1, mamba_d_state=8, use_cache=False,
+           **NO_HEAD_DIM),
+    **text("recurrent_gemma:RecurrentGemma", CAUSAL, lru_width=64, attention_window_size=16,
+           **without(NO_HEAD_DIM, "max_position_embeddings")),
+    **text("lfm2:Lfm2", CAUSAL, layer_types=["conv", "full_attention"] * 2, **NO_HEAD_DIM),
+    **text("starcoder2:Starcoder2", CAUSAL, **NO_HEAD_DIM),
+    **text("glm4:Glm4 diffllama:DiffLlama", CAUSAL, **DECODER),
+    **text("olmo3:Olmo3", CAUSAL, sliding_window=16, **NO_HEAD_DIM),
+    **text("mpt:Mpt", CAUSAL, vocab_size=100, d_model=64, n_heads=4, n_layers=4, max_seq_len=64),
+    **text("codegen:CodeGen", CAUSAL, rotary_dim=8, **GPT),
+    **text("ctrl:CTRL", "LMHeadModel", vocab_size=100, n_embd=64, dff=128, n_layer=3, n_head=4, n_positions=64),
+    **text("xglm:XGLM", CAUSAL, vocab_size=100, d_model=64, ffn_dim=128, num_layers=3, attention_heads=4,
+           max_position_embeddings=64, layerdrop=0.0),
+    **text("biogpt:BioGpt", CAUSAL, layerdrop=0.0, **ENCODER),
+    # text, encoders
+    **text("xlm:XLM", "WithLMHeadModel", vocab_size=100, emb_dim=64, n_layers=3, n_heads=4, max_position_embeddings=64,
+           bos_index=0, eos_index=1, pad_index=2),
+    **text("roformer:RoFormer", MASKED, embedding_size=64, **ENCODER),
+    **text("mobilebert:MobileBert", MASKED, embedding_size=32, intra_bottleneck_size=32, true_hidden_size=32,
+           **ENCODER),
+    **text("ibert:IBert", MASKED, **ENCODER),
+    **text("rembert:RemBert", MASKED, input_embedding_size=32, output_embedding_size=32, **ENCODER),
+    **text("esm:Esm", MASKED, mask_token_id=4, **ENCODER),
+    **text("canine:Canine", "ForSequenceClassification", labels="classes", length=64, downsampling_rate=4,
+           local_transformer_stride=16, num_hash_buckets=64, **without(ENCODER, "vocab_size")),
+    **text("big_bird:BigBird", MASKED, suffix=" block_sparse", attention_type="block_sparse", block_size=8, length=128,
+           num_random_blocks=1, **{**ENCODER, "max_position_embeddings": 128}),
+    **text("reformer:Reformer", "ModelWithLMHead", vocab_size=100, hidden_size=64, num_attention_heads=4,
+           attention_head_size=16, feed_forward_size=128, attn_layers=["local", "lsh"], axial_pos_shape=[4, 8],
+           axial_pos_embds_dim=[32, 32], local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=4,
+           is_decoder=True),
+    # text, encoder and decoder
+    **text("longt5:LongT5", CONDITIONAL, local_radius=7, global_block_size=4, **T5),
+    **text("umt5:UMT5", CONDITIONAL, **T5),
+    **text("switch_transformers:SwitchTransformers", CONDITIONAL, num_experts=4, num_sparse_encoder_layers=1,
+           num_sparse_decoder_layers=1, num_decoder_layers=3, **T5),
+    **text("m2m_100:M2M100", CONDITIONAL, suffix=" layerdrop", encoder_layerdrop=0.2, decoder_layerdrop=0.2, **BART),
+    **text("blenderbot:Blenderbot", CONDITIONAL, **BART),
+    **text("prophetnet:ProphetNet", CONDITIONAL, vocab_size=100, hidden_size=64, encoder_ffn_dim=128,
+           num_encoder_layers=2, num_encoder_attention_heads=4, decoder_ffn_dim=128, num_decoder_layers=2,
+           num_decoder_attention_heads=4, max_position_embeddings=64, num_buckets=8, relative_max_distance=16),
+    **text("pegasus_x:PegasusX", CONDITIONAL, block_size=8, num_global_tokens=4, **BART),
+    # images
+    "detr": _detr("Detr"),
+    "conditional_detr": _detr("ConditionalDetr"),
+    "mask2former": made(_mask2former),
+    **seen("yolos:Yolos", "ForObjectDetection", image_size=[64, 64], num_detection_tokens=8, **SIGHT),
+    **seen("cvt:Cvt", embed_dim=[16, 32, 64], num_heads=[1, 2, 4], depth=[1, 2, 3]),
+    **seen("focalnet:FocalNet", image_size=64, embed_dim=24, depths=[2, 2], focal_levels=[2, 2], focal_windows=[3, 3]),
+    **seen("hiera:Hiera", image_size=[64, 64], embed_dim=24, depths=[1, 2, 1], num_heads=[1, 2, 4],
+           query_stride=[2, 2], num_query_pool=2, masked_unit_size=[8, 8]),
+    **seen("mobilenet_v2:MobileNetV2", image_size=64),
+    **seen("mobilevitv2:MobileViTV2", image_size=64, width_multiplier=0.5),
+    **seen("bit:Bit", embedding_size=32, hidden_sizes=[32, 64, 64, 64], depths=[1, 2, 1, 1], num_groups=4),
+    **seen("swiftformer:SwiftFormer", embed_dims=[16, 24, 32, 48], depths=[1, 1, 2, 1]),
+    **clips("timesformer:Timesformer"),
+    **clips("vivit:Vivit", tubelet_size=[2, 16, 16]),
+    **seen("swin2sr:Swin2SR", "ForImageSuperResolution", pixels=32, image_size=32, embed_dim=24, depths=[2, 2],
+           num_heads=[2, 2], window_size=4, upscale=2),
+    "sam": made(_sam),
+    # sound
+    **heard("wav2vec2:Wav2Vec2", " layerdrop", layerdrop=0.2),
+    **heard("wav2vec2:Wav2Vec2", " masking", mask_time_prob=0.3, mask_time_length=2),
+    **heard("sew:SEW", squeeze_factor=2),
+    **heard("unispeech_sat:UniSpeechSat"),
+    "ast": made(lambda t: (t.ASTForAudioClassification(t.ASTConfig(max_length=64, num_mel_bins=32, **SIGHT)), (),
+                           {"input_values": torch.randn(2, 64, 32)})),
+    "speech_to_text": made(_speech_to_text),
+    # several kinds at once, and others
+    "blip": made(_blip),
+    "llava": made(_llava),
+    "siglip": made(_siglip),
+    "vilt": made(_vilt),
+    "layoutlmv3": made(_layoutlmv3),
+    "decision_transformer": made(_decision),
+    "patchtst": made(_patchtst),
+    **_time_series("time_series_transformer:TimeSeriesTransformer informer:Informer"),
+    **_time_series("autoformer:Autoformer", moving_average=3),
+    "perceiver": made(_perceiver),
+}  # fmt: skip
+
+# -- further libraries
+
+DIFFUSED: dict[str, Any] = {"block_out_channels": (32, 64), "layers_per_block": 2, "norm_num_groups": 8}
+CROSSED: dict[str, Any] = {**DIFFUSED, "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+                           "cross_attention_dim": 32}  # fmt: skip
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16, "in_channels": 4}
+
+
+def _latents() -> torch.Tensor:
+    return torch.randn(2, 4, 16, 16)
+
+
+def _times() -> torch.Tensor:
+    return torch.tensor([3, 7])
+
+
+def _conditioned(d: Any, checkpoint: bool = False) -> Case:
+    up = ("CrossAttnUpBlock2D", "UpBlock2D")
+    model = d.UNet2DConditionModel(sample_size=16, up_block_types=up, attention_head_dim=8, **CROSSED)
+    if checkpoint:
+        model.enable_gradient_checkpointing()
+    return model, (_latents(), _times(), torch.randn(2, 7, 32)), {}
+
+
+def _unet(d: Any) -> Case:
+    down = ("DownBlock2D", "AttnDownBlock2D", "DownBlock2D")
+    up = ("UpBlock2D", "AttnUpBlock2D", "UpBlock2D")
+    widths = {"block_out_channels": (32, 64, 64), "norm_num_groups": 8}
+    return (
+        d.UNet2DModel(sample_size=32, down_block_types=down, up_block_types=up, **widths),
+        (images(2, 32), _times()),
+        {},
+    )
+
+
+def _decoder(d: Any) -> Case:
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    return d.AutoencoderKL(latent_channels=4, **blocks, **DIFFUSED), (images(2, 32),), {"sample_posterior": True}
+
+
+def _control(d: Any) -> Case:
+    model = d.ControlNetModel(in_channels=4, conditioning_embedding_out_channels=(16, 32), **CROSSED)
+    return model, (_latents(), _times(), torch.randn(2, 7, 32), images(2, 32)), {}
+
+
+def _dit(d: Any) -> Case:
+    model = d.DiTTransformer2DModel(num_layers=6, sample_size=16, patch_size=2, num_embeds_ada_norm=10, **HEADS)
+    return model, (_latents(),), {"timestep": _times(), "class_labels": torch.tensor([1, 2])}
+
+
+def _sd3(d: Any) -> Case:
+    sizes = {"joint_attention_dim": 32, "caption_projection_dim": 64, "pooled_projection_dim": 64, "out_channels": 4}
+    given = {"encoder_hidden_states": torch.randn(2, 9, 32), "pooled_projections": torch.randn(2, 64)}
+    model = d.SD3Transformer2DModel(sample_size=16, num_layers=6, **sizes, **HEADS)
+    return model, (), {"hidden_states": _latents(), "timestep": _times(), **given}
+
+
+def _flux(d: Any) -> Case:
+    sizes = {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": (4, 4, 8)}
+    given = {"encoder_hidden_states": torch.randn(2, 9, 32), "pooled_projections": torch.randn(2, 32)}
+    given |= {"img_ids": torch.randn(16, 3), "txt_ids": torch.zeros(9, 3), "timestep": torch.tensor([0.3, 0.7])}
+    model = d.FluxTransformer2DModel(num_layers=2, num_single_layers=4, **sizes, **HEADS)
+    return model, (), {"hidden_states": torch.randn(2, 16, 4), **given}
+
+
+def _wan(d: Any) -> Case:
+    model = d.WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16, freq_dim=32,
+        ffn_dim=64, num_layers=6, rope_max_seq_len=32,
+    )  # fmt: skip
+    given = {"timestep": torch.tensor([5]), "encoder_hidden_states": torch.randn(1, 12, 16)}
+    return model, (), {"hidden_states": torch.randn(1, 4, 2, 16, 16), **given}
+
+
+DIFFUSERS: Row = {
+    "unet": of("diffusers", _unet),
+    "unet, conditioned": of("diffusers", _conditioned),
+    "unet, checkpoints of its own": of("diffusers", lambda d: _conditioned(d, checkpoint=True)),
+    "autoencoder": of("diffusers", _decoder),
+    "controlnet": of("diffusers", _control),
+    "dit": of("diffusers", _dit),
+    "sd3": of("diffusers", _sd3),
+    "flux": of("diffusers", _flux),
+    "wan": of("diffusers", _wan),
+}
+
+
+def adapted(base: str, kind: str, **config: Any) -> Build:
+    def build(p: Any) -> Case:
+        model, *batch = {"gpt2": TRANSFORMERS["gpt2"], "llama": TRANSFORMERS["llama"]}[base]()
+        return p.get_peft_model(model, getattr(p, f"{kind}Config")(task_type="CAUSAL_LM", **config)), *batch
+
+    return of("peft", build)
+
+
+PEFT: Row = {
+    "lora": adapted("gpt2", "Lora", target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1),
+    "dora": adapted("llama", "Lora", target_modules="all-linear", use_dora=True),
+    "ia3": adapted("llama", "IA3", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "prefix": adapted("gpt2", "PrefixTuning", num_virtual_tokens=4),
+    "prompt": adapted("llama", "PromptTuning", num_virtual_tokens=4),
+}
+
+
+def graph(name: str, **options: Any) -> Build:
+    nodes = lambda: (torch.randn(100, 16), torch.randint(0, 100, (2, 400)))  # noqa: E731
+    return of("torch_geometric.nn.models", lambda g: (getattr(g, name)(16, 64, 6, 4, **options), nodes(), {}))
+
+
+GRAPHS: Row = {
+    "gcn": graph("GCN", dropout=0.1),
+    "gat": graph("GAT", heads=4),
+    "gin": graph("GIN"),
+    "sage": graph("GraphSAGE"),
+    "pna": graph("PNA", aggregators=["mean", "max"], scalers=["identity"], deg=torch.tensor([0, 10, 50, 40])),
+}
+
+# -- one of our own
 
 
 class UNet(nn.Module):
@@ -458,6 +721,12 @@ class UNet(nn.Module):
         return self.out(x)
 
 
-OWN: dict[str, Callable[[], Case]] = {"unet": lambda: (UNet(), (images(4, 64),), {})}
+OWN: Row = {"unet": lambda: (UNet(), (images(4, 64),), {})}
 
-LIBRARIES = {"torchvision": TORCHVISION, "timm": TIMM, "transformers": TRANSFORMERS, "own": OWN}
+LIBRARIES: dict[str, Mapping[str, Build]] = {
+    "torchvision": TORCHVISION, "timm": TIMM, "transformers": TRANSFORMERS, "own": OWN,
+}  # fmt: skip
+HELD_OUT: dict[str, Mapping[str, Build]] = {
+    "torchvision": HELD_OUT_TORCHVISION, "timm": _Drawn(), "transformers": HELD_OUT_TRANSFORMERS,
+    "diffusers": DIFFUSERS, "peft": PEFT, "torch_geometric": GRAPHS,
+}  # fmt: skip

@@ -1,9 +1,9 @@
 """Steps with parameters, gradients and optimizer states placed, beside the plain step with all memory.
 
     python -m benchmarks.placed_steps [--width 512] [--blocks 8] [--rows 1024] [--shares 0.5 0.25 0.15] [--rounds 9]
-    [--updates after during] [--out FILE]
+    [--updates after during] [--device cuda] [--dtype bfloat16] [--out FILE]
 
-On the CPU; ``placed_peers`` is for CUDA. A share is of what everything takes: parameters, gradients, AdamW's states,
+A share is of what everything takes: parameters, gradients, AdamW's states,
 the batch and the plain step. Plain and placed steps run in turn. Each has its forward, backward and update; what counts
 are medians. ``expected`` is the planned step's time, ``peak`` its predicted bytes. ``unlimited`` is what a step with
 all memory would take by the same measurements: ``expected / unlimited`` can be compared with ``ratio`` on a machine
@@ -30,43 +30,30 @@ from torch import nn
 # of the packages below; last, so that an installed rotoff goes first
 sys.path.append(str(Path(__file__).parent.parent))
 import rotoff
+from benchmarks.grid.memory import keep_freed_memory
+from benchmarks.grid.models import Block
 from benchmarks.grid.run import machine
-from benchmarks.prediction import keep_freed_memory
 
 WARM = 2
 
 
-class Block(nn.Module):
-    """A transformer's block: attention over a context, and a wide middle."""
-
-    def __init__(self, width: int, heads: int = 8) -> None:
-        super().__init__()
-        self.heads = heads
-        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, w = x.shape
-        q, k, v = self.qkv(self.first(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, w))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
-
-
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> float:
-    """Seconds of a whole step."""
+    """Seconds of a step with its update."""
     began = time.perf_counter()
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
     return time.perf_counter() - began
 
 
 def made(options: argparse.Namespace) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block(options.width, max(1, options.width // 64)) for _ in range(options.blocks)])
-    return model, torch.randn(max(1, options.rows // options.context), options.context, options.width)
+    kind = getattr(torch, options.dtype)
+    model = nn.Sequential(*[Block(options.width, max(1, options.width // 64), True) for _ in range(options.blocks)])
+    x = torch.randn(max(1, options.rows // options.context), options.context, options.width)
+    return model.to(kind), x.to(options.device, kind)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -76,8 +63,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def row(options: argparse.Namespace, share: float, updates: str) -> dict[str, Any]:
     """Both ways, in `share` of everything."""
     model, x = made(options)
-    plain = copy.deepcopy(model)
-    placed = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    plain = copy.deepcopy(model).to(x.device)
+    placed = rotoff.Checkpointable(model, device=x.device, cache_directory=None).measure(x)
     optimizer = adamw(placed)
     asked: dict[str, Any] = {"optimizer": optimizer, "updates": updates, "refine": options.refine}
     placed.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
@@ -87,6 +74,7 @@ def row(options: argparse.Namespace, share: float, updates: str) -> dict[str, An
     ways = (plain, adamw(plain)), (placed, optimizer)
     seconds = [[step(one, own, x) for one, own in ways] for _ in range(WARM + options.rounds)][WARM:]
     times = [statistics.median(column) for column in zip(*seconds, strict=True)]
+    parameters = zip(plain.parameters(), placed.parameters(), strict=True)
     moved = rotoff.simulate(placed.chain, placed.sequence, updates=updates)
     found = {
         "updates": updates,
@@ -101,7 +89,7 @@ def row(options: argparse.Namespace, share: float, updates: str) -> dict[str, An
         "unlimited": placed.chain.compute_time + sum(group.update_time for group in placed.chain.parameters),
         "moved": moved.d2h_bytes + moved.h2d_bytes,
         "recomputed": moved.recompute_time,
-        "same_bits": all(map(torch.equal, plain.parameters(), placed.parameters())),
+        "same_bits": all(torch.equal(a.cpu(), b.cpu()) for a, b in parameters),
     }
     placed.close()
     return found
@@ -116,13 +104,15 @@ def main() -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25, 0.15])
     parser.add_argument("--updates", nargs="+", choices=["after", "during"], default=["after", "during"])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--refine", type=float, default=1.0, help="seconds of search, about")
     parser.add_argument("--out", help="where to write the figures, as JSON")
     options = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    told = {"machine": machine("cpu"), "options": vars(options), "load": [os.getloadavg()], "rows": rows}
+    told = {"machine": machine(options.device), "options": vars(options), "load": [os.getloadavg()], "rows": rows}
     for updates, share in itertools.product(options.updates, options.shares):
         rows.append(found := row(options, share, updates))
         print(

@@ -25,14 +25,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 # of the packages below; last, so that an installed rotoff goes first
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests" / "support")]
+import torchvision_operators
+
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form
@@ -45,6 +47,7 @@ from rotoff.runtime.execution_plan import compile_sequence
 from rotoff.solver import keep_all
 from rotoff.solver.bounds import largest_operation
 
+torchvision = torchvision_operators.load()
 K40 = find("K40")
 STATES = 2  # of each parameter besides itself: gradient and momentum
 CLASSES = 1000
@@ -95,35 +98,18 @@ class Row:
     ran: str = "not executed"
 
 
-def torchvision() -> Any:
-    """torchvision, also where its compiled operators are missing (none of these networks uses one)."""
-    global _library
-    try:
-        import torchvision
-    except RuntimeError:
-        _library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        import torchvision
-    return torchvision
-
-
-_library: Any = None
-
-
 def network(name: str) -> nn.Module:
     """The library's own model, where the default device says."""
-    vision = torchvision()
     if name == "inception_v4":
         import timm
 
         return timm.create_model("inception_v4", num_classes=CLASSES)
-    return getattr(vision.models, name)(num_classes=CLASSES)
+    return getattr(torchvision.models, name)(num_classes=CLASSES)
 
 
 def deep_resnet(third: int) -> nn.Sequential:
     """torchvision's ResNet of 6, 32, `third` and 6 blocks, block after block."""
-    vision = torchvision().models.resnet
+    vision = torchvision.models.resnet
     net = vision.ResNet(vision.Bottleneck, [*GROUPS[:2], third, GROUPS[2]], num_classes=CLASSES)
     stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool)
     groups = (net.layer1, net.layer2, net.layer3, net.layer4)
@@ -339,13 +325,7 @@ def main() -> None:
 def _write(out: Path, made: list[Row]) -> None:
     kept = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
     fresh = {row.name: asdict(row) for row in made}
-    versions = {"torchvision": torchvision().__version__}
-    try:
-        import timm
-
-        versions["timm"] = timm.__version__
-    except ImportError:
-        pass
+    versions = {"torchvision": torchvision.__version__, "timm": version("timm")}
     data = {
         "format": "rotoff.reach",
         "machine": machine("cuda" if torch.cuda.is_available() else "cpu") | versions,

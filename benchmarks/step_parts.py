@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,21 +28,12 @@ import torch
 
 import rotoff
 from benchmarks.grid import workloads
+from benchmarks.grid.cell import in_turn, quartiles
+from benchmarks.grid.memory import keep_freed_memory
 from benchmarks.grid.run import machine
-from benchmarks.prediction import keep_freed_memory
 from rotoff.runtime.links import file as link_file
 
 WARM = 3
-
-
-@dataclass(frozen=True)
-class Part:
-    """Of a step, as a ratio to plain's: median and quartiles."""
-
-    name: str
-    ratio: float
-    low: float
-    high: float
 
 
 @contextmanager
@@ -66,8 +57,8 @@ def timed(run: torch.nn.Module, x: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def measure(workload: workloads.Workload, share: float, rounds: int) -> tuple[list[Part], dict[str, float]]:
-    """The parts; and what is expected of the plan, as a ratio, with upkeep and without."""
+def measure(workload: workloads.Workload, share: float, rounds: int) -> dict[str, Any]:
+    """The parts, as ratios to plain's; and what is expected of the plan, with upkeep and without."""
     device = torch.device("cpu")
     plain, x = workload.make(device)
     model, _ = workload.make(device)
@@ -94,23 +85,15 @@ def measure(workload: workloads.Workload, share: float, rounds: int) -> tuple[li
             seconds = timed(ours, x)
         return seconds - sum(spent)
 
-    names = ["plain", *plans]
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for n in range(WARM + rounds):
-        for name in names if n % 2 else reversed(names):
-            taken = step(name)
-            if n >= WARM:
-                seconds[name].append(taken)
+    times = in_turn([partial(step, name) for name in ("plain", *plans)], 0.0, WARM + rounds)
+    plains, *others = [column[WARM:] for column in times]
     ours.close()
-    parts = []
-    for name in plans:
-        ratios = [our / their for our, their in zip(seconds[name], seconds["plain"], strict=True)]
-        low, _, high = statistics.quantiles(ratios, n=4)
-        parts.append(Part(name, statistics.median(ratios), low, high))
-    return parts, expected
+    keys = ("low", "ratio", "high")
+    found = (dict(zip(keys, quartiles(column, plains), strict=True)) for column in others)
+    return {"parts": [{"name": name, **part} for name, part in zip(plans, found, strict=True)], **expected}
 
 
-def main(arguments: list[str] | None = None, show: Callable[[str], None] = print) -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--suite", choices=["cpu", "tiny"], default="cpu", help="of the grid (%(default)s)")
     parser.add_argument("--workloads", nargs="+", default=["gpt", "resnet"], help="of that suite (gpt resnet)")
@@ -122,13 +105,8 @@ def main(arguments: list[str] | None = None, show: Callable[[str], None] = print
     about = {"share": options.share, "rounds": options.rounds, "threads": 1, "freed_memory_kept": keep_freed_memory()}
     found = {}
     for name in options.workloads:
-        parts, expected = measure(workloads.find(options.suite, name), options.share, options.rounds)
-        show(name)
-        for part in parts:
-            show(f"  {part.name:24s} {part.ratio:.4f} ({part.low:.4f} to {part.high:.4f})")
-        for what, ratio in expected.items():
-            show(f"  {what:24s} {ratio:.4f}")
-        found[name] = {"parts": [asdict(part) for part in parts], **expected}
+        found[name] = measure(workloads.find(options.suite, name), options.share, options.rounds)
+        print(json.dumps({name: found[name]}, indent=1))
     if options.out:
         with open(options.out, "w", encoding="utf-8") as file:
             json.dump({"machine": machine("cpu"), **about, "workloads": found}, file, indent=1)

@@ -28,57 +28,50 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 # of the packages below; last, so that an installed rotoff goes first
 sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests" / "support")]
 import torchvision_operators
+from allocated import peak_bytes
 
 import rotoff
 from benchmarks.grid.run import machine
 
 VOCABULARY = 2000
-LENGTHS = 4, 512
+Batches = Iterator[dict[str, Any]]
 
 
-def lengths(count: int, seed: int) -> list[int]:
-    """Lengths with a long tail: the longest of a batch is usually below a hundred, and at times at the end."""
+def texts(count: int, seed: int, last: int) -> Iterator[torch.Tensor]:
+    """Tokens of lengths with a long tail, in batches of 4, at times of `last`: the longest of a batch is usually below
+    a hundred, and at times 512."""
     drawn = random.Random(seed)
-    low, high = LENGTHS
-    return [min(high, max(low, int(drawn.lognormvariate(4.0, 0.8)))) for _ in range(count)]
+    for n in range(count):
+        length = min(512, max(4, int(drawn.lognormvariate(4.0, 0.8))))
+        size = (4 if n % 50 != 49 else last, length)
+        yield torch.randint(0, VOCABULARY, size, generator=torch.Generator().manual_seed(n))
 
 
-def tokens(batch: int, length: int, seed: int) -> torch.Tensor:
-    return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def gpt2(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+def gpt2(count: int) -> tuple[nn.Module, Batches]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     sizes = {"vocab_size": VOCABULARY, "n_positions": 512, "n_embd": 192, "n_layer": 8, "n_head": 4}
     config = GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
-
-    def batches() -> Iterator[dict[str, Any]]:
-        for n, length in enumerate(lengths(count, 0)):
-            ids = tokens(4 if n % 50 != 49 else 2, length, n)
-            yield {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-
-    return GPT2LMHeadModel(config), batches()
+    batches = ({"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)} for ids in texts(count, 0, 2))
+    return GPT2LMHeadModel(config), batches
 
 
-def bert(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+def bert(count: int) -> tuple[nn.Module, Batches]:
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 8}
-    config = BertConfig(**sizes, num_attention_heads=4, num_labels=4)
 
-    def batches() -> Iterator[dict[str, Any]]:
-        for n, length in enumerate(lengths(count, 1)):
-            ids = tokens(4 if n % 50 != 49 else 3, length, n)
+    def batches() -> Batches:
+        for ids in texts(count, 1, 3):
             mask = torch.ones_like(ids)
-            mask[0, length // 2 :] = 0
+            mask[0, ids.shape[1] // 2 :] = 0
             yield {"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 4}
 
+    config = BertConfig(**sizes, num_attention_heads=4, num_labels=4)
     return BertForSequenceClassification(config), batches()
 
 
@@ -93,23 +86,17 @@ class WithLoss(nn.Module):
         return self.model(images).square().mean()
 
 
-def images(batch: int, height: int, width: int, seed: int) -> torch.Tensor:
-    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))
+def images(batch: int, height: int, width: int, seed: int) -> dict[str, Any]:
+    return {"images": torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(seed))}
 
 
-def vit(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
+def vit(count: int) -> tuple[nn.Module, Batches]:
     from timm.models.vision_transformer import VisionTransformer
 
-    model = VisionTransformer(
-        img_size=64, patch_size=8, embed_dim=192, depth=8, num_heads=4, num_classes=10, dynamic_img_size=True
-    )
-
-    def batches() -> Iterator[dict[str, Any]]:
-        for n in range(count):
-            side = 128 if n % 3 == 2 else 64
-            yield {"images": images(4 if n % 50 != 49 else 3, side, side, n)}
-
-    return WithLoss(model), batches()
+    sizes = {"img_size": 64, "patch_size": 8, "embed_dim": 192, "depth": 8, "num_heads": 4, "num_classes": 10}
+    sides = (128 if n % 3 == 2 else 64 for n in range(count))
+    batches = (images(4 if n % 50 != 49 else 3, side, side, n) for n, side in enumerate(sides))
+    return WithLoss(VisionTransformer(**sizes, dynamic_img_size=True)), batches
 
 
 class Unet(nn.Module):
@@ -117,9 +104,8 @@ class Unet(nn.Module):
         super().__init__()
 
         def block(a: int, b: int) -> nn.Module:
-            return nn.Sequential(
-                nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(4, b), nn.SiLU(), nn.Conv2d(b, b, 3, padding=1), nn.SiLU()
-            )
+            convolutions = nn.Conv2d(a, b, 3, padding=1), nn.Conv2d(b, b, 3, padding=1)
+            return nn.Sequential(convolutions[0], nn.GroupNorm(4, b), nn.SiLU(), convolutions[1], nn.SiLU())
 
         self.first = block(3, width)
         self.down = nn.ModuleList(block(width << n, width << n + 1) for n in range(3))
@@ -136,17 +122,13 @@ class Unet(nn.Module):
         return self.last(x)
 
 
-def unet(count: int) -> tuple[nn.Module, Iterator[dict[str, Any]]]:
-    def batches() -> Iterator[dict[str, Any]]:
-        drawn = random.Random(3)
-        for n in range(count):
-            height, width = (8 * drawn.randint(4, 16) for _ in range(2))
-            yield {"images": images(4 if n % 50 != 49 else 2, height, width, n)}
-
-    return WithLoss(Unet()), batches()
+def unet(count: int) -> tuple[nn.Module, Batches]:
+    drawn = random.Random(3)
+    sizes = ([8 * drawn.randint(4, 16) for _ in range(2)] for _ in range(count))
+    return WithLoss(Unet()), (images(4 if n % 50 != 49 else 2, *size, n) for n, size in enumerate(sizes))
 
 
-WORKLOADS: dict[str, Callable[[int], tuple[nn.Module, Iterator[dict[str, Any]]]]] = {
+WORKLOADS: dict[str, Callable[[int], tuple[nn.Module, Batches]]] = {
     "gpt2": gpt2,
     "bert": bert,
     "vit": vit,
@@ -154,45 +136,29 @@ WORKLOADS: dict[str, Callable[[int], tuple[nn.Module, Iterator[dict[str, Any]]]]
 }
 
 
-def loss_of(result: Any) -> torch.Tensor:
+def loss_of(run: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    result = run(**batch)
     return result if isinstance(result, torch.Tensor) else result.loss
 
 
-def step(run: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any], n: int) -> tuple[float, float]:
-    """(seconds, loss) of one step."""
-    torch.manual_seed(n)
-    begun = time.process_time()
-    loss = loss_of(run(**batch))
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    return time.process_time() - begun, loss.item()
-
-
 def train(run: nn.Module, batches: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    """(seconds, loss) of each step."""
     optimizer = torch.optim.SGD(run.parameters(), lr=1e-3)
-    rows = [step(run, optimizer, batch, n) for n, batch in enumerate(batches)]
-    return [seconds for seconds, _ in rows], [loss for _, loss in rows]
-
-
-def peak(run: nn.Module, batch: dict[str, Any]) -> int:
-    """The most bytes that a step allocates, as the profiler's events tell."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        loss_of(run(**batch)).backward()
-    events = profiler.profiler.kineto_results.events()
-    level = most = 0
-    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        level += size
-        most = max(most, level)
-    return most
+    seconds, losses = [], []
+    for n, batch in enumerate(batches):
+        torch.manual_seed(n)
+        begun = time.process_time()
+        loss = loss_of(run, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        seconds.append(time.process_time() - begun)
+        losses.append(loss.item())
+    return seconds, losses
 
 
 def size_of(batch: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(tuple(tensor.shape) for tensor in batch.values())
-
-
-def largest(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    return max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
 
 
 def row(name: str, count: int, share: float) -> dict[str, Any]:
@@ -206,7 +172,8 @@ def row(name: str, count: int, share: float) -> dict[str, Any]:
     gc.freeze()
     plain, plain_losses = train(model, batches)
     model.load_state_dict(states)
-    probe = rotoff.Checkpointable(model, cache_directory=False).measure(**largest(batches))
+    largest = max(batches, key=lambda batch: sum(tensor.numel() for tensor in batch.values()))
+    probe = rotoff.Checkpointable(model, cache_directory=False).measure(**largest)
     limit = int(probe.min_mem_limit() + share * (probe.keep_all_memory - probe.min_mem_limit()))
     probe.close()
 
@@ -215,16 +182,12 @@ def row(name: str, count: int, share: float) -> dict[str, Any]:
     model.load_state_dict(states)
     again, losses_again = train(wrapped, batches)
     model.load_state_dict(states)
-    usual = {size_of(batch): seconds for batch, seconds in zip(batches, again, strict=True)}
-    stalls = [
-        (seconds - usual[size_of(batch)]) / usual[size_of(batch)]
-        for batch, seconds in list(zip(batches, first, strict=True))[10:]
-    ]
+    sizes = [size_of(batch) for batch in batches]
+    usual = dict(zip(sizes, again, strict=True))
+    stalls = [seconds / usual[size] - 1 for size, seconds in list(zip(sizes, first, strict=True))[10:]]
     model.zero_grad(set_to_none=False)
-    peaks = {}
-    for batch in batches:
-        if size_of(batch) not in peaks:
-            peaks[size_of(batch)] = peak(wrapped, batch)
+    one_of_each = dict(zip(reversed(sizes), reversed(batches), strict=True)).values()
+    peaks = [peak_bytes(lambda batch=batch: loss_of(wrapped, batch).backward()) for batch in one_of_each]  # type: ignore[misc]
     measured = sum(one.measured for one in wrapped.plans())
     wrapped.close()
     return {
@@ -238,8 +201,8 @@ def row(name: str, count: int, share: float) -> dict[str, Any]:
         "known_seconds": sum(again),
         "ratio": sum(first) / sum(again),
         "longest_stall_steps": max(stalls, default=0.0),
-        "highest_peak_of_limit": max(peaks.values()) / limit,
-        "peaks_above_limit": sum(nbytes > limit for nbytes in peaks.values()),
+        "highest_peak_of_limit": max(peaks) / limit,
+        "peaks_above_limit": sum(nbytes > limit for nbytes in peaks),
         "losses_equal": losses == plain_losses == losses_again,
     }
 
@@ -248,30 +211,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, default=500)
     parser.add_argument("--workloads", nargs="*", choices=list(WORKLOADS), default=list(WORKLOADS))
-    parser.add_argument(
-        "--share", type=float, default=0.3, help="of the way from the smallest limit to keeping everything"
-    )
+    parser.add_argument("--share", type=float, default=0.3, help="0: the smallest limit; 1: keeping everything")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torchvision_operators.declare()  # of which timm and transformers import parts
-    rows = []
+    content: dict[str, Any] = {
+        "machine": machine("cpu"),
+        "threads": options.threads,
+        "clock": "seconds of the processor",
+    }
+    rows = content["rows"] = []
     for name in options.workloads:
         load = os.getloadavg()
         rows.append({**row(name, options.batches, options.share), "load_before": load, "load_after": os.getloadavg()})
-        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+        print(json.dumps(rows[-1]), flush=True)
         if options.output is not None:
-            clock = "seconds of the processor"
-            content = {"machine": machine("cpu"), "threads": options.threads, "clock": clock, "rows": rows}
             options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    print(f"{'':6}{'sizes':>7}{'time':>8}{'stall':>8}{'peak':>8}  losses")
-    for one in rows:
-        equal = "equal" if one["losses_equal"] else "differ"
-        print(
-            f"{one['workload']:6}{one['sizes']:7}{one['ratio']:8.2f}{one['longest_stall_steps']:8.1f}"
-            f"{one['highest_peak_of_limit']:8.3f}  {equal}"
-        )
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ _WHERE = {
     }.items()
     for name in names.split()
 }
+__all__ = ["__version__", *sorted(_WHERE)]
 _FOLDERS = ("core", "errors", "io", "nn", "plot", "profile", "report", "solver")  # of the package, as attributes
 
 

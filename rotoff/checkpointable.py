@@ -35,7 +35,7 @@ from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
 from .planning.measured_courses import PlannedSize
 from .planning.memory_account import expected_levels, reported_bytes
-from .planning.options import Options, check_module, read_device
+from .planning.options import Options, check_flag, check_module, read_device
 from .planning.placed import PlacedPlanner, read_optimizers
 from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_limits, check_options
@@ -141,6 +141,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             device=read_device(device),
         )
         self._options.check(model)
+        check_flag("check", check)
         self._check = check
         self._group = _group(process_group)
         self._begin()
@@ -308,6 +309,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._options.offload_dtype is not None:
             raise OptionError("offload_dtype needs a mem_limit; with a device_limit nothing is converted")
         optimizers = read_optimizers(optimizer, self._model)
+        if (placed := self._steps.placement) is not None and not placed.here:
+            placed.gradients.marks.remove()
+            self._steps.unplace(resident=False)  # by the process that this one was forked from
         # a new one, since the optimizers may have changed
         planner = PlacedPlanner(self._model, optimizers, self._specializations.update_times)
         if self._specializations.meter.device is None:

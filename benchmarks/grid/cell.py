@@ -8,7 +8,7 @@ the median of the paired ratios. Where plain PyTorch does not fit beside it, tim
 out.
 
 glibc is told to hold on to freed memory, for every method: the page faults that plain PyTorch, which frees most, would
-pay in each step (benchmarks/prediction.py) are no merit of the others.
+pay in each step (`memory.py`) are no merit of the others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,10 +28,9 @@ from torch import nn
 import rotoff
 from rotoff.planning.planner import Request, least_time
 
-from ..prediction import keep_freed_memory
 from . import memory, methods, workloads
+from .memory import keep_freed_memory
 from .methods import COMPILED
-from .moved import moved
 
 WARM = 2  # steps of each that are not timed: gradients are allocated, kernels chosen, pinned memory taken
 
@@ -58,8 +56,7 @@ class Result:
     status: ok, infeasible, out of memory, not here. ratio, low, high: median and quartiles of the paired ratios.
     gradient_difference: the largest of any gradient from plain's in the first step; equal_gradients: bit for bit.
     predicted_peak: where plain PyTorch runs out of memory, what it would take, from a measurement stage by stage.
-    plan: digest of the sequence, the same for the same operations. moved: of copies (`moved.Moved`). freed_memory_kept:
-    whether malloc could be told.
+    plan: digest of the sequence, the same for the same operations. freed_memory_kept: whether malloc could be told.
     """
 
     status: str = "ok"
@@ -81,7 +78,6 @@ class Result:
     equal_gradients: bool | None = None
     prepare_time: float | None = None
     plan: str | None = None
-    moved: dict[str, Any] | None = None
     freed_memory_kept: bool = False
 
 
@@ -164,8 +160,6 @@ def _measure(cell: Cell, result: Result) -> None:
             else _plain_compute_time(run, model, workload, device)
         )
         _predictions(run, cell, kept, result)
-        copies = moved(run, runner.step)
-        result.moved = asdict(copies) if copies else None
     plain = _plain_beside(workload, device, result) if cell.method != "plain" else None
     if plain is not None:
         _compare(first, plain.model, result)
@@ -243,19 +237,28 @@ def _time(runner: Runner, plain: Runner | None, seconds: float, result: Result) 
     for _ in range(WARM):
         for each in both:
             each.step()
-    times: list[list[float]] = [[] for _ in both]
-    end = time.perf_counter() + seconds
-    while len(times[0]) < 5 or (time.perf_counter() < end and len(times[0]) < 200):
-        order = range(len(both)) if len(times[0]) % 2 else reversed(range(len(both)))
-        for n in order:
-            times[n].append(both[n].timed())
+    times = in_turn([each.timed for each in both], seconds)
     result.pairs = len(times[0])
     result.step_time = statistics.median(times[0])
     if plain is not None:
-        ratios = [ours / theirs for ours, theirs in zip(*times, strict=True)]
         result.plain_time = statistics.median(times[1])
-        result.ratio = statistics.median(ratios)
-        result.low, _, result.high = statistics.quantiles(ratios, n=4)
+        result.low, result.ratio, result.high = quartiles(*times)
+
+
+def in_turn(steps: Sequence[Callable[[], float]], seconds: float, least: int = 5) -> list[list[float]]:
+    """What each of `steps` returns, run in turn for about `seconds`, but `least` times, the first one changing."""
+    times: list[list[float]] = [[] for _ in steps]
+    end = time.perf_counter() + seconds
+    while len(times[0]) < least or (time.perf_counter() < end and len(times[0]) < 200):
+        order = range(len(steps)) if len(times[0]) % 2 else reversed(range(len(steps)))
+        for n in order:
+            times[n].append(steps[n]())
+    return times
+
+
+def quartiles(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    """Those of the ratios of paired times; the second is the median."""
+    return statistics.quantiles([a / b for a, b in zip(ours, theirs, strict=True)], n=4)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -263,10 +266,5 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def run_from(text: str, measure: Callable[[Cell], Result] = measure) -> dict[str, Any]:
-    """The result of the cell that `text` (JSON) names, as plain values."""
-    return asdict(measure(Cell(**json.loads(text))))
-
-
 if __name__ == "__main__":
-    print(json.dumps(run_from(sys.argv[1])), flush=True)
+    print(json.dumps(asdict(measure(Cell(**json.loads(sys.argv[1]))))), flush=True)

@@ -2,8 +2,7 @@
 
 Names, as cells give them:
 
-* ``plain``; ``plain-again``: the same, beside another one, to show what the measurement itself is worth; ``compiled``
-  (`torch.compile`, everything kept)
+* ``plain``; ``plain-again``: the same, beside another one, to show what the measurement itself is worth
 * ``checkpoint``: `torch.utils.checkpoint` around each block
 * ``checkpoint_sequential``: PyTorch's segments, with the count that needs the fewest bytes
 * ``selective``: each block under selective checkpointing, matrix products, convolutions and attention saved
@@ -94,10 +93,6 @@ def _compile_blocks(model: nn.Module) -> None:
         block.compile()
 
 
-def _compiled(model: nn.Module, x: torch.Tensor, _: str) -> Run:
-    return torch.compile(model)
-
-
 def _checkpoint(model: nn.Module, x: torch.Tensor, _: str) -> Run:
     return _wrapped(model, partial(checkpoint, use_reentrant=False))
 
@@ -168,7 +163,6 @@ def _budget(model: nn.Module, x: torch.Tensor, argument: str) -> Run:
 _PEERS: dict[str, Callable[[nn.Module, torch.Tensor, str], Run]] = {
     "plain": _plain,
     "plain-again": _plain,
-    "compiled": _compiled,
     "checkpoint": _checkpoint,
     "checkpoint_sequential": _checkpoint_sequential,
     "selective": _selective,

@@ -25,19 +25,30 @@ import json
 import math
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import methods, workloads
-from .aims import EVERYTHING, ITSELF, OVERHEAD
+from rotoff.io.atomic_write import write_whole
 
-AIMED = {limit for _, limit in OVERHEAD}
+from . import methods, workloads
+from .aims import EVERYTHING, ITSELF
+
+
+@dataclass(frozen=True)
+class Round:
+    """One method on some workloads. percent: of plain's peak, as the limit. like: whose peak is the limit."""
+
+    method: str
+    workloads: Sequence[str]
+    percent: float = 0
+    like: str = ""
+    pairs: float = 1  # of steps, over the usual number
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -90,116 +101,72 @@ class Grid:
     cells: name -> what was asked ("cell") and what came out ("result"). The name is ``workload/method[@limit]``.
     """
 
-    def __init__(self, path: Path, options: argparse.Namespace) -> None:
-        self.path, self.options = path, options
-        self.data: dict[str, Any] = {"format": "rotoff.grid", "suite": options.suite}
-        self.data |= {
-            "machine": machine(options.device),
-            "threads": options.threads,
-            "limits": options.limits,
-            "cells": {},
-            "twice": [],
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.data: dict[str, Any] = {
+            **{"format": "rotoff.grid", "suite": options.suite, "machine": machine(options.device)},
+            **{"threads": options.threads, "limits": options.limits, "cells": {}, "twice": []},
         }
-        start = path if path.exists() else options.start
-        if start is not None and start.exists():
-            before = json.loads(start.read_text(encoding="utf-8"))
-            if before.get("machine") == self.data["machine"]:
-                self.data |= {key: before[key] for key in ("cells", "twice") if key in before}
-            elif start == path:
-                raise SystemExit(f"{path} is of another machine or other versions; name another --out, or move it away")
+        if options.out.exists():
+            before = json.loads(options.out.read_text(encoding="utf-8"))
+            if before.get("machine") != self.data["machine"]:
+                raise SystemExit(f"{options.out} is of another machine or other versions; name another --out")
+            self.data |= {key: before[key] for key in ("cells", "twice") if key in before}
+        self.cells: dict[str, Any] = self.data["cells"]
         for name in options.again:
-            self.data["cells"].pop(name, None)
-        self._waiting: list[str] | None = None  # those to be run again for their spread
-
-    def result(self, name: str) -> dict[str, Any] | None:
-        """What came out of the cell `name`, if it ran."""
-        found = self.data["cells"].get(name)
-        return found["result"] if found else None
+            self.cells.pop(name, None)
 
     def todo(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """(name, cell) of all cells that have not run, in order; later ones need the results of earlier ones."""
-        options = self.options
-        chosen = options.workloads or [w.name for w in workloads.SUITES[options.suite]]
-        for together in [[name] for name in chosen] if options.by == "workload" else [chosen]:
-            yield from self._cells(together)
-        yield from self._wide(chosen)
+        chosen = self.options.workloads
+        for together in [[name] for name in chosen] if self.options.suite == "cuda" else [chosen]:
+            for round_of in self._rounds():
+                for workload in together:
+                    if workload in round_of.workloads and (cell := self._cell(workload, round_of)) is not None:
+                        yield cell
+        wide = {name: spread(record["result"]) for name, record in self.cells.items() if name.split("/")[0] in chosen}
+        for name, apart in wide.items():
+            if self.options.wider is not None and self.options.wider < apart < math.inf:
+                yield name, {**self.cells[name]["cell"], "host_directory": self.options.host_directory}
 
-    def _cells(self, chosen: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Those of some workloads, which go round by method."""
-        options = self.options
-        compiled = chosen if options.compiled == [] else [name for name in chosen if name in (options.compiled or ())]
-        yield from self._peers(chosen, ("plain",))
-        yield from self._at_limits(chosen, "joint")
+    def _rounds(self) -> Iterator[Round]:
+        every, compiled = self.options.workloads, self.options.compiled
+        yield Round("plain", every)
+        yield from (Round("joint", every, percent=percent) for percent in self.options.limits)
         # with room for everything, twice over: what rotoff costs where it has nothing to do; and plain beside itself,
         # which says how much of that is the measurement's. Differences are small here, so there are more pairs.
-        for workload in chosen:
-            if (plain := self._peak(f"{workload}/plain")) is not None:
-                yield from self._new(f"{workload}/joint@{EVERYTHING}", workload, "joint", 2 * plain, pairs=2)
-        for workload in chosen:
-            yield from self._new(f"{workload}/{ITSELF}", workload, ITSELF, None, pairs=2)
+        yield Round("joint", every, like=EVERYTHING, pairs=2)
+        yield Round(ITSELF, every, pairs=2)
         for peer in methods.PEERS:
-            yield from self._peers(chosen, (peer,))
-            yield from self._in_their_bytes(chosen, "joint", (peer,))
+            yield from (Round(peer, every), Round("joint", every, like=peer))
         for mode in ("remat", "offload"):
-            yield from self._at_limits(chosen, mode)
-        yield from self._peers(compiled, methods.BUDGETS)
-        yield from self._in_their_bytes(compiled, "joint-compiled", methods.BUDGETS)
+            yield from (Round(mode, every, percent=percent) for percent in self.options.limits)
+        for peer in methods.BUDGETS:
+            yield from (Round(peer, compiled), Round("joint-compiled", compiled, like=peer))
 
-    def _wide(self, chosen: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Each cell once more whose quartiles are further apart than asked."""
-        cells, most = self.data["cells"], self.options.wider
-        if self._waiting is None:
-            mine = {name: spread(cells[name]["result"]) for name in cells if name.split("/")[0] in chosen}
-            self._waiting = [name for name, apart in mine.items() if most is not None and most < apart < math.inf]
-        while self._waiting:
-            name = self._waiting.pop(0)
-            cell = cells[name]["cell"]
-            seconds = max(cell["seconds"], self.options.seconds)
-            yield name, cell | {"seconds": seconds, "host_directory": self.options.host_directory}
-
-    def _peers(self, chosen: list[str], names: tuple[str, ...]) -> Iterator[tuple[str, dict[str, Any]]]:
-        for method in names:
-            for workload in chosen:
-                yield from self._new(f"{workload}/{method}", workload, method, None)
-
-    def _at_limits(self, chosen: list[str], mode: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        # where time is short, those first that the aims speak of
-        for percent in sorted(self.options.limits, key=lambda percent: f"{percent:g}%" not in AIMED):
-            for workload in chosen:
-                if (plain := self._peak(f"{workload}/plain")) is not None:
-                    yield from self._new(f"{workload}/{mode}@{percent:g}%", workload, mode, int(plain * percent / 100))
-
-    def _in_their_bytes(
-        self, chosen: list[str], mode: str, peers: tuple[str, ...]
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        for peer in peers:
-            for workload in chosen:
-                if (peak := self._peak(f"{workload}/{peer}")) is not None:
-                    yield from self._new(f"{workload}/{mode}@{peer}", workload, mode, peak)
-
-    def _peak(self, name: str) -> int | None:
-        """What a step of this cell takes; where plain PyTorch runs out of memory, what it would take."""
-        found = self.result(name)
-        if found is None or name.endswith("/plain"):
-            return found and (found["peak_allocated"] or found.get("predicted_peak"))
-        return found["peak_allocated"]
-
-    def _new(
-        self, name: str, workload: str, method: str, limit: int | None, pairs: float = 1
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The cell, if it has not run. pairs: how many, over the usual number."""
-        if name not in self.data["cells"]:
-            cell = {"suite": self.options.suite, "workload": workload, "method": method, "limit": limit}
-            seconds = pairs * self.options.seconds
-            cell |= {"device": self.options.device, "seconds": seconds, "threads": self.options.threads}
-            yield name, cell | {"host_directory": self.options.host_directory}
+    def _cell(self, workload: str, of: Round) -> tuple[str, dict[str, Any]] | None:
+        """The cell of a round, if it has not run and its limit is known."""
+        options, limit = self.options, None
+        name = f"{workload}/{of.method}" + (f"@{of.like}" if of.like else f"@{of.percent:g}%" if of.percent else "")
+        if of.percent or of.like:
+            found = self.cells.get(f"{workload}/{of.like if of.like not in ('', EVERYTHING) else 'plain'}")
+            result = found["result"] if found else {}
+            # where plain PyTorch runs out of memory, what it would take
+            peak = result.get("peak_allocated") or result.get("predicted_peak")
+            if peak is None:
+                return None
+            limit = int(peak * of.percent / 100) if of.percent else 2 * peak if of.like == EVERYTHING else peak
+        if name in self.cells:
+            return None
+        cell = {"suite": options.suite, "workload": workload, "method": of.method, "limit": limit}
+        cell |= {"device": options.device, "seconds": of.pairs * options.seconds, "threads": options.threads}
+        return name, cell | {"host_directory": options.host_directory}
 
     def run(self, name: str, cell: dict[str, Any], end: float | None = None) -> dict[str, Any] | None:
         """Run one cell in a process of its own and keep what came out; None where `end` came first, and nothing is
         kept."""
         command = [sys.executable, "-m", "benchmarks.grid.cell", json.dumps(cell)]
-        begin, load = time.time(), os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        most = self.options.cell_minutes * 60
+        begin, load, most = time.time(), os.getloadavg(), self.options.cell_minutes * 60
         allowed = most if end is None else min(most, max(1.0, end - begin))
         environment = {**os.environ, "ROTOFF_CACHE": self.options.times}
         try:
@@ -210,33 +177,21 @@ class Grid:
                 return None
             result = {"status": "too slow", "note": f"stopped after {self.options.cell_minutes:g} minutes"}
         except (IndexError, ValueError):  # it died: killed for memory, or a fault that the note shows
-            killed = done.returncode in (-9, 137)
             last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            killed = done.returncode in (-9, 137)
             result = {"status": "out of memory" if killed else "failed", "note": last[:500]}
             # the file has one line of it
             print(f"{name} died with exit code {done.returncode}:\n{done.stderr[-4000:]}", flush=True)
         kept = {key: value for key, value in cell.items() if key != "host_directory"}
-        empty = {"peak_allocated": None, "ratio": None}
-        record = {"cell": kept, "commit": commit(), "load_before": load, "seconds": round(time.time() - begin, 1)}
-        record["result"] = empty | result
-        before = self.data["cells"].get(name)
+        record = {"cell": kept, "commit": commit(), "load_before": load[0], "seconds": round(time.time() - begin, 1)}
+        record["result"] = {"peak_allocated": None, "ratio": None} | result
+        before = self.cells.get(name)
         if before is not None:
             self.data["twice"] = sorted({*self.data["twice"], name})
         if before is None or spread(record["result"]) < spread(before["result"]):
-            self.data["cells"][name] = record
-        self.save()
+            self.cells[name] = record
+        write_whole(self.options.out, json.dumps(self.data, indent=1) + "\n")
         return record["result"]
-
-    def typical_seconds(self) -> float:
-        """What a cell takes, as far as is known."""
-        return statistics.median([record["seconds"] for record in self.data["cells"].values()] or [0.0])
-
-    def save(self) -> None:
-        """Write the file; an interruption leaves the one before."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".part")
-        fresh.write_text(json.dumps(self.data, indent=1) + "\n", encoding="utf-8")
-        os.replace(fresh, self.path)
 
 
 def spread(result: dict[str, Any]) -> float:
@@ -254,41 +209,25 @@ def said(name: str, result: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=list(workloads.SUITES), default="cpu")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--start", type=Path, help="where --out is not there yet: go on from this file, if of the same machine"
-    )
-    parser.add_argument("--workloads", nargs="*", metavar="NAME", help="only these, in this order")
-    parser.add_argument(
-        "--by",
-        choices=("method", "workload"),
-        help="all workloads by one method after the other, or one workload after the other (cuda: workload, else"
-        " method)",
-    )
-    parser.add_argument("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
-    parser.add_argument(
-        "--compiled",
-        nargs="*",
-        metavar="NAME",
-        help="also torch.compile with its memory budgets and rotoff over compiled blocks, of these workloads or of all",
-    )
-    parser.add_argument("--seconds", type=float, default=8, help="that a cell's timed steps may take (%(default)s)")
-    parser.add_argument("--cell-minutes", type=float, default=5, help="after which a cell is stopped (%(default)s)")
-    parser.add_argument(
-        "--minutes", type=float, help="stop after this many; a cell under way is left for the next call"
-    )
-    parser.add_argument("--again", nargs="*", default=[], metavar="CELL", help="run these anew")
-    parser.add_argument(
-        "--wider", type=float, metavar="SPREAD", help="run those anew whose quartiles are further apart"
-    )
-    parser.add_argument("--host-directory", help="where the file of offloaded values lies; a real disk")
-    parser.add_argument("--threads", type=int, help="compute threads of every method (CPU: cores - 1)")
+    add = parser.add_argument
+    add("--suite", choices=list(workloads.SUITES), default="cpu")
+    add("--out", type=Path, required=True)
+    add("--workloads", nargs="*", metavar="NAME", help="only these, in this order")
+    add("--limits", nargs="*", type=float, default=[80, 60, 45, 30, 20], help="%% of the plain peak")
+    add("--compiled", nargs="*", metavar="NAME", help="also torch.compile, of these workloads or of all")
+    add("--seconds", type=float, default=8, help="that a cell's timed steps may take (%(default)s)")
+    add("--cell-minutes", type=float, default=5, help="after which a cell is stopped (%(default)s)")
+    add("--minutes", type=float, help="stop after this many; a cell under way is left for the next call")
+    add("--again", nargs="*", default=[], metavar="CELL", help="run these anew")
+    add("--wider", type=float, metavar="SPREAD", help="run those anew whose quartiles are further apart")
+    add("--host-directory", help="where the file of offloaded values lies; a real disk")
+    add("--threads", type=int, help="compute threads of every method (CPU: cores - 1)")
     options = parser.parse_args(arguments)
     options.device = "cuda" if options.suite == "cuda" else "cpu"
-    options.by = options.by or ("workload" if options.suite == "cuda" else "method")
     known = [workload.name for workload in workloads.SUITES[options.suite]]
-    for name in options.workloads or ():
+    options.workloads = options.workloads or known
+    options.compiled = options.workloads if options.compiled == [] else options.compiled or []
+    for name in options.workloads:
         if name not in known:
             parser.error(f"{name!r} is no workload of suite {options.suite}; it has {', '.join(known)}")
     if options.threads is None and options.device == "cpu":
@@ -297,27 +236,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 when complete, 3 where the time was up before."""
+    """Exit code 0 when complete, 3 where the time was up before. The first cell may take all of a cell's time."""
     options = parse(arguments)
-    grid = Grid(options.out, options)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    grid = Grid(options)
     end = time.time() + 60 * options.minutes if options.minutes else None
     with tempfile.TemporaryDirectory(prefix="rotoff-grid-") as options.times:
-        return _until(grid, end)
-
-
-def _until(grid: Grid, end: float | None) -> int:
-    """Cells until the time is up. The first one may take all the time of a cell, so that each call gets on."""
-    first = True
-    while (following := next(grid.todo(), None)) is not None:
-        in_time = first or end is None or time.time() + grid.typical_seconds() < end
-        result = grid.run(*following, None if first else end) if in_time else None
-        if result is None:
-            print(f"time is up; {len(grid.data['cells'])} cells are in {grid.path}; run this again to go on")
-            return 3
-        print(said(following[0], result), flush=True)
-        first = False
-    grid.save()
-    print(f"complete: {len(grid.data['cells'])} cells in {grid.path}")
+        for n, (name, cell) in enumerate(grid.todo()):
+            result = grid.run(name, cell, end if n else None) if not n or end is None or time.time() < end else None
+            if result is None:
+                print(f"time is up; {len(grid.cells)} cells are in {options.out}; run this again to go on")
+                return 3
+            print(said(name, result), flush=True)
+    print(f"complete: {len(grid.cells)} cells in {options.out}")
     return 0
 
 

@@ -1,7 +1,7 @@
 """CPU offloading of CNNs (Hascoet et al., JSEA 2019): its figure 4 and its tables 2 and 3, from our chains.
 
 A Titan X behind 6.5 / 6.1 GB/s (1.75 / 4.1 GB/s from pageable memory), a batch of 32 images of 128 by 128, everything
-predicted by the machine; the CUDA half (its table 1, and table 2 measured) is `cnn_offload_2019_cuda.py`.
+predicted by the machine.
 
     python benchmarks/papers/cnn_offload_2019.py        # a minute or two; CSV and PNG in benchmarks/results/papers/
 """

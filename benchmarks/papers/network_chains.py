@@ -5,15 +5,22 @@ Bytes are those of the real modules, run on fake tensors; times are from a devic
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
+import torchvision_operators
+
 import rotoff
 from rotoff import Chain
 from rotoff.profile.estimate.devices import Device, find
+
+torchvision = torchvision_operators.load()
 
 # Links as 001's table 1 measures them (Titan X) and as 004's section 3.3.2 says ("a practical speed of 8 GB/s").
 TITAN_X = replace(find("Titan X"), d2h_bandwidth=6.5e9, h2d_bandwidth=6.1e9, link_efficiency=1.0)
@@ -40,7 +47,6 @@ def network(name: str, batch: int, image: int, device: Device, invertible: bool 
 
     ``meta["parameter_bytes"]`` is what its parameters take.
     """
-    torchvision = _torchvision()
     with torch.device("meta"):
         if name.startswith("resnet"):
             depths = {"18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "50": (3, 4, 6, 3)}
@@ -96,8 +102,7 @@ def _resnet_stages(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _invertible(model: nn.Module) -> nn.Module:
     """Each BatchNorm that a ReLU follows becomes an invertible one, and that ReLU nothing."""
-    from torchvision.models.resnet import BasicBlock, Bottleneck
-
+    BasicBlock, Bottleneck = torchvision.models.resnet.BasicBlock, torchvision.models.resnet.Bottleneck
     from rotoff.nn import InvertibleBatchNormLeakyReLU
 
     def swap(owner: nn.Module, name: str) -> None:
@@ -151,17 +156,13 @@ def _mobilenet(invertible: bool) -> list[tuple[str, nn.Module]]:
     return [*stages, ("head", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(1024, 1000)))]
 
 
-_kept = []
-
-
-def _torchvision():
-    """torchvision, also where its compiled operators are missing (none of these networks uses one)."""
-    try:
-        import torchvision
-    except RuntimeError:
-        library = torch.library.Library("torchvision", "DEF")
-        for name in ("nms", "qnms"):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _kept.append(library)
-        import torchvision
-    return torchvision
+def vision_chain(
+    name: str, image: int, batch: int, device: str = "V100", bandwidth: float = 12.2e9, duplex: bool = True
+) -> Chain:
+    """torchvision's own `name` on a batch of square images; `bandwidth` in bytes per second, each way."""
+    options = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
+    with torch.device("meta"):
+        model, sample = getattr(torchvision.models, name)(**options), torch.empty(batch, 3, image, image)
+    chain = rotoff.estimate(model, sample, device=device)
+    label = f"{name}, {image}, batch {batch}"
+    return replace(chain, name=label, d2h_bandwidth=bandwidth, h2d_bandwidth=bandwidth, duplex=duplex)

@@ -15,7 +15,7 @@ import warnings
 
 import fractional
 import tables
-from vision_chains import vision_chain
+from network_chains import vision_chain
 
 from rotoff import InfeasibleError, lower_bound, simulate, solve
 from rotoff.solver import keep_all

@@ -9,7 +9,7 @@ plain model, but a backward that starts from one of them is refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +32,8 @@ def read_backward_from(given: Any) -> tuple[str | int, ...]:
     if given is None:
         return ()
     names = as_tuple(given)
-    if not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
+    once = isinstance(given, (bytes, bytearray, Iterator))  # which a second look finds empty, or takes for numbers
+    if once or not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
         raise OptionError(
             f'backward_from is {given!r}; give the key of an output ("loss"), its position in a tuple (0), or a list'
             " of those"

@@ -19,6 +19,7 @@ from torch import nn
 from ..tensors.stage import StageModule
 from .partition.cuts import used
 from .partition.segment import Segment
+from .partition.weight_casts import CastRegion, cast_regions
 from .places import Entry
 from .sharding import gathers
 from .tape import Owned, RecordedCall, Ref, Tape, argument_leaves
@@ -62,7 +63,7 @@ class Course:
         random: whether a forward makes some of the calls at random.
         picks: as of `Tape`.
         held: tensors that stay whatever is dropped (`Tape.held`), so that dropping them frees nothing.
-        cast_bytes: for each stage, of autocast's casts within the model that autograd saves.
+        casts: what autocast within the model keeps to the end of each of its regions.
         storages: of parameters that steps have met, for `runtime.reads`.
     """
 
@@ -77,7 +78,7 @@ class Course:
     random: bool = False
     picks: bool = False
     held: frozenset[int] = frozenset()
-    cast_bytes: tuple[int, ...] = ()
+    casts: tuple[CastRegion, ...] = ()
     storages: dict[int, Any] = field(default_factory=dict, compare=False)
 
     @cached_property
@@ -134,6 +135,7 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
     for i, stage in enumerate(stages, start=1):
         for segment in _segments(stage):
             stage_of.update((id(op), i) for op in segment.operations)
+    casts = cast_regions(tape, stage_of, len(stages))
     outside = {id(op) for stage in before for segment in _segments(stage) for op in segment.operations}
     calls = [op for op in tape.operations if op.makes]
     needed = {id(op) for op in used(tape)}
@@ -173,17 +175,8 @@ def expected(tape: Tape, stages: Sequence[StageModule], before: Sequence[StageMo
         nbytes=tuple(variable.nbytes for variable in tape.variables),
         random=tape.random,
         picks=tape.picks or bool(tape.varying),
-        cast_bytes=tuple(_saved_cast_bytes(tape, stage_of, len(stages))),
+        casts=casts,
     )
-
-
-def _saved_cast_bytes(tape: Tape, stage_of: Mapping[int, int], count: int) -> list[int]:
-    """Return `Course.cast_bytes` of `count` stages. stage_of: by an operation's id."""
-    found = [0] * count
-    for op in tape.operations:
-        if (i := stage_of.get(id(op), OUTSIDE)) != OUTSIDE:
-            found[i - 1] += sum(cast.nbytes for cast in {*op.casts} if cast in tape.saved_casts)
-    return found
 
 
 def _numbers(op: RecordedCall) -> Iterator[int | None]:

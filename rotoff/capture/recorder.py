@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
         self._generators = Generators(device)
         self._drawn = self._generators.states()
         self._ambient = autocast_now(), kernel_flags()
-        self.casts = WeightCasts(self._tensors)
+        self.casts = WeightCasts(self._tensors, self.tape.operations)
         self._hooks: list[Any] = []  # handles of hooks that the forward registered on tensors
         self._saves: list[tuple[int, int]] = []  # storages that the current call has saved
         self._seeding: set[int] = set()  # numbers of the calls of modules in which ``torch.seed`` was called
@@ -141,8 +141,7 @@ class Recorder(TorchFunctionMode):
                 )
             self.tape.result.append(self._reference(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         self.tape.varying = frozenset(self._varying | self.tape.opaque)
-        self.tape.cast_bytes, self.tape.unsaved_cast_bytes = self.casts.kept_bytes, self.casts.unsaved_bytes
-        self.tape.saved_casts = self.casts.saved
+        self.tape.casts, self.tape.region_ends = self.casts.kept, tuple(self.casts.ends)
 
     def finish(self) -> None:
         """Record which storages still exist, apart from results; the caller holds the graph alone."""
@@ -427,4 +426,7 @@ class Recorder(TorchFunctionMode):
 
 
 def _transformed(name: str) -> str:
-    return f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through"
+    return (
+        f"calls {name} under a transform of torch.func (vmap, grad), which rotoff cannot look through (and derivatives,"
+        " grad or jvp, not in a submodule either)"
+    )

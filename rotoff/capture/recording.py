@@ -32,7 +32,7 @@ from .interception import Patches, intercept_calls, other_generators, put_other_
 from .module_recorder import ModuleRecorder
 from .tape import NOTHING, Tape
 from .union import union
-from .unrepeatable import UnrepeatableError
+from .unrepeatable import UnrepeatableError, derivatives_refused
 
 TRIES = 2  # recordings after the first, until one equals the one before it
 DRAWS = 32  # the most recordings of a forward with random branches
@@ -163,6 +163,7 @@ def _once(call: Call, named: Collection[nn.Module]) -> Tape:
                 saved_hooks(recorder.saves, _never),
                 intercept_calls(recorder.called, recorder.applied),
                 Patches((torch, "seed", recorder.seeding)),
+                derivatives_refused(),
                 recorder.casts.counting(),
                 collectives_visible() if several_processes() else nullcontext(),
                 recorder,

@@ -9,6 +9,7 @@ call.
 from __future__ import annotations
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import suppress
@@ -18,8 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as calls
 from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ..errors import MeasureError, OptionError
 from ..tensors.saved_tensors import foreign_hooks
@@ -170,12 +173,31 @@ def refuse_passed_by() -> None:
             " which runs the plain model"
         )
     if _has_any_global_hook():
+        every = [name for name in vars(calls) if re.fullmatch(r"_global_(forward|backward)(_pre)?_hooks", name)]
+        hooks = [hook for name in every for hook in getattr(calls, name).values()]
+        modes = [type(mode).__name__.strip("_") for mode in _get_current_dispatch_mode_stack()]
+        told = dict.fromkeys([*modes, *(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)])
         raise MeasureError(
-            "a hook for all modules is registered (torch.nn.modules.module.register_module_*_hook), but replays do not"
-            " call the modules and would leave it out; remove it, or register it on the modules that need it"
+            f"a hook for all modules is registered ({', '.join([*told][:3])}), but replays do not call the modules and"
+            " would leave it out; run steps outside of what registers it, or register it on the modules that need it"
         )
     if (said := foreign_hooks()) is not None:
         raise MeasureError(f"the model {''.join(said)}")
+
+
+def lazy(model: nn.Module) -> str | None:
+    """Return the name of a parameter or buffer whose shape the first forward finds; None if there is none."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in every if is_lazy(tensor)), None)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise MeasureError if a parameter or buffer has no shape yet."""
+    if (name := lazy(model)) is not None:
+        raise MeasureError(
+            f"{name!r} of the model has no shape before the first forward (a lazy module); run the plain model once on"
+            " a sample, or train a step, and measure then"
+        )
 
 
 def check_measurable(model: nn.Module, value: Any) -> None:
@@ -195,12 +217,8 @@ def check_measurable(model: nn.Module, value: Any) -> None:
             " around the whole model); leave those out, since rotoff recomputes and offloads, or call measure(*sample)"
             " before"
         )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if is_lazy(tensor):
-            raise MeasureError(
-                f"{name!r} of the model has no shape before the first forward (a lazy module); run the plain model once"
-                " on a sample"
-            )
+    refuse_lazy(model)
+    for _, tensor in (*model.named_parameters(), *model.named_buffers()):
         if type(tensor) in (torch.Tensor, nn.Parameter):
             storage_key(tensor)  # refuses a sparse tensor
     refuse_packed(value, "the model's input")

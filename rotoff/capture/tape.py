@@ -178,9 +178,7 @@ class Tape:
             hook's closure, a module's attribute or a global holds them.
         changed: those of `tables` that an operation changes, by id.
         changed_bytes: their bytes, counted at each change; a step copies the table before.
-        cast_bytes: what autocast within the model keeps to the end of its region (`weight_casts`).
-        unsaved_cast_bytes: the part that autograd does not save.
-        saved_casts: the casts that it saves.
+        casts, region_ends: `kept` and `ends` of `weight_casts.WeightCasts`. A union has no ends.
         cuts: the positions, among the used operations, after which stages end (`partition.cuts`).
     """
 
@@ -202,9 +200,8 @@ class Tape:
     held: frozenset[int] = frozenset()
     changed: dict[int, torch.Tensor] = field(default_factory=dict)
     changed_bytes: int = 0
-    cast_bytes: int = 0
-    unsaved_cast_bytes: int = 0
-    saved_casts: frozenset[Any] = frozenset()
+    casts: dict[Any, bool] = field(default_factory=dict)
+    region_ends: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
 
     def result_variables(self) -> list[int]:

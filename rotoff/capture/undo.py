@@ -131,13 +131,18 @@ def _held_by(value: Any) -> tuple[Any, ...]:
         return (*value.values(),)
     if isinstance(value, (list, deque)) or type(value) is tuple:
         return (*value,)
-    if isinstance(value, (torch.Tensor, set, type)) or _is_generator(value) or _is_random(value):
+    if isinstance(value, (torch.Tensor, set, type)) or is_generator(value):
         return ()
     of = type(value).__module__.partition(".")[0]
     if of in ("builtins", "torch", "numpy"):
         return ()
     held = getattr(value, "__dict__", None)
     return (*([held] if isinstance(held, dict) else ()), *_slots(value).values())
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator of torch, NumPy or Python."""
+    return _is_generator(value) or _is_random(value)
 
 
 def _is_generator(value: Any) -> bool:
@@ -187,6 +192,8 @@ def is_as_before(held: Any, content: Any) -> bool:
         return not _differs(now, content)
     if isinstance(held, (list, deque)):
         return len(now) == len(content) and all(a is b for a, b in zip(now, content, strict=True))
+    if isinstance(held, torch.Generator):
+        return torch.equal(now, content)
     return now == content if isinstance(held, set) else pickle.dumps(now) == pickle.dumps(content)
 
 

@@ -129,9 +129,9 @@ class _Union:
             self._hand_on(alone)
         self._tape.held = frozenset(self._storage(side, s) for side in self._sides for s in side.tape.held)
         self._tape.changed = one.tape.changed | other.tape.changed
-        for name in ("changed_bytes", "cast_bytes", "unsaved_cast_bytes"):
-            setattr(self._tape, name, max(getattr(one.tape, name), getattr(other.tape, name)))
-        self._tape.saved_casts = one.tape.saved_casts & other.tape.saved_casts
+        self._tape.changed_bytes = max(one.tape.changed_bytes, other.tape.changed_bytes)
+        kept, more = one.tape.casts, other.tape.casts
+        self._tape.casts, self._tape.region_ends = {c: kept.get(c, True) and more.get(c, True) for c in kept | more}, ()
         self._tape.result = substitute(one.tape.result, lambda leaf: self._renamed(one, leaf))
         return self._tape
 

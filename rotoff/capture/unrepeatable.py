@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..errors import MeasureError
 from ..tensors.eager_mode import EagerFunctionMode
 from ..tensors.stage import StageModule
 from ..tensors.storage import key_of
+from .interception import Patches
 from .tape import name_of
 
 _FAST = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
@@ -48,6 +49,37 @@ class UncuttableError(MeasureError):
 
 class UnrepeatableError(UncuttableError):
     """A forward does what cannot be repeated."""
+
+
+_DERIVATIVES = (
+    "the model differentiates within its forward (torch.func: grad, vjp, jacrev, hessian, jvp), which a planned step"
+    " cannot run again; do that in the training loop, outside of the planned model"
+)
+
+
+def _no_level(own: Callable[[], Any]) -> Callable[[], Any]:
+    def enter() -> Any:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:  # no step of this thread's
+            return own()
+        raise UnrepeatableError(_DERIVATIVES)
+
+    return enter
+
+
+_NO_FORWARD_LEVELS = Patches((torch.autograd.forward_ad, "enter_dual_level", _no_level))
+
+
+@contextmanager
+def derivatives_refused() -> Iterator[None]:
+    """Within, refuse derivatives by ``torch.func``: forward ones, which a replay could not make, and others, which fail
+    under saved-tensor hooks."""
+    try:
+        with _NO_FORWARD_LEVELS:
+            yield
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):  # of PyTorch's
+            raise
+        raise UnrepeatableError(_DERIVATIVES) from error
 
 
 class Parameters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from functools import partial
 from pathlib import Path
 
 
@@ -29,16 +30,30 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             pass
     except FileNotFoundError:
         pass
+    try:
+        replace_with(target, text, mode)
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None  # not the file beside it, which nobody asked for
+        raise
+
+
+def replace_with(target: Path, text: str, mode: int | None) -> None:
+    """Put a new file with `text` in the place of `target`, whatever lies there, without opening that.
+
+    mode: the permissions of the new file; None: those of any new file.
+
+    Raises:
+        OSError: if it cannot be written; `target` is then unchanged.
+    """
     # in the same directory, since files can only be replaced within one file system
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
-        with beside.open("x", encoding="utf-8", newline="") as file:
+        opened = partial(os.open, mode=0o666 if mode is None else mode)  # from the first byte on
+        with open(beside, "x", encoding="utf-8", newline="", opener=opened) as file:
             file.write(text)
         if mode is not None:
             beside.chmod(mode)
         os.replace(beside, target)
-    except BaseException as error:
+    except BaseException:
         beside.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = os.fspath(path), None  # not `beside`, which nobody asked for
         raise

@@ -12,14 +12,18 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
-from .atomic_write import write_whole
+from .atomic_write import replace_with
+from .json_file import parse_nested
+from .paths import named_directory
 
 logger = logging.getLogger("rotoff")
-ENVIRONMENT = "ROTOFF_CACHE"  # "off", or the directory
+ENVIRONMENT = "ROTOFF_CACHE"  # the directory, or one of
+NOWHERE = ("", "off", "0", "no", "false", "none")
 KEPT = 1000  # most entries; the oldest are deleted first
 _FORMAT = "rotoff.cached"
 _VERSION = 1
@@ -30,7 +34,7 @@ def default_directory() -> Path | None:
     """``ROTOFF_CACHE`` from the environment, otherwise ``rotoff`` in the user's cache directory; None for "off"."""
     named = os.environ.get(ENVIRONMENT)
     if named is not None:
-        return None if named.strip().lower() in ("", "off", "0", "no", "false", "none") else Path(named).expanduser()
+        return None if named.strip().lower() in NOWHERE else named_directory(named, ENVIRONMENT)
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rotoff"
     except RuntimeError:  # a user without a home
@@ -41,7 +45,7 @@ class Cache:
     """A cache in `directory`; with None, it finds and keeps nothing."""
 
     def __init__(self, directory: str | os.PathLike[str] | None) -> None:
-        self.directory = None if directory is None else Path(directory).expanduser()
+        self.directory = None if directory is None else named_directory(directory, "cache_directory")
 
     @classmethod
     def of(cls, directory: str | os.PathLike[str] | bool | None) -> Cache:
@@ -60,7 +64,7 @@ class Cache:
             return None
         path = self._path(kind, key)
         try:
-            entry = json.loads(path.read_text(encoding="utf-8"))
+            entry = parse_nested(json.loads, _read(path))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
@@ -78,8 +82,8 @@ class Cache:
         entry = {"format": _FORMAT, "version": _VERSION, "key": key, "value": value}
         path = self._path(kind, key)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(entry))
+            self.directory.mkdir(0o700, parents=True, exist_ok=True)
+            replace_with(path, json.dumps(entry), 0o600)  # what was trained is nobody else's business
             self._trim()
         except OSError as error:
             logger.warning("rotoff: cannot write to the cache directory %s: %s", self.directory, error)
@@ -115,6 +119,23 @@ def _age(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:  # another process was first
         return 0.0
+
+
+def digest(value: Any) -> str:
+    """A digest of `value` (of JSON values), by which its reader sees that a file was damaged."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> str:
+    """The text of the regular file at `path`: no link to another one is followed, and no pipe is waited for."""
+
+    def opened(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    with open(path, encoding="utf-8", opener=opened) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError("it is no regular file")
+        return file.read()
 
 
 def _plain(key: Any) -> Any:

@@ -11,6 +11,26 @@ from typing import Any, TypeVar
 from .atomic_write import write_whole
 
 T = TypeVar("T")
+DEEPEST = 100  # lists and objects within one another
+
+
+def parse_nested(parse: Callable[[str], Any], text: str) -> Any:
+    """What `parse` makes of `text`, such as ``json.loads``.
+
+    Raises:
+        ValueError: as `parse`, and if the value is nested so deeply that code which goes through it may fail.
+    """
+    try:
+        value = parse(text)
+        level: Any = [value]
+        for _ in range(DEEPEST):
+            rows = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (list, dict))]
+            level = {id(one): one for row in rows for one in row}.values()
+            if not level:
+                return value
+    except RecursionError:
+        pass
+    raise ValueError(f"it is nested more than {DEEPEST} deep; give at most {DEEPEST} lists and objects within another")
 
 
 def save_json(path: str | os.PathLike[str], data: Any) -> None:
@@ -35,8 +55,8 @@ def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], e
         error: if it is not JSON, or `build` raises one. OSError: if it cannot be read.
     """
     try:
-        data = json.loads(read())
-    except (ValueError, RecursionError) as reason:
+        data = parse_nested(json.loads, read())
+    except ValueError as reason:
         raise error(f"{source} is not JSON: {reason}") from reason
     try:
         return build(data)

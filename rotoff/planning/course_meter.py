@@ -29,7 +29,7 @@ from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..capture.unrepeatable import takes_fast_path
 from ..core.chain import LinkRates, Stage
-from ..errors import MeasureError
+from ..errors import MeasureError, RotoffError
 from ..io.cache import Cache
 from ..io.progress import Bar
 from ..profile.measure import (
@@ -168,11 +168,12 @@ class CourseMeter:
             settle_buffers(self.model, self.device)
         with _MEASURING, casts_dropped(), self._surroundings(wanted) as (lender, progress):
             one = _Measurement(self, wanted, lender, progress)
-            profile = self._agreed(one.bytes) if enough is not None else None
-            if profile is None or not (enough is not None and enough(profile)):
-                profile = whole = self._agreed(one.whole)
-                if self.group is not None or self.links.share is not None:
-                    profile = self._agreed(lambda: one.with_link(whole))
+            with _as_one(one) if wanted.also else nullcontext():
+                profile = self._agreed(one.bytes) if enough is not None else None
+                if profile is None or not (enough is not None and enough(profile)):
+                    profile = whole = self._agreed(one.whole)
+                    if self.group is not None or self.links.share is not None:
+                        profile = self._agreed(lambda: one.with_link(whole))
         what = "stages" if profile.timed else "stages' bytes"
         logger.info("rotoff: measured %d %s in %.1f s", len(profile.chain), what, time.perf_counter() - began)
         return one.captured, profile
@@ -422,15 +423,26 @@ class _Measurement:
         course = expected(tape, profile.stages, profile.prefix)
         profile = replace(
             _with_outside(profile, course),
-            cast_bytes=tape.cast_bytes,
-            saved_cast_bytes=course.cast_bytes,
+            casts=course.casts,
             cast_again=cast_again(tape),
         )
         stuck = profile.unmanaged_bytes + self._of.links.staging_bytes + tape.changed_bytes
-        if tape.unsaved_cast_bytes:
-            kept = HeldLate(0, len(profile.stages), tape.unsaved_cast_bytes)
-            profile = replace(profile, held_late=(*profile.held_late, kept))
+        kept = (HeldLate(one.first - 1, one.last, one.unsaved) for one in course.casts if one.unsaved)
+        profile = replace(profile, held_late=(*profile.held_late, *kept))
         return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
+
+
+@contextmanager
+def _as_one(several: _Measurement) -> Iterator[None]:
+    """Raise MeasureError if several courses, once recorded as one, fail in it: a forward that catches an error takes
+    either the call that fails on some data or the one that replaces it."""
+    several.captured  # noqa: B018  (what the model's own code raises passes)
+    try:
+        yield
+    except (RotoffError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise MeasureError(f"several courses of the forward cannot run as one ({type(error).__name__})") from error
 
 
 def _put_back(gradients: list[tuple[nn.Parameter, torch.Tensor | None]]) -> None:

@@ -41,7 +41,7 @@ class KnownSizes:
 
     def learn(self, course: Specialization, family: Any, sizes: Sizes, seconds: float) -> None:
         """Remember that `course` was measured at `sizes`, which took `seconds`."""
-        if not self._varies:
+        if not self._varies or any(0 in shape for shape in sizes):  # an empty input tells nothing of others
             return
         several = self._measured.setdefault(family, MeasuredSizes())
         times_too = course.profile.timed and not self.are_timed(family)  # the next sizes only need bytes
@@ -63,10 +63,6 @@ class KnownSizes:
         """Forget those of `courses` that were interpolated."""
         gone = {id(one) for one in courses}
         self._rounded = {of: one for of, one in self._rounded.items() if id(one) not in gone}
-
-    def is_measured(self, course: Specialization) -> bool:
-        """Whether `course` was measured; if not, it was interpolated from other sizes."""
-        return not self._varies or any(course is one for several in self._measured.values() for one in several)
 
     def sizes(self, family: Any) -> list[Sizes]:
         """The measured sizes of the family."""

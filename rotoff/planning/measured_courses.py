@@ -201,7 +201,7 @@ class MeasuredCourses:
         """`time` outside of a step, with the sample's autocast state, and generators restored."""
         modes = [mode for behaviour in course.profile.behaviours for mode in behaviour.modes]
         generators = Generators(self.meter.device_for(sample.value))
-        with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), modes).again():
+        with autocast_as(sample.autocast, sample.cached, sample.region), ReplayState(generators, (), modes).again(True):
             return self.time(course, sample.value, sample.key, request)
 
     def time(self, course: Specialization, value: Any, key: Any, request: Request | None = None) -> Specialization:
@@ -215,14 +215,14 @@ class MeasuredCourses:
             The new course for that input.
         """
         planned = course.plan is not None
-        if self._sizes.is_measured(course):
+        if not course.interpolated:
             began = time.perf_counter()
             wanted = MeasureRequest(value, captured=course.captured, use=self._form_use(request))
             course.become(self.meter.measure(wanted)[1])
             self._learn(course, key, time.perf_counter() - began)
             self._set_latest(course, value, key)
             found = course
-        else:  # it was interpolated
+        else:
             self._known.pop(key, None)
             found = self.measure(value)
         if planned and self.request is not None:
@@ -308,7 +308,7 @@ class MeasuredCourses:
             sizes = family_of(key)[1]
             for one in known:
                 if one.plan is not None and self.request is not None:
-                    own = self._sizes.is_measured(one)
+                    own = not one.interpolated
                     told, makespan, overhead = self.request.expected_bytes(one.profile, one.plan), None, None
                     if one.profile.timed:
                         makespan = one.plan.trace.makespan

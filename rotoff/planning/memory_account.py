@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..core.sequence import FORWARDS, Op, OpKind
 from ..profile.profile import Profile
 from ..runtime.execution_plan import ExecutionPlan
@@ -35,13 +37,14 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     - in a ``B`` whose stage saved everything: what the stage has freed before it begins;
     - in the user's forward: δ_L, which the loss has yet to allocate;
     - bytes that several values share and that are charged more than once;
-    - casts of weights that autocast keeps: all after the forward, before that those also in an ā or not made yet;
+    - casts of weights that autocast keeps, but for those that the open region has made and that are in no ā;
     - in the plain model: values that autograd did not save, once it has freed them, less what it holds longer; and in
       its forwards what the chain charges for code outside of the stages.
     """
     L = len(profile.chain)
     made, whole = False, set()
-    twice = set(range(1, L + 1))  # stages whose casts are not made yet, or in their ā as well
+    alone = set[int]()  # stages that have run and whose casts are in no ā
+    open_stage = 0
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
     chosen = profile.keeping(plan.kept, plan.compact)
@@ -53,21 +56,33 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
         elif made and n < plan.forward_end:
             less += profile.chain.grad_bytes(L)
         if op.kind in FORWARDS:
-            (twice.add if op.kind is OpKind.F_ALL else twice.discard)(op.stage)
-        if not plan.keeps_all and profile.cast_bytes:
-            less += profile.cast_bytes if n >= plan.forward_end else sum(profile.saved_cast_bytes[i - 1] for i in twice)
+            open_stage = max(open_stage, op.stage)
+            (alone.discard if op.kind is OpKind.F_ALL else alone.add)(op.stage)
+        if not plan.keeps_all:
+            less += profile.cast_bytes - (_casts(profile, open_stage, alone) if n < plan.forward_end else 0)
         if op.kind is OpKind.F_ALL:
             whole.add(op.stage)
         elif op.kind is OpKind.F_SEL:
             whole.discard(op.stage)
         elif op.kind in (OpKind.FREE, OpKind.DROP) and op.saved:
-            twice.discard(op.stage)
+            alone.add(op.stage)
         if plan.keeps_all:
             less += _passed(profile, op) + (_let_go(profile, op) if plan.lets_go else 0)
             less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
         made = made or (op.kind in FORWARDS and op.stage == L)
         levels.append(event.memory - less)
     return _in_user_terms(profile, plan, levels)
+
+
+def _casts(profile: Profile, stage: int, alone: Collection[int]) -> int:
+    """Bytes that autocast within the model keeps beside all values in the forward of `stage`, once those `alone` have
+    run and have no ā."""
+    kept = (
+        min(one.nbytes, one.unsaved + sum(nbytes for i, nbytes in enumerate(one.saved, start=1) if i in alone))
+        for one in profile.casts
+        if one.first <= stage <= one.last
+    )
+    return max(kept, default=0)
 
 
 def _passed(profile: Profile, op: Op) -> int:

@@ -12,6 +12,7 @@ from torch import nn
 from ..capture import strategy
 from ..capture.backward_roots import BackwardFrom, read_backward_from
 from ..errors import MeasureError, OptionError
+from ..io.paths import named_directory
 from ..profile.selective.variants import Forms, read_forms
 from ..runtime.links.half import check_offload_dtype
 from ..tensors.convolutions import read_conv_algorithms
@@ -33,6 +34,9 @@ class Options:
 
     def check(self, model: nn.Module) -> None:
         """Raise OptionError if an option is invalid or does not suit `model`, MeasureError for an empty model."""
+        check_flag("interpolate", self.interpolate)
+        if self.host_directory is not None:
+            named_directory(self.host_directory, "host_directory")
         read_backward_from(self.backward_from)
         read_forms(self.forms)
         read_conv_algorithms(self.conv_algorithms)
@@ -45,6 +49,12 @@ class Options:
         """The options that an estimate of `model` depends on, as text."""
         stages = strategy.named(model, self.stages) or self.stages
         return [repr(stages), repr(self.forms), repr(self.backward_from)]
+
+
+def check_flag(name: str, given: Any) -> None:
+    """Raise OptionError if the option `name` is neither True nor False."""
+    if not isinstance(given, bool):
+        raise OptionError(f"{name} is {given!r}; give true or false")
 
 
 def check_module(model: Any) -> None:
@@ -76,6 +86,8 @@ def named_device(device: Any) -> torch.device:
         OptionError: if it names none.
     """
     try:
+        if isinstance(device, bytes):
+            raise TypeError("bytes are no text")
         return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f'device is {device!r}; give one such as "cuda" ({str(error).splitlines()[0]})') from error

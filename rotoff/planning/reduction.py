@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+from ..capture.partition.weight_casts import CastRegion
 from ..core.chain import BIDIRECTIONAL, Chain, Form, Stage
 from ..core.parameters import ParameterGroup
 from ..errors import MeasureError
@@ -82,6 +83,15 @@ def longest(values: Sequence[tuple[HeldLate, ...]]) -> tuple[HeldLate, ...]:
     return tuple(HeldLate(*span, nbytes) for span, nbytes in sorted(most.items()))
 
 
+def one_region(values: Sequence[tuple[CastRegion, ...]]) -> tuple[CastRegion, ...]:
+    """The regions of all processes; if they differ, one for all, whose casts are in no ā."""
+    every = [region for regions in values for region in regions]
+    if all(regions == values[0] for regions in values):
+        return values[0]
+    most = max(region.nbytes for region in every)
+    return (CastRegion(min(one.first for one in every), max(one.last for one in every), most, most, ()),)
+
+
 def named(rule: Rule, names: str) -> dict[str, Rule]:
     """`rule` for each of the fields `names`."""
     return dict.fromkeys(names.split(), rule)
@@ -150,8 +160,7 @@ RULES: dict[type, dict[str, Rule]] = {
         "host_bound": alike_or((), each(any)),
         "beside_loss_bytes": max,
         "twice_bytes": each(min),
-        "cast_bytes": max,
-        "saved_cast_bytes": each(min),
+        "casts": one_region,
         "cast_again": own,  # only the placement of parameters asks
         "formed_for": first,
         "timed": all,

@@ -10,6 +10,7 @@ from typing import Any
 from ..core.chain import Chain
 from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
+from ..core.trace import figures
 from ..errors import InvalidSequenceError, LimitError, OptionError, SequenceFormatError
 from ..io.cache import Cache
 from ..io.progress import Bar
@@ -157,11 +158,12 @@ def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int)
         return None
     try:
         sequence = Sequence.from_dict(found)
-        simulate(chain, sequence, limit)
+        trace = simulate(chain, sequence, limit)
         if needed_bytes(chain, sequence.ops, key.get("in_flight", 1), key.get("beside", 0)) > limit:
             return None
     except (SequenceFormatError, InvalidSequenceError) as error:
         logger.warning("rotoff: a cached plan is ignored: %s", error)
         return None
     logger.info("rotoff: plan from the cache in %s", cache.directory)
-    return sequence
+    said = {name: value for name, value in sequence.meta.items() if isinstance(value, (int, float, str))}
+    return replace(sequence, meta={**said, **figures(trace)})

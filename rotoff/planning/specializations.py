@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from ..capture import strategy
 from ..capture.recording import same_calls
 from ..capture.unrepeatable import UnrepeatableError
 from ..core.sizes import format_bytes
@@ -41,6 +42,10 @@ class Specializations(MeasuredCourses):
     _warned_of_sizes = False  # that a step's tensors were larger than measured
     _told_sizes = False  # how fewer sizes are measured
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.plain: list[str] = []  # why steps have had no plan
+
     def _between_sizes(self, key: Any) -> Specialization | None:
         """The course for an input of new sizes, interpolated from others; None if that is impossible."""
         assert self.request is not None
@@ -53,6 +58,9 @@ class Specializations(MeasuredCourses):
     def take(self, value: Any) -> tuple[Specialization | None, TapedForward | None]:
         """The planned course for the chain's input `value`, None for the plain model; and this step's recorded forward,
         if it was recorded to measure or extend the course."""
+        if not self._known and (name := strategy.lazy(self._model)) is not None:
+            self._say_plain(f"{name!r} gets its shape in it (a lazy module)")
+            return None, None
         taped: TapedForward | None = None
         given = value
 
@@ -147,11 +155,7 @@ class Specializations(MeasuredCourses):
         # measuring needs the profiler, of which there is one; a group's processes must all measure or none
         can_measure = self._group is not None or not torch.autograd._profiler_enabled()
         course = self._known_course(key, constants(value), measured_here, looked_at, can_measure)
-        if (
-            course is not None
-            and lacks_times(course, self.request)
-            and not (can_measure and self._sizes.is_measured(course))
-        ):
+        if course is not None and lacks_times(course, self.request) and not (can_measure and not course.interpolated):
             course = None
             del self._known[key]
         if course is None:
@@ -164,16 +168,15 @@ class Specializations(MeasuredCourses):
             if not any(t.requires_grad for t in (*self._model.parameters(), *flatten(value)[0])):
                 return None
             if not can_measure:
-                logger.warning(
-                    "rotoff: a step with a new input shape runs as the plain model, without a limit, since it cannot be"
-                    " measured while a profiler is active; measure before, by model.measure(*sample)"
+                self._say_plain(
+                    "it cannot be measured while a profiler is active; measure before, by model.measure(*sample)"
                 )
                 return None
             self._say_new(key)
             course = measured_here()
         self._known.move_to_end(key)
         self._look_at_loop(course)
-        measured = can_measure and self._sizes.is_measured(course)
+        measured = can_measure and not course.interpolated
         others = measured and course.profile.formed_for not in ("", self.request.limit)
         if lacks_times(course, self.request) or (others and course.plan is None):
             course = self.time(course, value, key, self.request)
@@ -205,6 +208,14 @@ class Specializations(MeasuredCourses):
             course.plan = None
         else:
             course.plan = replace(course.plan, lets_go=self.lets_go)
+
+    def _say_plain(self, why: str) -> None:
+        """Log a warning, once for each reason, that a step has no plan."""
+        if why not in self.plain:
+            self.plain.append(why)
+            logger.warning(
+                "rotoff: a step with a new input shape runs as the plain model, without a limit, since %s", why
+            )
 
     def _say_larger(self, key: Any) -> None:
         """Log a warning if an input is larger than ``up_to``."""

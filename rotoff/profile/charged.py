@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -11,6 +11,7 @@ from typing import Any
 
 from ..core.chain import Stage
 from .measured import Measured
+from .memory.backward_memory import Levels
 from .memory.gradients import Charge
 from .profile import PlacedBackward
 
@@ -36,26 +37,29 @@ class ChargedStage:
         costs = self.measured.costs
         # the copies of a noncontiguous gradient were measured for the whole stage, whose peak may be elsewhere
         more = max(0, self.own.nbytes - self.measured.other_layout_bytes) if self.own.layout else 0
-        forms = tuple(self._charged(form, more) for form in costs.forms)
-        return replace(self._charged(costs), grad_bytes=self.own.nbytes, forms=forms)
+        sums = self._peak - self.measured.backward_peak
+        forms = tuple(self._charged(form, form.backward_transient_bytes + sums, more) for form in costs.forms)
+        return replace(self._charged(costs, max(0, self._peak)), grad_bytes=self.own.nbytes, forms=forms)
 
-    def _charged(self, one: Any, beside: int = 0) -> Any:
-        """Return a stage or form with the bytes and seconds of its ``B`` in this chain. beside: further bytes that it
-        holds."""
-        sums = max(0, self._peak()) - max(0, self.measured.backward_peak)
-        peak = self._while_copying(one.backward_transient_bytes + sums)
-        transient = peak + self._beside + beside - self.made.nbytes
+    def _charged(self, one: Any, peak: int, beside: int = 0) -> Any:
+        """Return a stage or form with the bytes and seconds of its ``B`` in this chain. peak: of its backward. beside:
+        further bytes that it holds."""
+        transient = self._while_copying(peak) + self._beside + beside - self.made.nbytes
         time = one.backward_time + self.copying
         return replace(one, backward_time=time, backward_transient_bytes=max(0, transient))
 
-    def _peak(self, staying: Collection[int] = ()) -> int:
-        """Return the peak of the backward once the outputs are freed. staying: as for `Levels.peak`."""
-        return max(levels.peak(staying, self.measured.summing) for levels in self.measured.levels)
+    @property
+    def _peak(self) -> int:
+        """The peak of the backward once the outputs are freed."""
+        return self._highest(self.measured.levels)
+
+    def _highest(self, levels: Sequence[Levels]) -> int:
+        return max(one.peak((), self.measured.adding) for one in levels)
 
     @property
     def freed_before_backward(self) -> int:
         """Bytes by which ``B`` stays below what the machine charges for it."""
-        return max(0, self._machine_bytes - self._while_copying(self._peak()) - self._beside)
+        return max(0, self._machine_bytes - self._while_copying(self._peak) - self._beside)
 
     @property
     def placed(self) -> PlacedBackward:
@@ -64,8 +68,8 @@ class ChargedStage:
         for levels in self.measured.levels:
             first = levels.sizes.keys() - self.measured.adding
             charged = sum(levels.sizes[n] for n in first)
-            peak = levels.peak(first, self.measured.summing)
-            spare.append(charged + max(0, levels.peak((), self.measured.summing)) - max(0, peak))
+            peak = levels.peak(first, self.measured.adding)
+            spare.append(charged + max(0, levels.peak((), self.measured.adding)) - max(0, peak))
             freed.append(charged - peak - self._beside)
         machine = max(self.made.nbytes, self._machine_bytes - min(spare))
         return PlacedBackward(min(spare), max(0, machine + min(freed)))
@@ -73,7 +77,8 @@ class ChargedStage:
     @property
     def output_retention(self) -> int:
         """Bytes that ``B`` needs beyond the machine's charge if the outputs are not freed."""
-        return max(0, self._while_copying(self.measured.output_retention) + self._beside - self._machine_bytes)
+        peak = self._highest(self.measured.staying)
+        return max(0, self._while_copying(peak) + self._beside - self._machine_bytes)
 
     @property
     def _machine_bytes(self) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -385,15 +384,14 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
 
 def _with_sums(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:
     """Return `measured` with the parameters whose gradients are added to those of later stages. Autograd adds the first
-    two into a third tensor, and others to that one in place, unless they are sparse."""
-    parts: Counter[torch.nn.Parameter] = Counter()
+    two into a third tensor; others to that one in place, unless they are sparse or those of a cast, which it adds up
+    first."""
+    later: set[torch.nn.Parameter] = set()
     found = []
     for one, stage in zip(reversed(measured), reversed(stages), strict=True):
         own = stage.parameters()
-        adding = frozenset(n for n, parameter in enumerate(own) if parts[parameter])
-        summing = frozenset(n for n in adding if parts[own[n]] == 1 or any(n in levels.sparse for levels in one.levels))
-        parts.update(own)
-        found.append(replace(one, adding=adding, summing=summing))
+        found.append(replace(one, adding=frozenset(n for n, parameter in enumerate(own) if parameter in later)))
+        later.update(own)
     return found[::-1]
 
 

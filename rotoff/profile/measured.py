@@ -55,10 +55,9 @@ class Measured:
         gradients: where the backward leaves the gradient of each input tensor; None if there is none.
         own_gradient_bytes: of each output tensor's gradient by itself; 0 if there is none.
         aliasing: which tensors share storages.
-        levels, output_retention: of the backward, as in `BackwardBytes`.
+        levels, staying: of the backward, as in `BackwardBytes`.
         other_layout_bytes: what the backward holds more if it receives gradients in another layout than their tensors'.
         adding: numbers of the parameters whose gradients it adds to those of later stages.
-        summing: those of them whose sum is a third tensor.
         held_bytes: what stays whatever a plan drops (`dropped`).
         holds_others: whether inputs or outputs are among those.
         no_forms: why the stage has no smaller forms; empty if it has some.
@@ -76,10 +75,9 @@ class Measured:
     own_gradient_bytes: tuple[int, ...]
     aliasing: StorageAliasing
     levels: tuple[Levels, ...]
-    output_retention: int
+    staying: tuple[Levels, ...]
     other_layout_bytes: int = 0
     adding: frozenset[int] = frozenset()
-    summing: frozenset[int] = frozenset()
     held_bytes: int = 0
     holds_others: bool = False
     no_forms: str = ""

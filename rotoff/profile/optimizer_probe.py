@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import random
 import statistics
 import time
 from collections import OrderedDict, defaultdict
@@ -13,16 +14,18 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..capture.undo import is_as_before, note, put_back
+from ..capture.undo import is_as_before, is_generator, note, put_back
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, own_step
 from ..tensors.clock import finish
 from ..tensors.storage import block_bytes, rounded
+from ..tensors.torch_settings import bytes_by_default
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
@@ -156,18 +159,23 @@ class OptimizerProbe:
             both = self._stand_in(parameter, small)
             one_by_one = self._stand_in(parameter, apart)
             options = _options(both)
-            name = type(optimizer).__name__
+            name, drew = type(optimizer).__name__, False
             try:
                 for _ in range(2):
                     with _unchanged(both) as before:
                         own_step(both)
-                        counts = before.changed()
+                        counts, drew = before.changed(), drew or before.drew()
                     for p in apart:
                         one_by_one.param_groups[0]["params"] = [p]
                         with _unchanged(one_by_one):
                             own_step(one_by_one)
             except Exception as error:
                 raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
+            if drew:
+                raise OptionError(
+                    f"{name} draws random numbers in its step, and steps of groups of parameters would draw others than"
+                    " one step of all; give a mem_limit instead of a device_limit"
+                )
             if {*map(id, both.state)} - {*map(id, small)} or counts:  # each group would count
                 raise OptionError(f"{name} keeps a state that belongs to no parameter; {_OTHER}")
             if _options(both) != options or not all(map(torch.equal, small, apart)):
@@ -252,14 +260,18 @@ def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     return torch.empty([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
 
 
+_GENERATORS: tuple[Any, ...] = torch.default_generator, random._inst, np.random.mtrand._rand
+
+
 class _Attributes:
-    """The attributes of an optimizer, beside its groups and states, and what they hold."""
+    """The attributes of an optimizer, beside its groups and states, what they hold, and the generators of all code."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._numbers = self._find()
         held: dict[int, tuple[Any, Any]] = {}
-        for value in self._own().values():
+        settings = (value for group in optimizer.param_groups for value in group.values() if is_generator(value))
+        for value in (*self._own().values(), *settings, *_GENERATORS):
             note(value, held)
         self.held = list(held.values())
 
@@ -269,6 +281,10 @@ class _Attributes:
     def _find(self) -> dict[str, Any]:
         return {name: value for name, value in self._own().items() if type(value) in (int, float)}
 
+    def drew(self) -> bool:
+        """Whether a random generator has been drawn from."""
+        return any(is_generator(one) and not is_as_before(one, content) for one, content in self.held)
+
     def changed(self) -> bool:
         """Whether an attribute is another number, or a container or tensor in them has changed."""
         return self._find() != self._numbers or not all(is_as_before(one, content) for one, content in self.held)
@@ -276,10 +292,12 @@ class _Attributes:
 
 @contextmanager
 def _unchanged(optimizer: Optimizer) -> Iterator[_Attributes]:
-    """Restore after the block what the optimizer's attributes hold, which its stand-ins share."""
+    """Restore after the block what the optimizer's attributes hold, which its stand-ins share, and the generators of
+    all code."""
     before = _Attributes(optimizer)
     try:
-        yield before
+        with bytes_by_default():
+            yield before
     finally:
         for held, content in before.held:
             put_back(held, content)
@@ -305,8 +323,9 @@ _HOST = torch.device("cpu")
 
 def _small(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device = _HOST) -> nn.Parameter:
     generator = torch.Generator().manual_seed(seed)
-    made = nn.Parameter(torch.randn(tuple(shape), generator=generator).to(device, dtype))
-    made.grad = torch.randn(tuple(shape), generator=generator).to(device, dtype)
+    drawn = [torch.empty(tuple(shape), dtype=torch.float32, device=_HOST).normal_(generator=generator) for _ in "pg"]
+    made = nn.Parameter(drawn[0].to(device, dtype))
+    made.grad = drawn[1].to(device, dtype)
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..capture.partition.weight_casts import CastRegion
 from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
 from ..runtime.overhead import NO_OVERHEAD, OverheadTimes
@@ -101,8 +102,7 @@ class Profile:
             them.
         twice_bytes: the part of `unmanaged_bytes` that is also charged to the stage's values; the plain model holds it
             once.
-        cast_bytes: what autocast within the model keeps to the end of its region.
-        saved_cast_bytes: the part of that which is also in the stage's ā.
+        casts: what autocast within the model keeps to the end of each of its regions.
         cast_again: (module, name) of the parameters of which autocast uses one cast more than once.
         formed_for: the limit for which forms were measured, as text; empty if all forms were.
         timed: whether times of stages, copies and the interpreter, and smaller forms, were measured; if not, the
@@ -137,8 +137,7 @@ class Profile:
     host_bound: tuple[bool, ...] = ()
     beside_loss_bytes: int = 0
     twice_bytes: tuple[int, ...] = ()
-    cast_bytes: int = 0
-    saved_cast_bytes: tuple[int, ...] = ()
+    casts: tuple[CastRegion, ...] = ()
     cast_again: frozenset[tuple[nn.Module, str]] = frozenset()
     formed_for: str = ""
     timed: bool = True
@@ -211,6 +210,11 @@ class Profile:
         rows = zip(self.chain.stages, self.behaviours, bound, strict=True)
         stages = tuple(self.overhead_times.added_to(s, len(b.saved)) if host else s for s, b, host in rows)
         return replace(self, chain=replace(self.chain, stages=stages), overhead_times=NO_OVERHEAD)
+
+    @property
+    def cast_bytes(self) -> int:
+        """The most that a region of autocast within the model keeps to its end."""
+        return max((one.nbytes for one in self.casts), default=0)
 
     @property
     def resident_input_bytes(self) -> int:

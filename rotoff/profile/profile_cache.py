@@ -7,6 +7,7 @@ type) is not cached.
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from torch import nn
 
 from ..capture.partition.segment import Segment
 from ..core.chain import Chain, Form, Stage
-from ..io.cache import Cache
+from ..io.cache import Cache, digest
 from ..runtime.overhead import OverheadTimes
 from ..tensors.convolutions import Algorithms
 from ..tensors.recipe import Argument, Constant, Recipe, Stored, Unread
@@ -53,6 +54,8 @@ def find_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[Stag
     if not isinstance(found, dict):
         return None
     try:
+        if found["digest"] != _but_times(found["profile"]):
+            return None
         profile = _read(found["profile"], _modules(stages))
         every = merged_as(stages, found["stages"])
         groups, prefix = every[found["prefix"] :], every[: found["prefix"]]
@@ -79,7 +82,13 @@ def keep_profile(cache: Cache, key: dict[str, Any] | None, stages: Sequence[Stag
     except (TypeError, KeyError):
         return
     names = [stage.name for stage in (*profile.prefix, *profile.stages)]
-    cache.keep(KIND, key, {"profile": written, "stages": names, "prefix": len(profile.prefix)})
+    kept = {"profile": written, "stages": names, "prefix": len(profile.prefix), "digest": _but_times(written)}
+    cache.keep(KIND, key, kept)
+
+
+def _but_times(written: Any) -> str:
+    """A digest of a written profile, but for its floats: times are compared with the machine's."""
+    return digest(json.loads(json.dumps(written), parse_float=lambda _: 0.0))
 
 
 def bytes_are_portable(stages: Sequence[StageModule]) -> bool:

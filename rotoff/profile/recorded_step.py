@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,7 +148,7 @@ class RecordedStep(Verified):
 
     # -- the backward
 
-    def _reached(self: Tape, stage: int) -> None:  # type: ignore[misc]
+    def _reached(self: Tape, stage: int) -> None:
         """The backward has come to what a segment has saved: bring it back."""
         assert isinstance(self, RecordedStep)
         now = time.perf_counter()

@@ -74,7 +74,7 @@ class ByteMeter:
             own_gradient_bytes=forward.own_gradient_bytes,
             aliasing=forward.aliasing._replace(spare=(max(0, -kept_above), max(0, -dropped_above))),
             levels=back.levels,
-            output_retention=back.staying,
+            staying=back.staying,
             other_layout_bytes=other_layout_bytes,
             held_bytes=self._held_bytes(run, dropping, unmanaged),
             holds_others=bool(dropping.held_inputs or dropping.held_outputs),
@@ -148,10 +148,13 @@ class ByteMeter:
         if run.last:  # a loss may give expanded gradients, which take no bytes until a kernel copies them
             alone = backward_bytes(self.allocator, run, expanded)
             expected = sum(forward.own_gradient_bytes)
-            levels = *back.levels, *(one.shifted(-expected) for one in alone.levels)
+            levels, staying = (
+                (*ours, *(one.shifted(-expected) for one in theirs))
+                for ours, theirs in zip(back[:2], alone[:2], strict=True)
+            )
             pairs = zip(back.places, alone.places, strict=True)
             places = tuple(a and a._replace(layout=max(a.layout, (b or a).layout)) for a, b in pairs)
-            return BackwardBytes(levels, max(back.staying, alone.staying - expected), places), 0
+            return BackwardBytes(levels, staying, places), 0
         if alike or not forward.layouts:
             return back, 0
         noncontiguous = [backward_bytes(self.allocator, run, layout) for layout in forward.layouts]

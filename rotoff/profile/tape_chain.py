@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..core.chain import Chain, Form, Stage
-from ..tape.contents import Content
 from ..runtime.layout import Layout
+from ..tape.contents import Content
 from .recorded_step import END, GRADIENT, LOSS, OWN, Event, RecordedStep, Segment
 
 STAGES = 40  # by default; the solver takes seconds for 100
@@ -22,6 +22,7 @@ COARSE = 12  # a model is cut into at least so many stages, however much they pa
 FAR = 3  # contents that cross more borders than this stay on the device
 SHARES = (0.75, 0.5, 0.25)  # of what autograd saves, kept by the smaller forms
 CALL = 3e-6  # seconds of Python and autograd for each operation
+
 
 class _Uses:
     """Where the contents of a recorded step are made and needed, by segment."""
@@ -161,7 +162,7 @@ def _backward(step: RecordedStep, uses: _Uses, stage_of: list[int], stay: Collec
             gradients += event.size
         elif event.size < 0 and event.ptr in live:
             gradients -= live.pop(event.ptr)
-        elif event.size < 0 and (k := owner.pop(event.ptr, None)) is not None:
+        elif event.size < 0 and (k := owner.pop(event.ptr, -1)) >= 0:
             left[k] -= mine[event.ptr, k]
         if segment < 0:
             found.grads[many] = max(found.grads[many], gradients)
@@ -213,9 +214,7 @@ def chain_of(step: RecordedStep, bandwidth: tuple[float, float], count: int = ST
             tuple((of_stage[c], (c.op - firsts[of_stage[c] - 1], c.out)) for c in handed[i]) for i in range(1, many + 1)
         ),
         tuple(layout_forms),
-        tuple(
-            tuple((c.op - firsts[i - 1], c.out) for c in far if of_stage[c] == i) for i in range(1, many + 1)
-        ),
+        tuple(tuple((c.op - firsts[i - 1], c.out) for c in far if of_stage[c] == i) for i in range(1, many + 1)),
     )
     constant = size(far) + _beside(step)
     chain = Chain(tuple(stages), *bandwidth, duplex=False, input_bytes=constant, input_grad_bytes=backward.grads[0])
@@ -286,10 +285,9 @@ class _Stage:
             if part == kept[-1] or not part:
                 continue
             again = self._redo_seconds(self.saved - part)
-            redone = transient + size(self.whole) - size(part | self.handed) + max(self.peaks[self.first : self.end])
-            forms.append(
-                Form(size(part | self.handed), backward_seconds + again, self._transient(part), redone)
-            )
+            gone = size(self.whole) - size(part | self.handed)
+            redone = max(transient + gone, self._again_peak(self.saved, part | self.handed) - grads_before)
+            forms.append(Form(size(part | self.handed), backward_seconds + again, self._transient(part), redone))
             kept.append(part)
         stage = Stage(
             name,
@@ -334,13 +332,15 @@ class _Stage:
             most = max(most, level - size(dies.get(number + 1, ())))
         return most
 
-    def _again_peak(self, wanted: set[Content]) -> int:
-        """Return the most bytes while `wanted` are made again, as `Tape.make` does it."""
-        wanted = wanted - self.entering
+    def _again_peak(self, wanted: set[Content], kept: Collection[Content] = ()) -> int:
+        """Return the most bytes of their own while `wanted` are made again from what enters and is kept, as `Tape.make`
+        does it."""
+        there = {*self.entering, *self.far, *kept}
+        wanted = wanted - there
         numbers, todo = set[int](), list(wanted)
         while todo:
             content = todo.pop()
-            if content.op >= self.first and content.op not in numbers and content not in self.far:
+            if content.op >= self.first and content.op not in numbers and content not in there:
                 numbers.add(content.op)
                 todo += self.step.operations[content.op].contents()
         last = {c: n for n in sorted(numbers) for c in self.step.operations[n].contents()}
@@ -348,13 +348,13 @@ class _Stage:
         for number in sorted(numbers):
             op = self.step.operations[number]
             changed = {r.content for r in op.references if r.into is not None}
-            mine = {c for c in changed if c.op >= self.first and c not in self.far}
+            mine = {c for c in changed if c.op >= self.first and c not in there}
             copied = {c for c in changed if c not in mine or c in wanted or last[c] > number}
             level += size(copied)
             most = max(most, level + self.peaks[number])
             level += size(op.made) - sum(c.nbytes for c in copied if c.next is None or c.next.op != number)
             ends = {*op.contents(), *op.made, *op.written()} - wanted - (changed - copied)
-            level -= size(c for c in ends if c.op >= self.first and c not in self.far and last.get(c, number) <= number)
+            level -= size(c for c in ends if c.op >= self.first and c not in there and last.get(c, number) <= number)
         return most
 
     def _kept(self, share: float) -> set[Content]:

@@ -7,15 +7,17 @@ figures in its meta, so that ``display()``, the timeline and the log show the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..core.chain import Chain
+from ..core.chain_fields import bytes_of, number
 from ..core.sequence import Op
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Trace, simulate
 from ..core.sizes import parse_bytes
+from ..errors import ChainError, LimitError
 
 EXPECTED = "expected"  # in a sequence's meta
 
@@ -28,6 +30,15 @@ class ShownStep(NamedTuple):
     measured: Trace | None
     mem_limit: int | None
     keep_all_time: float
+
+
+class _Expected(NamedTuple):
+    """What a plan's meta says of its step."""
+
+    mem_limit: int | None
+    peak_bytes: int
+    keep_all_time: float
+    memory: list[int]
 
 
 def with_expected(
@@ -54,20 +65,35 @@ def shown_step(
         InvalidSequenceError: if the machine refuses the sequence.
     """
     trace = simulate(chain, sequence)
-    said: Any = sequence.meta.get(EXPECTED) if isinstance(sequence, Plan) else None
-    if said is not None and said["machine"] != _figures(trace):
-        said = None
+    said = _read(sequence.meta.get(EXPECTED), trace) if isinstance(sequence, Plan) else None
     if mem_limit is None and isinstance(sequence, Plan):
-        mem_limit = sequence.mem_limit if said is None else said["mem_limit"]
+        mem_limit = sequence.mem_limit if said is None else said.mem_limit
     limit = None if mem_limit is None else parse_bytes(mem_limit)
     if said is None:
         return ShownStep(trace, measured, limit, chain.compute_time)
 
     def told(step: Trace) -> Trace:
-        events = tuple(replace(event, memory=held) for event, held in zip(step.events, said["memory"], strict=True))
-        return replace(step, events=events, peak_bytes=said["peak_bytes"])
+        events = tuple(replace(event, memory=held) for event, held in zip(step.events, said.memory, strict=True))
+        return replace(step, events=events, peak_bytes=said.peak_bytes)
 
-    return ShownStep(told(trace), measured and told(measured), limit, said["keep_all_time"])
+    return ShownStep(told(trace), measured and told(measured), limit, said.keep_all_time)
+
+
+def _read(said: Any, trace: Trace) -> _Expected | None:
+    """What a plan's meta says of its step; None if that is another one, or nothing that this module wrote."""
+    if not isinstance(said, Mapping) or said.get("machine") != _figures(trace):
+        return None
+    try:
+        limit, levels = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
+        found = _Expected(
+            None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED)),
+            bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED),
+            number(said["keep_all_time"], "keep_all_time", EXPECTED),
+            levels,
+        )
+    except (LookupError, TypeError, ChainError, LimitError):
+        return None
+    return found if len(levels) == len(trace.events) else None
 
 
 def _figures(trace: Trace) -> list[float]:

@@ -23,6 +23,7 @@ class Follower:
     seen: bool
     dead: bool
     saved: list[Any]
+    dropped: list[None]
     tape: Any
     outside: Any
     reads: Any

@@ -97,7 +97,7 @@ cdef class Follower:
     cdef public bint inside, on_course, as_measured, seen, dead, _unusual, _every
     cdef public Py_ssize_t _stage, _position, _next_entry, _within
     cdef public tuple _rows, _entries, _origin, _outside
-    cdef public list _log, saved
+    cdef public list _log, saved, dropped
     cdef public dict _numbered
     cdef public object _held, _dying, _token, _step, tape, outside, reads, frames, lender, autocast_before
     cdef public tuple kernels_before
@@ -132,7 +132,7 @@ cdef class Follower:
                 self._let_go_all()
             if stage is None and self._stage == OUTSIDE:
                 stage = 1  # an unexpected call belongs to the open stage
-            if stage is not None and stage != OUTSIDE and stage != self._stage:
+            if stage is not None and stage > self._stage:
                 self._step.enter(stage)
             return self._followed(function, known, args, kwargs, row)
         finally:
@@ -152,7 +152,9 @@ cdef class Follower:
 
     cdef object _followed(self, function, known, tuple args, dict kwargs, tuple row):
         """Run and record a call. What only few calls need is in other functions."""
-        cdef Py_ssize_t stage = self._stage if row[1] is None else row[1], n, saved = len(self.saved)
+        # not the measured stage: what needs no gradient may be measured in an earlier one than the open one
+        cdef Py_ssize_t stage = OUTSIDE if row[1] == OUTSIDE else self._stage
+        cdef Py_ssize_t n, saved = len(self.saved), dropped = len(self.dropped)
         cdef tuple numbers = row[2], origin = self._origin if stage else self._outside
         cdef bint dead = row[4], written = False, grad = _is_grad_enabled(), flat = not kwargs
         cdef list named = list(args), foreign = []  # those that the open stage has not made, but for parameters
@@ -160,6 +162,7 @@ cdef class Follower:
         cdef Var var
         tape = self.tape if stage else self.outside
         constants = len(tape.constants)
+        self.dead = dead
         for n, one in enumerate(args):
             kind = type(one)
             if kind is _Tensor and stage:
@@ -172,7 +175,7 @@ cdef class Follower:
                 flat = flat and (kind is _Parameter or kind is _Tensor)
         if kwargs:
             named_kwargs = {name: self._refer(foreign, stage, one) for name, one in kwargs.items()}
-        self.seen, self.dead = stage != OUTSIDE, dead
+        self.seen = stage != OUTSIDE
         try:
             if self._unusual or not known.ordinary or (kwargs and "out" in kwargs) or (
                 foreign and self.reads.changing and self.reads.are_changing(foreign)
@@ -181,7 +184,7 @@ cdef class Follower:
             else:
                 result = self._run(function, args, kwargs) if self._every else _plainly(function, args, kwargs)
         except BaseException:
-            del self.saved[saved:]  # the model may catch the error and go on
+            del self.saved[saved:], self.dropped[dropped:]  # the model may catch the error and go on
             self._forget_since(tape, constants)
             raise
         finally:

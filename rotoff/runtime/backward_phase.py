@@ -97,6 +97,7 @@ class BackwardPhase(Interpreter):
     def _begin_pass(self, task: int) -> None:
         """Autograd has begun backward `task`. If an earlier one has used the graph, all values are made again."""
         if self._placement is not None:
+            self._placement.check_process()
             self._placement.gradients.backward_begins()
         if self._task is not None:
             self._rest()  # an error of the caller's may have stopped the earlier one

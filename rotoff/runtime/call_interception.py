@@ -14,6 +14,7 @@ from torch import nn
 
 from ..capture.collectives import collectives_visible, several_processes
 from ..capture.interception import APPLIES, APPLY, ARRAYS_SEEN, SEEN_APPLY, Patches, without_checkpoints
+from ..capture.unrepeatable import derivatives_refused
 
 if TYPE_CHECKING:
     from .live import LiveForward
@@ -33,7 +34,7 @@ def following(live: LiveForward) -> Iterator[None]:
     _FOLLOWED.live = live
     try:
         collectives = collectives_visible() if several_processes() else nullcontext()
-        with _SEEN, ARRAYS_SEEN, collectives, without_checkpoints(), live:
+        with derivatives_refused(), _SEEN, ARRAYS_SEEN, collectives, without_checkpoints(), live:
             yield
     finally:
         _FOLLOWED.live = before

@@ -12,8 +12,8 @@ class Layout:
     """How a step on a tape finds the stages and values of the chain.
 
     begins: for each stage, the call of a module with which it begins. keys: of its operations. handed: the contents of
-    a_i, with the stages that made them. forms: for each form of ā_i, the whole one first, what autograd saves and the form keeps. stay: contents of the
-    stage that stay on the device until its backward.
+    a_i, with the stages that made them. forms: for each form of ā_i, the whole one first, what autograd saves and the
+    form keeps. stay: contents of the stage that stay on the device until its backward.
     """
 
     begins: tuple[tuple[str, int], ...]

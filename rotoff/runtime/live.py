@@ -71,6 +71,7 @@ class LiveForward(OnCourse):
         seen: whether a replay will save again what autograd saves now.
         dead: whether the course expects nobody to need the result of the present call.
         saved: for each tensor that autograd saved in the open stage, as of `StageRun`.
+        dropped: one item for each tensor that autograd saved for a dead call.
         inside: whether calls run without being recorded. applying: whether that is because a custom Function runs.
         reads: which tensors from before the stages the calls read and change.
         frames: the tensors that the calls make.
@@ -94,7 +95,7 @@ class LiveForward(OnCourse):
         self.entered: set[Var] = set()
         self.autocast_before: Autocast | None = None  # when the stage began; None if it was off
         self.kernels_before = kernel_flags()  # when the stage began
-        self.saved = []
+        self.saved, self.dropped = [], []
         self._every = self.timed
         self.kept_more = self.views_changed = False
         self.algorithms: Algorithms | None = None  # of convolutions
@@ -415,7 +416,7 @@ class LiveForward(OnCourse):
         """Prepare for the next call of the course, which may begin another stage."""
         self.inside = True
         self._let_go_all()
-        if (stage := self._rows[self._position][1]) not in (OUTSIDE, self._stage):
+        if (stage := self._rows[self._position][1]) > self._stage:
             self._step.enter(stage)
         self.inside = False
 
@@ -446,7 +447,7 @@ class LiveForward(OnCourse):
         if stage == OUTSIDE:
             return leaf if var.stays else var
         if var.stage == stage or var in self.entered:
-            if var.dead:
+            if var.dead and not self.dead:
                 self.tape.needs_dead = True
             return var
         if (alias := self._aliases.get(var)) is None:

@@ -54,6 +54,7 @@ class MemoryChecker:
         self._levels = levels
         self._mem_limit = mem_limit
         self._astray = False
+        self._exceeded = False  # whether that has been said
         self._machine = Machine(chain)
         self._sequence = sequence
         self._block = block
@@ -100,7 +101,8 @@ class MemoryChecker:
         self._astray = True
 
     def _compare_with_limit(self, op: Op) -> None:
-        if self._made is not None and (alive := self._made.alive()) > self._mem_limit:
+        if not self._exceeded and self._made is not None and (alive := self._made.alive()) > self._mem_limit:
+            self._exceeded = True
             logger.warning(
                 "rotoff: after %s, in a step that took another course than the planned one, the device holds %d bytes"
                 " (%s) that the step has made, and the limit is %d (%s)",
@@ -110,7 +112,6 @@ class MemoryChecker:
                 self._mem_limit,
                 format_bytes(self._mem_limit),
             )
-            self._mem_limit = alive  # warn again only if it grows
 
     def watching(self) -> AbstractContextManager[object]:
         """Within, the storages that operations make are counted; it may be nested."""

@@ -21,7 +21,7 @@ from ..capture.interception import DRAWERS, may_draw, other_generators, put_othe
 from ..capture.sharding import shards
 from ..capture.undo import FIXED, OF_EVERY_MODULE, note, note_scripted, put_back
 from ..errors import ExecutionError
-from ..tensors.autocast import autocast_as, autocast_now
+from ..tensors.autocast import autocast_as, autocast_now, in_region
 from ..tensors.kernel_flags import kernel_flags, kernels_as
 from ..tensors.rng import Generators
 from ..tensors.stage import TRAINING
@@ -154,7 +154,7 @@ class _Gone(torch.Tensor):
     attribute: str
 
     def __new__(cls, where: str) -> _Gone:
-        gone: _Gone = torch.Tensor._make_subclass(cls, torch.empty(0))
+        gone: _Gone = torch.Tensor._make_subclass(cls, torch.empty(0, device="cpu"))
         gone.attribute = where
         return gone
 
@@ -242,8 +242,12 @@ class ReplayState:
         return self._generators.mark(self._rng)
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def again(self, graph: bool = False) -> Iterator[None]:
         """Set the state from before the first run; at the end, restore the present one.
+
+        Args:
+            graph: whether the run makes a graph; if not, autocast keeps no casts in a region that is open now, where
+                they would stay to its end.
 
         Raises:
             ExecutionError: if a custom Function or operator draws from Python's or NumPy's generator, and did not when
@@ -264,7 +268,7 @@ class ReplayState:
             self._generators.put(self._rng)
             # the setter, because a context manager costs as much as all else here
             torch._C._set_grad_enabled(True)
-            with autocast_as(self.autocast, self._cached), kernels_as(self.kernels):
+            with autocast_as(self.autocast, self._cached and (graph or not in_region())), kernels_as(self.kernels):
                 yield
         finally:
             torch._C._set_grad_enabled(grad_enabled)

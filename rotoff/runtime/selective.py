@@ -166,4 +166,8 @@ def redo(
             run()
     except Redone:
         return
+    except RuntimeError as error:  # TorchScript raises it in place of what is raised within
+        if count == recipe.stop:
+            return
+        raise OtherOperations from error
     raise OtherOperations

@@ -110,7 +110,6 @@ class StageRun:
     own: Sequence[bool] = ()
     _open_hooks: saved_tensors_hooks | None = None
     _graph: Callable[[], object] = staticmethod(lambda: None)  # alive as long as autograd has a saved tensor
-    _dead = 0  # number of tensors saved by dead calls
     _as_measured = False  # whether autograd saved the same tensors as when the stage was measured
     _taken = False  # whether a tensor stays in place only because one in its position did when the stage was measured
 
@@ -173,7 +172,7 @@ class StageRun:
         self.recipe = recipe
         live.reads.places = places = {current_key(t): n for n, t in enumerate(given) if n not in staying}
         kept_keys, whole = {current_key(given[n]) for n in staying}, [View.of(t) for t in given]
-        live.saved = saved = self._saved
+        live.saved, live.dropped = saved, dropped = self._saved, list[None]()
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
         staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None
 
@@ -181,8 +180,8 @@ class StageRun:
             if not live.seen:  # no replay will run this code
                 return Resident(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
             if live.dead:
-                self._dead += 1
-                return Dead(self._dead - 1)
+                dropped.append(None)
+                return Dead(len(dropped) - 1)
             n = len(saved)
             try:
                 key = tensor.untyped_storage()._cdata
@@ -331,7 +330,9 @@ class StageRun:
         try:
             with self._replay.again(), saved_hooks(pack, _never):
                 made = self.tape.run(inputs)
-        except Redone:
+        except (Redone, RuntimeError):  # TorchScript raises the latter in place of what is raised within
+            if not 0 < count == enough:
+                raise
             return []
         if count != len(saved) or [(tensor.shape, tensor.dtype) for tensor in made] != self._made:
             raise self._changed()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class TapeStep:
         self._values: dict[Value, list[Content]] = {}  # the contents of each value on the device
         self._owners: Counter[Content] = Counter()  # in how many of them a content is
         self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
-        self._arriving: dict[Value, tuple[Ticket, dict[Content, torch.UntypedStorage]]] = {}
+        self._arriving: dict[Value, tuple[Ticket, list[Content], dict[Content, torch.UntypedStorage]]] = {}
         self._form: dict[int, int] = {}
         self.left_course = False  # whether the forward made other operations than planned
         self._queued = False
@@ -183,20 +184,25 @@ class TapeStep:
             return
         assert self._link is not None
         ticket, offset, contents, sizes = self._copies[op.value]
-        targets = [self._link.allocate(nbytes) for nbytes in sizes]
-        storages = {c: target.untyped_storage() for c, target in zip(contents, targets, strict=True)}
-        self._arriving[op.value] = self._link.copy_in(targets, offset, ticket), storages
+        ends = list(accumulate(sizes, initial=offset))
+        # another value may have brought a content that this one has, too
+        coming = [(c, nbytes, first) for c, nbytes, first in zip(contents, sizes, ends, strict=False) if c.held is None]
+        targets = [self._link.allocate(nbytes) for _, nbytes, _ in coming]
+        storages = {c: target.untyped_storage() for (c, _, _), target in zip(coming, targets, strict=True)}
+        arrival = self._link.copy_in(targets, [first for _, _, first in coming], ticket)
+        self._arriving[op.value] = arrival, contents, storages
 
     def _wait(self, tape: Tape, op: Op) -> None:
         if op.value not in self._arriving:
             return
         assert self._link is not None
-        ticket, storages = self._arriving.pop(op.value)
+        ticket, contents, storages = self._arriving.pop(op.value)
         self._link.wait(ticket)
+        storages |= {content: content.held for content in contents if content.held is not None}
         if op.value.saved:
             tape.fill(op.stage, storages)
         handed = set(self._handed(tape, op.stage))
-        self._hold(tape, op.value, [content for content in storages if content in handed], storages)
+        self._hold(tape, op.value, [content for content in contents if content in handed], storages)
 
     def _drop(self, tape: Tape, op: Op) -> None:
         self._release(tape, op.value)

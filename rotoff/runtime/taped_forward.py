@@ -219,7 +219,7 @@ class TapedForward:
     def again(self) -> Any:
         """Make the same calls again; returns what the model's own code returned."""
         wanted = list(dict.fromkeys([*(leaf for leaf in self._leaves if isinstance(leaf, Var)), *self._stashed]))
-        with self._replay.again():
+        with self._replay.again(graph=True):
             made = dict(zip(wanted, self._tape.run(self._given, wanted), strict=True))
         for state in self._after:
             state.put()

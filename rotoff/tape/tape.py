@@ -152,9 +152,9 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         stage: the open stage of the forward; `enter` begins another. key: tells its operations so far, and the sizes of
-        what they read, from others.
-        keep: what `pack` keeps of what the open stage makes and autograd saves: all, or those contents whose (operation,
-        result), counted from the stage's first operation, are in the set.
+            what they read, from others.
+        keep: what `pack` keeps of what the open stage makes and autograd saves: all, or the contents whose (operation,
+            result), counted from the stage's first operation, are in the set.
         operations: of the forward, so far. begins: the number of the first one of each stage.
         replayed: how many were run again. copied: bytes copied before a write.
     """

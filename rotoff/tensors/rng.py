@@ -20,7 +20,7 @@ _PROBE = threading.local()
 def _next_numbers(generator: torch.Generator) -> list[float]:
     """Return the next two numbers of `generator`, without advancing it or taking bytes that a step would count."""
     if not hasattr(_PROBE, "numbers"):
-        _PROBE.numbers = torch.empty(2, dtype=torch.float64)
+        _PROBE.numbers = torch.empty(2, dtype=torch.float64, device="cpu")
     return _PROBE.numbers.uniform_(generator=generator.clone_state()).tolist()
 
 

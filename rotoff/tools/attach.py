@@ -85,12 +85,13 @@ def wrapped_since(model: nn.Module) -> bool:
 
 def warn_if_unused(planned: Checkpointable) -> None:
     """Log, after training by a callback, if training never called the model that it planned."""
-    if not planned.plans():
-        logger.warning(
-            "rotoff: training has ended, and no step was planned or limited: it never called the forward of %s in"
-            " training mode. Give the callback the module that is called",
-            type(planned._model).__name__,
-        )
+    if planned.plans():
+        return
+    why = [*planned._specializations.plain, *(said.removeprefix("rotoff: ") for said in planned._warned)] or [
+        f"it never called the forward of {type(planned._model).__name__} in training mode. Give the callback the module"
+        " that is called"
+    ]
+    logger.warning("rotoff: training has ended, and no step was planned or limited: %s", why[0])
 
 
 def detach(model: nn.Module) -> None:

@@ -17,7 +17,9 @@ from ..capture.strategy import named
 from ..core.sizes import is_auto, parse_bytes
 from ..errors import OptionError
 from ..io.cache import Cache
-from ..planning.options import named_device
+from ..io.json_file import parse_nested
+from ..io.paths import named_directory
+from ..planning.options import check_flag, named_device
 from ..planning.request import check_limits, check_options
 from ..profile.selective.variants import read_forms
 from ..runtime.links.half import check_offload_dtype
@@ -74,17 +76,16 @@ class RotoffConfig:
         check_offload_dtype(_dtype(self.offload_dtype))
         if isinstance(self.offload_dtype, torch.dtype):
             raise OptionError(f"offload_dtype is {self.offload_dtype!r}; give its name, such as float16")
-        for name in ("interpolate", "check"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}; give true or false")
-        if self.process_group is not None and not isinstance(self.process_group, bool):
-            raise OptionError(f"process_group is {self.process_group!r}; give true or false")
+        for name in ("interpolate", "check", *(["process_group"] if self.process_group is not None else [])):
+            check_flag(name, getattr(self, name))
         if not isinstance(self.options, Mapping):
             raise OptionError(f"options is {self.options!r}; give names and values, such as refine: 2")
         asked = {name: getattr(self, name) for name in ("host_limit", "updates") if getattr(self, name) is not None}
         check_options(self.mode, self.mem_slots, self.policy, {**self.options, **asked})
         if self.device is not None:
             named_device(self.device)
+        if self.host_directory is not None:
+            named_directory(self.host_directory, "host_directory")
         Cache.of(self.cache_directory)
         read_backward_from(self.backward_from)
         read_forms(self.forms)
@@ -117,7 +118,7 @@ class RotoffConfig:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-            data = _json(text) if Path(path).suffix == ".json" else _yaml(text)
+            data = parse_nested(_json if Path(path).suffix == ".json" else _yaml, text)
             return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
         except ValueError as error:  # OptionError and LimitError, too
             raise OptionError(f"{path}: {error}") from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..core.sequence import MODES
 from ..errors import OptionError, nearest
@@ -96,6 +97,8 @@ def _known(
 ) -> PlannedModes:
     """The answer in `cache`, else a new one, which is kept there."""
     recognised = cache.directory is not None and isinstance(model, nn.Module)
+    if recognised and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
+        recognised = False  # and refused
     key = plan_key(model, sample, kwargs, target, asked) if recognised else None
     if (known := find_plan(cache, key)) is not None:
         return known

@@ -9,7 +9,6 @@ planned anew.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import platform
@@ -23,7 +22,7 @@ import torch
 from torch import nn
 
 from ..core.chain import Chain
-from ..io.cache import Cache
+from ..io.cache import Cache, digest
 from ..module_proxy import ModuleProxy
 from ..profile.estimate.devices import Device
 from ..profile.selective.graph import described_whole
@@ -70,7 +69,7 @@ def find_plan(cache: Cache, key: dict[str, Any] | None) -> PlannedModes | None:
     if kept is None:
         return None
     try:
-        if kept["digest"] != _digest(kept["found"]):
+        if kept["digest"] != digest(kept["found"]):
             raise ValueError("its digest is another one")
         if not all(_unchanged(name, *file) for name, file in kept["files"].items()):
             return None
@@ -86,7 +85,7 @@ def keep_plan(cache: Cache, key: dict[str, Any] | None, found: PlannedModes) -> 
     """Keep `found` for `key`."""
     if key is not None:
         written = _written(found)
-        cache.keep(KIND, key, {"found": written, "digest": _digest(written), "files": _files()})
+        cache.keep(KIND, key, {"found": written, "digest": digest(written), "files": _files()})
 
 
 def _written(found: PlannedModes) -> dict[str, Any]:
@@ -101,10 +100,6 @@ def _read(written: dict[str, Any]) -> PlannedModes:
     return PlannedModes(
         **{**written, "chain": Chain.from_dict(written["chain"]), "rows": tuple(rows), "placed": tuple(placed)}
     )
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _files() -> Files:

@@ -7,10 +7,8 @@ import copy
 import functools
 import gc
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -401,27 +399,3 @@ def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     usual(wrapped, [optimizer], 0, lambda: x)
     assert {t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}
     wrapped.close()
-
-
-@pytest.mark.parametrize("workload", ["7b", "vit-g", "qwen3-8b"])
-def test_rows_of_the_benchmark_beside_peers(workload: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # last, so that rotoff itself is not taken from the source tree
-    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
-    from benchmarks.placed_peers import run_row
-
-    gc.collect()
-    others = torch.cuda.memory_allocated()  # of earlier tests
-    cell = {"workload": workload, "device": "cuda", "steps": 1, "tiny": True, "limit": None}
-    rows = {method: run_row({**cell, "method": method}) for method in ("plain", "checkpoint", "save_on_cpu")}
-    assert all(row["status"] == "ok" for row in rows.values()), rows
-    limit = (rows["plain"]["peak"] - others) // 3
-    for updates in ("rotoff", "rotoff-during"):
-        row = rows[updates] = run_row({**cell, "method": f"{updates}@third", "limit": limit})
-        assert row["status"] == "ok", row
-        assert row["expected_peak"] <= row["limit"]
-        assert row["moved"] > 0
-    for row in rows.values():
-        assert row["losses"] == pytest.approx(rows["plain"]["losses"], rel=0.02)
-    none = run_row({**cell, "method": "rotoff@1 KB", "limit": "1 KB"})
-    assert none["status"] == "infeasible"
-    assert "needs at least" in none["note"]

@@ -6,6 +6,9 @@ import copy
 import json
 import logging
 import math
+import os
+import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from models import ALL, fresh, residual, same, train
 from torch import nn
 
 import rotoff
+from rotoff.errors import OptionError
 from rotoff.io import cache as cache_module
 from rotoff.io.cache import KEPT, Cache, code_of, default_directory
 from rotoff.profile.timing import timing_cache as known_times
@@ -37,7 +41,19 @@ def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
     assert [p.suffix for p in cache.directory.iterdir()] == [".json"]  # no temporary file is left
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": "rotoff.cached", "version": 99}', "\x00\x01"])
+DAMAGED = {
+    "empty": "",
+    "cut off": "{",
+    "list": "[]",
+    "of another version": '{"format": "rotoff.cached", "version": 99}',
+    "binary": "\x00\x01",
+    "nested": "[" * 100_000,
+    "nested and whole": "[" * 5000 + "]" * 5000,
+    "nested value": '{"format": "rotoff.cached", "version": 1, "key": 1, "value": ' + '{"a":' * 900 + "1" + "}" * 901,
+}
+
+
+@pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_file_is_ignored_and_said(tmp_path: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
     cache = Cache(tmp_path)
     cache.keep("plan", 1, 2)
@@ -47,6 +63,77 @@ def test_a_damaged_file_is_ignored_and_said(tmp_path: Path, content: str, caplog
     assert "ignored" in caplog.text
     cache.keep("plan", 1, 3)
     assert cache.find("plan", 1) == 3
+
+
+ENTRIES: dict[str, Callable[[Path, Path], object]] = {
+    "link": lambda path, other: path.symlink_to(other),
+    "link to nothing": lambda path, _: path.symlink_to(path.with_name("nothing")),
+    "link to a directory": lambda path, _: path.symlink_to(path.parent),
+    "link to itself": lambda path, _: path.symlink_to(path),
+    "endless link": lambda path, _: path.symlink_to("/dev/zero"),
+    "hard link": lambda path, other: os.link(other, path),
+    "pipe": lambda path, _: os.mkfifo(path),
+    "socket": lambda path, _: os.mknod(path, stat.S_IFSOCK | 0o600),
+    "readable by all": lambda path, _: (path.write_text("{"), path.chmod(0o666)),
+}
+
+
+@pytest.mark.parametrize("put", ENTRIES.values(), ids=ENTRIES)
+def test_what_is_no_entry_is_neither_read_nor_written_through(
+    put: Callable[[Path, Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache, other = Cache(tmp_path / "cache"), tmp_path / "other.json"
+    cache.keep("plan", 1, 2)
+    (path,) = cache.directory.iterdir()
+    path.rename(other)
+    other.write_text(content := other.read_text().replace('"value": 2', '"value": [2]') + " ")
+    put(path, other)
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        found = cache.find("plan", 1)
+    hard = put is ENTRIES["hard link"]  # a file as any other, as a backup may leave it
+    assert (found, "ignored" in caplog.text) == (([2], False) if hard else (None, True))
+    cache.keep("plan", 1, 3)
+    assert cache.find("plan", 1) == 3
+    assert other.read_text() == content
+    assert not path.is_symlink()
+    assert [one.name for one in cache.directory.iterdir()] == [path.name]
+    assert (path.stat().st_mode, cache.directory.stat().st_mode) == (stat.S_IFREG | 0o600, stat.S_IFDIR | 0o700)
+
+
+def test_a_directory_where_an_entry_should_be_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache = Cache(tmp_path)
+    cache.keep("plan", 1, 2)
+    (path,) = tmp_path.iterdir()
+    path.unlink()
+    path.mkdir()
+    with caplog.at_level(logging.WARNING, "rotoff"):
+        assert cache.find("plan", 1) is None
+        cache.keep("plan", 1, 3)
+    assert [one.levelname for one in caplog.records] == ["WARNING", "WARNING"]
+
+
+BAD_DIRECTORIES: list[Any] = [
+    "a\0b",
+    "~nobody-here",
+    "~nobody-here/cache",
+    "half a pair \ud800",
+    5,
+    b"cache",
+    ["cache"],
+]
+
+
+@pytest.mark.parametrize("given", BAD_DIRECTORIES, ids=repr)
+def test_what_names_no_directory(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (Cache.of, lambda one: rotoff.Checkpointable(nn.Linear(2, 2), cache_directory=one)):
+        with pytest.raises(OptionError, match="cache_directory is .*; give .*directory"):
+            make(given)
+    with pytest.raises(OptionError, match="host_directory is .*; give the path of a directory"):
+        rotoff.Checkpointable(nn.Linear(2, 2), host_directory=given)
+    if isinstance(given, str) and given.isascii() and "\0" not in given:
+        monkeypatch.setenv("ROTOFF_CACHE", given)
+        with pytest.raises(OptionError, match="ROTOFF_CACHE is .*; give the path of a directory"):
+            default_directory()
 
 
 def test_a_file_of_another_key_is_not_taken(tmp_path: Path) -> None:
@@ -204,6 +291,34 @@ def test_a_profile_that_was_kept_otherwise_is_not_misread(tmp_path: Path) -> Non
         path.write_text(whole.replace(there, instead))
         assert [one.saved_bytes for one in planned(tmp_path).chain.stages] == [one.saved_bytes for one in chain.stages]
         assert instead not in path.read_text()  # measured, and kept again
+
+
+@pytest.mark.parametrize("wrong", [None, -1, 10**400, "x", [], [[]], {"dtype": "float16"}, {"module": 99}], ids=repr)
+def test_a_profile_with_another_value_is_not_taken(tmp_path: Path, wrong: Any) -> None:
+    """Each place of it in turn, a few for each wrong value."""
+    first = planned(tmp_path)
+    (path,) = tmp_path.glob("profile-*")
+    entry = json.loads(path.read_text())
+    places = list(places_in(entry["value"]["profile"]))
+    for place in places[len(repr(wrong)) :: len(places) // 3]:
+        damaged = json.loads(json.dumps(entry))
+        at = damaged["value"]["profile"]
+        for key in place[:-1]:
+            at = at[key]
+        if at[place[-1]] == wrong:
+            continue
+        at[place[-1]] = wrong
+        path.write_text(json.dumps(damaged))
+        again = planned(tmp_path)
+        assert [one.saved_bytes for one in again.chain.stages] == [one.saved_bytes for one in first.chain.stages]
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to each value within JSON."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in pairs:
+        yield (key,)
+        yield from ((key, *rest) for rest in places_in(one))
 
 
 @pytest.mark.slow

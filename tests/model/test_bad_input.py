@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import re
+import sys
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,7 @@ from rotoff import (
     SequenceFormatError,
     Stage,
 )
+from rotoff.cli.command import read_chain
 from rotoff.solver import keep_all
 from rotoff.solver.joint import solve_slots
 
@@ -299,6 +303,36 @@ def test_what_is_no_sequence_of_things_is_refused() -> None:
         rotoff.simulate(CHAIN, None)  # type: ignore[arg-type]
     with pytest.raises(SequenceFormatError, match="the operations are 5"):
         rotoff.Sequence(5)  # type: ignore[arg-type]
+
+
+NESTED = {
+    "lists": "[" * 100_000,
+    "lists, whole": "[" * 900 + "]" * 900,
+    "objects": '{"a":' * 2000,
+    "meta": '{"format": "%s", "version": 1, "meta": {"a": ' + "[" * 600 + "]" * 600 + "}}",
+    "ops": '{"format": "%s", "version": 1, "stages": 1, "ops": ' + "[" * 101 + "]" * 101 + "}",
+}
+
+
+@pytest.mark.parametrize("text", NESTED.values(), ids=NESTED)
+def test_nested_files_say_so(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, error in ((Chain, ChainError), (rotoff.Sequence, SequenceFormatError)):
+        path = tmp_path / "nested.json"
+        path.write_text(text.replace("%s", f"rotoff.{kind.__name__.lower()}"))
+        with pytest.raises(error, match=r"nested\.json is not JSON: it is nested more than 100 deep") as caught:
+            kind.load(path)
+        assert one_sentence(caught.value)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    with pytest.raises(ChainError, match="standard input is not JSON: it is nested more than 100 deep"):
+        read_chain("-")
+
+
+def test_what_is_nested_a_little_is_kept(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(90):
+        deep = [deep]
+    replace(CHAIN, meta={"deep": deep}).save(tmp_path / "chain.json")
+    assert Chain.load(tmp_path / "chain.json").meta == {"deep": deep}
 
 
 @pytest.mark.parametrize("limit", [np.array([178]), np.array([178.5]), -(10**5000)], ids=["1", "2", "3"])

@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
 from collections import UserDict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch import nn  # noqa: E402
+from torch import func, nn  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
+from torch.nn.modules import module as calls  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from torch.utils.module_tracker import ModuleTracker  # noqa: E402
 
 from rotoff import (  # noqa: E402
     Checkpointable,
+    ExecutionError,
     InfeasibleError,
     LimitError,
     MeasureError,
     OptionError,
     RotoffError,
     estimate,
+    largest,
     plan,
+    stages,
 )
+from rotoff.tools.attach import attach_for_trainer, warn_if_unused  # noqa: E402
 
 MODES = ("joint", "remat", "offload")
 
@@ -219,6 +231,283 @@ def test_an_input_that_cannot_be_looked_into(batch: Any) -> None:
 def test_what_are_no_stages(wanted: Any) -> None:
     with pytest.raises(OptionError, match="give a number of stages, or a list|is no module of the model"):
         Checkpointable(Reads(), stages=wanted)
+
+
+@pytest.mark.parametrize("wanted", [b"loss", bytearray(b"loss"), iter(["loss"]), 1.0, True, [], [None], {"loss": 1}])
+def test_what_names_no_outputs(wanted: Any) -> None:
+    with pytest.raises(OptionError, match="backward_from is .*; give the key of an output"):
+        Checkpointable(Reads(), backward_from=wanted)
+
+
+@pytest.mark.parametrize("device", [True, -1, 2**70, 1.5, b"cpu", ["cpu"], "", "cpu\0", object()], ids=str)
+def test_what_names_no_device(device: Any) -> None:
+    with pytest.raises(OptionError, match="device is .*; give one such as"):
+        Checkpointable(small_model(), device=device)
+
+
+@pytest.mark.parametrize("option", ["interpolate", "check"])
+@pytest.mark.parametrize("given", [None, 1, "yes", []])
+def test_what_is_neither_true_nor_false(option: str, given: Any) -> None:
+    with pytest.raises(OptionError, match=f"{option} is .*; give true or false"):
+        Checkpointable(small_model(), **{option: given})
+
+
+# -- what is on around the whole process
+
+
+def hooked(register: Any) -> Any:
+    """A context in which a hook for all modules is registered."""
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        handle = register(of_all_modules)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return around
+
+
+def of_all_modules(*_: Any) -> None:
+    """Does nothing."""
+
+
+AROUND = {
+    "FlopCounterMode": lambda: FlopCounterMode(display=False),
+    "ModuleTracker": ModuleTracker,
+    "of_all_modules": hooked(calls.register_module_forward_hook),
+    "of_all_modules ": hooked(calls.register_module_forward_pre_hook),
+    "of_all_modules  ": hooked(calls.register_module_full_backward_hook),
+    "of_all_modules   ": hooked(calls.register_module_full_backward_pre_hook),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_hooks_for_all_modules_are_refused_by_name(name: str) -> None:
+    model, x = Checkpointable(small_model()), torch.randn(64, 32)
+    sentence = rf"a hook for all modules is registered \(.*{name.strip()}.*run steps outside of what registers it"
+    with AROUND[name](), pytest.raises(MeasureError, match=sentence):
+        model.measure(x)
+    model.measure(x).compute_sequence(tight(model, "remat"), mode="remat")
+    with AROUND[name](), pytest.raises(MeasureError, match=sentence):
+        model(x)
+    model(x).sum().backward()  # outside
+
+
+@pytest.mark.parametrize("around", [torch.profiler.profile, torch.autograd.profiler.profile])
+def test_a_profiler_around_first_steps_is_said_once_and_truly_at_the_end(
+    around: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = small_model()
+    model, _ = attach_for_trainer(net, {"mem_limit": "1 MiB"})
+    for n in (64, 32, 16):
+        with around():
+            net(torch.randn(n, 32)).sum().backward()
+    warn_if_unused(model)
+    first, last = [record.getMessage() for record in caplog.records]
+    assert "without a limit, since it cannot be measured while a profiler is active" in first
+    assert "no step was planned or limited: it cannot be measured while a profiler is active" in last
+    assert "never called" not in last
+
+
+@contextlib.contextmanager
+def set_by(setter: Callable[[Any], None], value: Any, before: Any) -> Iterator[None]:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+DEFAULTS: dict[str, Callable[[], Any]] = {
+    "within meta": lambda: torch.device("meta"),
+    "meta": lambda: set_by(torch.set_default_device, "meta", None),
+    "float64": lambda: set_by(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: set_by(torch.set_default_dtype, torch.bfloat16, torch.float32),
+}
+
+
+def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch.Tensor]:
+    """The parameters after two steps from one seed, of the plain model and of the planned one; one after the other."""
+    found = []
+    for net in (copy.deepcopy(model), model):
+        optimizer, run = (placed or torch.optim.SGD)(net.parameters(), lr=0.1), net
+        if net is model:
+            run = Checkpointable(net, cache_directory=None)
+            if placed is None:
+                run.measure(x, repeats=1).compute_sequence(tight(run, "joint"), refine=False)
+            else:
+                run.compute_sequence(device_limit="64 KiB", optimizer=optimizer, refine=False)
+        for k in range(2):
+            torch.manual_seed(k)
+            run(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.detach().clone() for p in net.parameters()])
+    assert all(map(torch.equal, *found))
+    return found[1]
+
+
+def in_a_plan(*args: Any, **kwargs: Any) -> Any:
+    found = plan(*args, device="RTX 4090", cache_directory=None, **kwargs)
+    return [row.min_mem_limit for row in found.rows], found.resident_bytes, found.keep_all_bytes
+
+
+ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "plan": in_a_plan,
+    "plan, sgd": lambda model, x: in_a_plan(model, x, optimizer="sgd"),
+    "plan, pipeline": lambda model, x: [
+        row.keep_all_bytes for row in plan(model, x, pipeline=2, microbatches=4, cache_directory=None).rows
+    ],
+    "estimate": lambda model, x: estimate(model, x, device="RTX 4090").stages,
+    "estimate, CPU": lambda model, x: estimate(model, x, device="CPU").stages,
+    "largest": lambda model, x: (
+        largest(
+            lambda n: (model, torch.empty(n, 32, device="meta", dtype=torch.float32)),
+            mem_limit="1 MiB",
+            step=64,
+            most=4096,
+        ).size
+    ),
+    "stages": lambda model, x: [row["saved_bytes"] for row in stages(model, x, repeats=1).to_dict()["stages"]],
+    "measure": lambda model, x: [one.saved_bytes for one in Checkpointable(model).measure(x).chain.stages],
+    "train": trained,
+    "train, placed": lambda model, x: trained(model, x, torch.optim.SGD),
+    "train, placed, with states": lambda model, x: trained(model, x, partial(torch.optim.SGD, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_default_device_or_dtype_changes_nothing(name: str, default: str) -> None:
+    found = []
+    for around in (contextlib.nullcontext, DEFAULTS[default]):
+        torch.manual_seed(0)
+        model, x = small_model(), torch.randn(64, 32)
+        with around():
+            found.append(ENTRIES[name](model, x))
+    if name.startswith("train"):
+        assert all(map(torch.equal, *found))
+    else:
+        assert found[0] == found[1]
+
+
+# -- lazy modules, and derivatives within the forward
+
+LAZY: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(32), nn.Dropout(0.1), nn.Linear(32, 8)),
+    "norm": lambda: nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.GELU(), nn.Linear(32, 32), nn.GELU()),
+    "convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4, 4)), nn.LazyConv2d(8, 3), nn.ReLU(), nn.LazyConv2d(4, 1)
+    ),
+    "last": lambda: nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.2), nn.LazyLinear(8)),
+    "deep": lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.LazyLinear(32), nn.Tanh())), nn.LazyLinear(64)),
+}
+
+
+@pytest.mark.parametrize("placed", [False, True])
+@pytest.mark.parametrize("name", LAZY)
+def test_a_lazy_model_trains_as_the_plain_one(
+    name: str, placed: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    x, pair = torch.randn(64, 32), (LAZY[name](), LAZY[name]())
+    for one in pair:
+        torch.manual_seed(0)
+        for part in one.modules():
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+    model, run = pair[1], Checkpointable(pair[1], cache_directory=None)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in pair]
+    asked = {"device_limit": "1 MiB", "optimizer": optimizers[1]} if placed else {"mem_limit": "1 MiB"}
+    with pytest.raises(MeasureError, match="a lazy module.*run the plain model once"):
+        run.measure(x)
+    run.compute_sequence(**asked, refine=False)
+    for k in range(3):
+        for one, optimizer in zip((pair[0], run), optimizers, strict=True):
+            torch.manual_seed(k)
+            one(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(map(torch.equal, pair[0].parameters(), model.parameters()))
+    assert len([record for record in caplog.records if "a lazy module" in record.getMessage()]) == 1
+    assert len(run.plans()) == 1
+    for ask in (estimate, partial(plan, cache_directory=tmp_path)):
+        with pytest.raises(MeasureError, match="a lazy module"):
+            ask(LAZY[name](), x)
+
+
+class Within(nn.Module):
+    """Calls a transform of torch.func in its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear, self.rest = kind, nn.Linear(32, 32), small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def told(z: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.linear(z)).sum()
+
+        x = self.rest[:2](x)
+        if self.kind == "grad":
+            x = x + func.grad(told)(x)
+        elif self.kind == "grad of parameters":
+            by = func.grad(lambda p: func.functional_call(self.linear, p, (x,)).square().sum())
+            x = x @ by(dict(self.linear.named_parameters()))["weight"]
+        elif self.kind == "grad_and_value":
+            x = x * func.grad_and_value(told)(x)[1]
+        elif self.kind == "vjp":
+            x = x + func.vjp(told, x)[1](torch.ones(()))[0]
+        elif self.kind == "jacrev":
+            x = x + func.jacrev(told)(x)
+        elif self.kind == "hessian":
+            x = x + func.vmap(func.hessian(told))(x).mean(-1)
+        elif self.kind == "jvp":
+            x = x + func.jvp(lambda z: torch.tanh(self.linear(z)), (x,), (torch.ones_like(x),))[1]
+        elif self.kind == "linearize":
+            x = x + func.linearize(lambda z: torch.tanh(self.linear(z)), x)[1](torch.ones_like(x))
+        elif self.kind == "forward_ad":
+            with forward_ad.dual_level():
+                x = x + forward_ad.unpack_dual(self.linear(forward_ad.make_dual(x, x)))[1]
+        elif self.kind == "grad by sample":
+            x = x + func.vmap(func.grad(told))(x)
+        return self.rest[2:](x)
+
+
+DERIVATIVES = ("grad", "grad of parameters", "grad_and_value", "vjp", "jacrev", "hessian", "grad by sample")
+DERIVATIVES += ("jvp", "linearize", "forward_ad")
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("kind", DERIVATIVES)
+def test_derivatives_within_the_forward_are_refused_in_a_sentence(kind: str, deep: bool) -> None:
+    model, x = Within(kind), torch.randn(16, 32)
+    run = Checkpointable(nn.Sequential(nn.Linear(32, 32), model) if deep else model)
+    sentence = r"differentiates within its forward \(torch\.func.*in the training loop|under a transform of torch.func"
+    sentence += "|torch.func has wrapped .jvp.*in the training loop"
+    with pytest.raises(MeasureError, match=sentence):
+        run.measure(x)
+    run.compute_sequence("1 MiB")
+    with pytest.raises(MeasureError, match=sentence):
+        run(x)
+    with pytest.raises(MeasureError, match=None if kind == "linearize" else sentence):  # whose code fake tensors stop
+        estimate(model, x)
+    model.kind = "none"  # the cure
+    run(x).sum().backward()
+    run.measure(x).compute_sequence(tight(run, "remat"), mode="remat")
+    model.kind = kind
+    run.zero_grad()
+    try:
+        run(x).sum().backward()
+    except (MeasureError, ExecutionError) as error:
+        assert re.search(sentence, str(error))
+    else:  # the stage is called as a whole
+        found = [p.grad for p in run.parameters() if p.grad is not None]
+        run.zero_grad()
+        run._model(x).sum().backward()
+        expected = [p.grad for p in run.parameters() if p.grad is not None]
+        assert len(found) == len(expected)
+        assert all(map(torch.equal, found, expected))
 
 
 # -- what is unusual and right

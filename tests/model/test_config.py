@@ -126,6 +126,19 @@ def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
         ("offload_dtype: int8", r"offload_dtype is torch\.int8; give torch\.float16"),
         ("{device_limit: 1 GiB, policy: vdnn}", "policy is 'vdnn'; with a device_limit give a mode alone"),
         ("{mem_limit: 1 GiB, updates: during}", "updates is 'during' and needs a device_limit"),
+        ("check: 1", "check is 1; give true or false"),
+        ("device: true", "device is True; give one such as"),
+        ("device: -1", "device is -1; give one such as"),
+        ("device: 1180591620717411303424", "device is 1180591620717411303424; give one such as"),
+        ("host_directory: 5", "host_directory is 5; give the path of a directory"),
+        ("host_directory: [/tmp]", r"host_directory is \['/tmp'\]; give the path of a directory"),
+        ("host_directory: ~nobody-here", "host_directory is '~nobody-here'.*; give the path of a directory"),
+        ('host_directory: "a\\0b"', r"host_directory is 'a\\x00b'; give the path of a directory"),
+        ("cache_directory: ~nobody-here/a", "cache_directory is '~nobody-here/a'.*; give the path of a directory"),
+        ("backward_from: !!binary bG9zcw==", "backward_from is b'loss'; give the key"),
+        ("[" * 5000, "nested more than 100 deep"),
+        ("{a: " * 150 + "1" + "}" * 150, "nested more than 100 deep"),
+        ("&a [*a]", "nested more than 100 deep"),
         ("options: {modee: remat}", "modee is not an option; .*; did you mean mode"),
     ],
 )
@@ -143,6 +156,13 @@ def test_a_name_that_a_json_file_gives_twice_is_refused(tmp_path: Path) -> None:
         (tmp_path / "c.json").write_text(text)
         with pytest.raises(OptionError, match="c.json: mode is given twice; give it once"):
             RotoffConfig.load(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"rotoff": ' * 200 + "1" + "}" * 200], ids=["lists", "objects"])
+def test_a_nested_json_file_says_so(text: str, tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(OptionError, match="c.json: it is nested more than 100 deep"):
+        RotoffConfig.load(tmp_path / "c.json")
 
 
 def test_a_file_of_a_trainer_with_merged_settings(tmp_path: Path) -> None:

@@ -172,6 +172,24 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit_unmeasured(
     wrapped.close()
 
 
+@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("sequential", (32, 0, 1, 3, 0, 5)),
+        ("recorded", (24, 0, 5, 0, 1)),
+        ("attention", (16, 0, 1, 8)),
+        ("tokens", (16, 0, 0, 2)),
+    ],
+)
+def test_an_empty_input_is_trained_and_tells_nothing_of_others(kind: str, sizes: tuple[int, ...], mode: str) -> None:
+    model, plain = planned(kind, 0.0, max(sizes), mode=mode)
+    for size in sizes:
+        batch = KINDS[kind][1](size)
+        assert all(map(torch.equal, step(model, batch), step(plain, batch))), size
+    model.close()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.grid(every=6)
 def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> None:

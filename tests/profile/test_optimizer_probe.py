@@ -1,14 +1,17 @@
 """What an optimizer's update takes, found on small parameters."""
 
+import random
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from rotoff.capture.interception import other_generators
 from rotoff.errors import OptionError
 from rotoff.profile.memory.allocator import DeviceAllocator
 from rotoff.profile.optimizer_probe import OptimizerProbe, _small
@@ -143,3 +146,52 @@ def test_an_optimizer_that_counts_its_own_steps_is_refused(where: str, monkeypat
         probe.state_bytes(parameter)
     assert (optimizer.steps, optimizer.log, dict(optimizer.state)) == (0, [], {})
     assert (optimizer.count.item(), optimizer.nested, len(optimizer.recent)) == (0, {"of": {}}, 0)
+
+
+class Draws(Own):
+    """Rounds stochastically, say; `draw` returns a number, given the parameter's settings."""
+
+    def __init__(self, parameters: Any, draw: Callable[[Any], float], **settings: Any) -> None:
+        super().__init__(parameters, lambda p: {})
+        self.draw = draw
+        self.param_groups[0].update(settings)
+        vars(self).update(settings)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=self.draw(self.param_groups[0]))
+
+
+DRAWS: dict[str, Callable[[], tuple[Callable[[Any], float], dict[str, Any]]]] = {
+    "torch": lambda: (lambda _: torch.rand(()).item(), {}),
+    "torch, in bits": lambda: (lambda _: torch.randint(2, ()).item(), {}),
+    "python": lambda: (lambda _: random.random(), {}),
+    "numpy": lambda: (lambda _: float(np.random.rand()), {}),
+    "a generator": lambda: (
+        lambda group: torch.rand((), generator=group["generator"]).item(),
+        {"generator": torch.Generator().manual_seed(3)},
+    ),
+    "a generator of numpy": lambda: (lambda group: group["of"].random(), {"of": np.random.default_rng(3)}),
+    "a generator of python": lambda: (lambda group: group["of"].random(), {"of": random.Random(3)}),
+    "draws that change nothing": lambda: (lambda _: 0.01 + 0 * torch.rand(()).item(), {}),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_an_optimizer_that_draws_is_refused_for_that(name: str) -> None:
+    draw, settings = DRAWS[name]()
+    parameter = nn.Parameter(torch.randn(4, 4))
+    probe = OptimizerProbe([Draws([parameter], draw, **settings)], torch.device("cpu"), None)
+    before = torch.get_rng_state(), other_generators()
+    with pytest.raises(OptionError, match="Draws draws random numbers in its step.*give a mem_limit instead"):
+        probe.state_bytes(parameter)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert other_generators() == before[1]
+
+
+def test_an_optimizer_that_holds_a_generator_and_does_not_draw_is_not_refused() -> None:
+    parameter = nn.Parameter(torch.randn(4, 4))
+    optimizer = Draws([parameter], lambda _: 0.01, generator=torch.Generator(), of=random.Random(1))
+    assert OptimizerProbe([optimizer], torch.device("cpu"), None).state_bytes(parameter) == 0

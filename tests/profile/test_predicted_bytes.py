@@ -387,7 +387,38 @@ class Beside(Means):
         return super().forward(first + y)
 
 
-@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen, Beside])
+class Apart(Means):
+    """Calls that read each other reach no output."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            if n == 1:
+                key = up(x)[:, :32]
+                unused = key * x + down(nn.functional.gelu(up(key * x)))  # noqa: F841  (it holds its graph)
+                x = x + torch.tanh(x * key) * key
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.square().mean()
+
+
+class Siamese(Means):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        every = [x, x.flip(0)]
+        for up, down in zip(self.up, self.down, strict=True):
+            every = [down(nn.functional.gelu(up(x))) for x in every]
+        return (every[0] * every[1]).sum()
+
+
+class Alternating(Means):
+    """Has several regions of autocast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=n % 2 == 1):
+                x = x + down(nn.functional.gelu(up(x)))
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize("make", [ForNothing, Frames, Means, Leaf, Frozen, Beside, Apart, Siamese, Alternating])
 @pytest.mark.grid
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,23 +50,6 @@ def test_expandable_segments_keep_the_limit_too(environment: dict[str, str]) -> 
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
 
 
-def test_the_probe_of_gpu_check_finds_what_it_asks_for(environment: dict[str, str], tmp_path: Path) -> None:
-    out = tmp_path / "probe.json"
-    run = "import runpy, sys, standin; sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
-    command = [sys.executable, "-c", run, str(TESTS.parent / "scripts" / "gpu_probe.py"), str(out), "--small"]
-    told = environment | {"ROTOFF_HOST_MEMORY": "100 MiB"}
-    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    pinning = ["pinning 1 GiB", "pinning 8 GiB", "pinning 32 GiB"]
-    assert list(found) == ["memory before", "checked step", "blocks", "bandwidth", *pinning, "memory after"]
-    assert found["checked step"]["peak"] <= found["checked step"]["limit"]
-    assert found["pinning 32 GiB"]["registered"] == 1  # of MiB here
-    size = str((19 << 20) + 4096)
-    assert found["blocks"]["empty cache"][size] == 20 << 20  # what is left of a segment is not split off
-    assert found["blocks"]["after 500 MiB"][size] == int(size)
-
-
 def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     run = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
@@ -86,37 +68,6 @@ def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: 
     assert all(row["given"] <= row["limit"] + row["slack"] for row in found["peak bytes"]["rows"])
     assert [row["waits"] for row in found["host waits"]["rows"]] == [0, 0, 0]
     assert found["overlap"]["moved"] > 0
-
-
-def test_the_benchmark_beside_peers_goes_on_where_its_time_was_up(environment: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import standin\n")  # for the processes of the rows, too
-    benchmark = TESTS.parent / "benchmarks" / "placed_peers.py"
-    out, command = tmp_path / "placed.json", [sys.executable, str(benchmark), "--tiny", "--steps", "1"]
-    told = environment | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"}
-
-    def run(*more: str) -> tuple[int, str, dict[str, Any]]:
-        asked = [*command, "--out", str(out), "--workloads", "7b", *more]
-        done = subprocess.run(asked, env=told, capture_output=True, text=True, timeout=600, cwd=tmp_path)
-        return done.returncode, done.stdout, json.loads(out.read_text())["rows"] if out.exists() else {}
-
-    code, text, rows = run("--minutes", "0.001")
-    assert (code, rows) == (3, {})
-    assert "run this again" in text
-    code, text, rows = run()
-    assert code == 0, text
-    peers = ["checkpoint", "torchao", "torchao-gradients", "fsdp2", "save_on_cpu", "plain"]
-    assert [name for name in rows if "rotoff" not in name] == [f"7b/{peer}" for peer in peers]
-    for peer in ("checkpoint", "save_on_cpu", "plain"):
-        theirs, ours = rows[f"7b/{peer}"], rows[f"7b/rotoff@{peer}"]
-        assert (theirs["status"], ours["status"]) == ("ok", "ok"), (theirs, ours)
-        assert ours["limit"] == theirs["peak"] >= ours["expected_peak"]
-        assert ours["losses"] == pytest.approx(theirs["losses"], rel=0.02)
-    assert "NCCL" in rows["7b/fsdp2"]["note"]
-    statuses = {name: row["status"] for name, row in rows.items()}
-    assert statuses["7b/fsdp2"] == "not here"
-    assert statuses["7b/torchao"] in ("not here", "ok")
-    assert statuses["7b/rotoff@1 KB"] == statuses["7b/rotoff-during@1 KB"] == "infeasible"
-    assert run()[2] == rows  # nothing is run twice
 
 
 SECOND = """

@@ -65,27 +65,6 @@ def test_peers_train_the_same_model(data: dict[str, Any]) -> None:
     assert data["cells"]["gpt/save_on_cpu"]["result"]["status"] == "not here"
 
 
-def test_wide_cells_run_again_and_the_closer_run_stays(data: dict[str, Any], tmp_path: Path) -> None:
-    out, cells = tmp_path / "grid.json", json.loads(json.dumps(data["cells"]))
-    closest, wide = "gpt/checkpoint", "gpt/selective"
-    for name, apart in ((closest, 1e-6), (wide, 9e6)):  # more than a busy machine ever makes
-        ratio = cells[name]["result"]["ratio"]
-        cells[name]["result"].update(low=ratio - apart / 2, high=ratio + apart / 2)
-    out.write_text(json.dumps(data | {"cells": cells}))
-    done = grid(out, "--limits", "70", "--wider", "8e6")
-    assert done.returncode == 0, done.stderr
-    after = json.loads(out.read_text())
-    found = after["cells"]
-    assert {name for name in cells if found[name] != cells[name]} == {wide}
-    assert after["twice"] == [wide]
-    assert found[wide]["result"]["high"] - found[wide]["result"]["low"] < 8e6
-    again = grid(out, "--limits", "70", "--wider", "0")
-    assert closest in again.stdout  # it ran, and what there was is the closer one
-    last = json.loads(out.read_text())
-    assert last["cells"][closest] == found[closest]
-    assert {closest, wide} <= set(last["twice"])  # the page tells of both
-
-
 def test_what_is_expected_of_compiled_stages_is_over_the_plain_models_time(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.path.insert(0, str(ROOT))
     try:
@@ -114,41 +93,6 @@ def test_what_is_expected_of_compiled_stages_is_over_the_plain_models_time(monke
     assert result.ratio is not None
     assert result.predicted_ratio > 1.5
     assert result.ratio > 1.5  # and so it is: all is kept, and every block waits
-
-
-def test_the_page_says_what_the_figures_say(data: dict[str, Any]) -> None:
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.grid import report
-    finally:
-        sys.path.remove(str(ROOT))
-    cells = data["cells"]
-    for record, ratio in ((cells["gpt/joint@checkpoint"], 1.5), (cells["gpt/checkpoint"], 1.2)):
-        record["result"].update(ratio=ratio, low=ratio - 0.01, high=ratio + 0.01)
-    page = report.page([data], {})
-    assert "behind in" in page
-    assert "Behind: gpt, rotoff joint in `checkpoint`'s bytes, 1.500 to `checkpoint`'s 1.200." in page
-    assert "| 1.500 (1.490 to 1.510) |" in page
-    cells["gpt/joint@checkpoint"]["result"].update(ratio=1.0, low=0.99, high=1.01)
-    assert "Behind: gpt, rotoff joint in `checkpoint`'s bytes" not in report.page([data], {})
-
-    joint, remat = (cells[f"gpt/{mode}@70%"]["result"] for mode in ("joint", "remat"))
-    assert joint["status"] == remat["status"] == "ok"
-    joint.update(ratio=1.2, low=1.1, high=1.3, plan="ops")
-    remat.update(ratio=0.5, low=0.4, high=0.6, plan="other ops")  # whatever the others took, it is the fastest
-    assert "Behind: gpt, rotoff joint at 70%, 1.200 to rotoff remat at 70%'s 0.500" in report.page([data], {})
-    remat["plan"] = "ops"
-    page = report.page([data], {})
-    assert "rotoff remat at 70%'s" not in page
-    assert "In 1 of the cells another of rotoff's modes found the same plan" in page
-
-
-def test_the_first_step_is_told_beside_a_plain_one(tmp_path: Path) -> None:
-    out = tmp_path / "first.json"
-    done = benchmark("first_step", out, "--suite", "tiny", "--workloads", "gpt", "--rounds", "1")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())["workloads"]["gpt"]
-    assert 0 < found["room"] < found["measured"] and found["plain"] > 0
 
 
 def test_the_parts_of_a_step_are_told_apart(tmp_path: Path) -> None:

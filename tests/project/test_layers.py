@@ -19,7 +19,18 @@ FILES = {path.relative_to(ROOT): path for path in sorted(ROOT.rglob("*.py"))}
 
 # From the ground up. A folder or a file of the package may import what stands before it here, and its own.
 WITHOUT_TORCH = ["version", "errors", "io", "core", "_dp", "solver", "report", "plot"]
-WITH_TORCH = ["tape", "tensors", "nn", "capture", "runtime", "profile", "planning", "module_proxy", "checkpointable", "tools"]
+WITH_TORCH = [
+    "tape",
+    "tensors",
+    "nn",
+    "capture",
+    "runtime",
+    "profile",
+    "planning",
+    "module_proxy",
+    "checkpointable",
+    "tools",
+]
 ABOVE = ["integrations", "cli", "__init__", "__main__"]  # which import torch, and what needs it, on use
 FLOORS = [*WITHOUT_TORCH, *WITH_TORCH, *ABOVE]
 

@@ -47,6 +47,13 @@ def test_every_public_name_can_be_had() -> None:
     assert "Checkpointable" in dir(rotoff)
 
 
+def test_a_star_import_gives_the_public_names_and_no_others() -> None:
+    pytest.importorskip("torch")
+    names: dict[str, Any] = {}
+    exec("from rotoff import *", names)
+    assert set(names) - {"__builtins__", "__version__"} == {name for name in dir(rotoff) if is_public(name)}
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'solv'"):
         rotoff.solv  # noqa: B018 - reading it is the test
@@ -157,6 +164,11 @@ COMMANDS = ("profile", "estimate", "plan", "largest", "stages", "solve", "compar
 COMMANDS += ("show", "doctor")
 
 
+def is_public(name: str) -> bool:
+    """Whether it is no folder or file of the package, and not private."""
+    return not name.startswith("_") and not inspect.ismodule(getattr(rotoff, name))
+
+
 def arguments(thing: Any) -> str:
     try:
         return ", ".join(
@@ -170,10 +182,8 @@ def arguments(thing: Any) -> str:
 def described() -> list[str]:
     """Every public name with its arguments, and those of the methods of classes."""
     found = []
-    for name in sorted(set(dir(rotoff)) - {"annotations", "TYPE_CHECKING", "Any"}):
+    for name in filter(is_public, dir(rotoff)):
         thing = getattr(rotoff, name)
-        if name.startswith("_") or inspect.ismodule(thing):
-            continue
         found.append(f"{name}({arguments(thing)})" if callable(thing) else name)
         if inspect.isclass(thing) and not issubclass(thing, Exception):
             for method, function in sorted(vars(thing).items()):

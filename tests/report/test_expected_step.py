@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from models import Residual
 from torch import nn
 
 import rotoff
+from rotoff.cli import main
 
 
 @pytest.fixture
@@ -61,6 +64,36 @@ def test_what_is_expected_goes_with_the_plan_to_its_file_and_not_to_other_plans(
         assert rotoff.render(faster, other, width=100, colour=False) == rotoff.render(
             faster, bare, width=100, colour=False
         )
+
+
+BAD: list[Any] = [None, 5, "x", [], {}, True, -1, math.nan, 10**400, "1 GiB", [None]]
+FIELDS = ("mem_limit", "peak_bytes", "keep_all_time", "memory")
+
+
+def test_damaged_figures_are_as_none(
+    model: rotoff.Checkpointable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands then show the simulated step, as of a plan without figures."""
+    model.compute_sequence(model.keep_all_memory // 2, refine=False)
+    chain, plan = model.chain, model.sequence
+    said = plan.meta["expected"]
+    damaged = [*BAD, {"machine": said["machine"]}, *({**said, name: one} for name in FIELDS for one in BAD)]
+    damaged += [{k: v for k, v in said.items() if k != name} for name in FIELDS]
+    damaged += [{**said, "memory": [one, *said["memory"][1:]]} for one in BAD]
+    damaged += [{**said, "memory": [*said["memory"], 1]}, {**said, "machine": {}}]
+    right = [{**said, "mem_limit": 5}, {**said, "mem_limit": None}, {**said, "peak_bytes": 5}]
+    right += [{**said, "keep_all_time": 5}, {**said, "memory": [5, *said["memory"][1:]]}]
+    without = rotoff.render(chain, replace(plan, meta={}), width=100, colour=False)
+    chain.save(tmp_path / "chain.json")
+    for one in damaged:
+        replace(plan, meta={"expected": one}).save(tmp_path / "plan.json")
+        loaded = rotoff.Sequence.load(tmp_path / "plan.json")
+        if loaded.meta["expected"] not in right:
+            assert rotoff.render(chain, loaded, width=100, colour=False) == without, one
+        files = [str(tmp_path / name) for name in ("chain.json", "plan.json")]
+        assert main(["plot", *files, "-o", str(tmp_path / "trace.json")]) == 0
+        assert main(["show", *files]) == 0
+    capsys.readouterr()
 
 
 def test_a_measured_step_is_drawn_in_the_same_terms(model: rotoff.Checkpointable) -> None:

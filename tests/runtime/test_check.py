@@ -9,7 +9,7 @@ import re
 import pytest
 import torch
 from models import ALL, fresh, plain, same, train
-from planned_steps import with_sequence
+from planned_steps import smallest, with_sequence
 from random_programs import random_sequence
 from thoroughness import seeds
 from torch import nn
@@ -39,6 +39,37 @@ def test_keeping_everything_is_checked_too(caplog: pytest.LogCaptureFixture) -> 
     twin = copy.deepcopy(model)
     assert same(train(wrapped, batch, steps=1), train(twin, batch, steps=1))
     assert "another course" in caplog.text
+
+
+def test_a_step_beyond_the_limit_off_course_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Branching()
+    x = torch.randn(64, 16)
+    wrapped = rotoff.Checkpointable(model, check=True).measure(x)
+    limit = smallest(wrapped, "remat")
+    wrapped.compute_sequence(limit, mode="remat", refine=False)
+    model.more = True
+    wrapped(x).square().sum().backward()
+    said = [record.getMessage() for record in caplog.records if "the device holds" in record.getMessage()]
+    assert len(said) == 1
+    assert f"the limit is {limit} " in said[0]
+
+
+class Branching(nn.Module):
+    """Saves several times the bytes once it does more."""
+
+    more = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+            if self.more:
+                x = torch.cat([x] * 8).sin().tanh().sin().view(8, *x.shape).mean(0)
+        return x
 
 
 class Growing(nn.Module):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
+import json
 import os
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +22,7 @@ from planned_steps import smallest, with_sequence
 from random_programs import random_sequence
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.runtime import selective, stage_tape
@@ -421,6 +425,177 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
     assert same(train(wrapped, batch, steps=1), plain("stateful", steps=1))
 
 
+# -- a process that forks
+
+
+def in_child(run: Callable[[], Any]) -> Any:
+    """What `run` returns in a forked child (JSON), or the error there; its hanging ends the child after a minute."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(60)
+        try:
+            said = run()
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, json.dumps(said).encode())
+        os._exit(0)
+    os.close(write)
+    with open(read, "rb") as answer:
+        content = answer.read()
+    os.waitpid(child, 0)
+    return json.loads(content) if content else "ended"
+
+
+class Forked:
+    """A model of known gradients under a plan, and an optimizer with `device_limit`; each step draws from seed `k`."""
+
+    def __init__(self, mode: str, placed: str = "") -> None:
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(4)]
+        self.model, self.x = nn.Sequential(*parts), torch.randn(32, 16)
+        self.expected = [self.stepped(copy.deepcopy(self.model), 3)[n] for n in range(3)]
+        self.net = rotoff.Checkpointable(self.model, cache_directory=None).measure(self.x, repeats=1)
+        self.optimizer = torch.optim.Adam(self.model.parameters())
+        if placed:
+            limit = {"device_limit": "120 KiB", "optimizer": self.optimizer, "updates": placed}
+            self.net.compute_sequence(mode=mode, refine=False, **limit)
+            assert self.net._plan.placed is not None
+        else:
+            self.net.compute_sequence(smallest(self.net, mode), mode, refine=False)
+
+    def loss(self, k: int) -> torch.Tensor:
+        torch.manual_seed(k)
+        return self.net(self.x).square().mean()
+
+    def step(self, k: int) -> None:
+        self.loss(k).backward()
+        self.update()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def stepped(self, model: nn.Module, steps: int) -> list[list[torch.Tensor]]:
+        """The parameters after each of so many steps of plain PyTorch."""
+        optimizer, found = torch.optim.Adam(model.parameters()), []
+        for k in range(steps):
+            torch.manual_seed(k)
+            model(self.x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append([p.detach().clone() for p in model.parameters()])
+        return found
+
+    def right(self, k: int) -> bool:
+        """Whether the parameters are those after step k."""
+        return same([p.detach() for p in self.model.parameters()], self.expected[k])
+
+
+def both_go_on(of: Forked) -> Any:
+    """Fork in the middle of the backward of step 1; returns what came of the step in the child."""
+    children: list[int] = []
+    read, write = os.pipe()
+    middle = list(of.model.parameters())[9]
+    hook = middle.register_hook(lambda _: None if children else children.append(os.fork()))
+    try:
+        said = outcome(lambda: of.step(1)) or of.right(1)
+    finally:
+        if children == [0]:
+            os.write(write, json.dumps(said).encode())
+            os._exit(0)
+    hook.remove()
+    os.close(write)
+    with open(read, "rb") as answer:
+        content = answer.read()
+    os.waitpid(children[0], 0)
+    assert said is True
+    return json.loads(content)
+
+
+@pytest.mark.parametrize("mode", ["offload", "joint", "remat"])
+@pytest.mark.parametrize("when", ["before", "between", "within", "between two", "before another"])
+def test_a_child_forked_around_a_step_is_right_or_told_so(mode: str, when: str) -> None:
+    """And its parent is right."""
+    of = Forked(mode)
+    of.step(0)
+    own = "ExecutionError: this step moved values to the host before the process forked"
+    told = True if mode == "remat" else own
+    answers = []
+
+    def child_ends(loss: torch.Tensor) -> bool:
+        loss.backward()
+        of.update()
+        return of.right(1)
+
+    if when == "before":  # and then each trains by itself
+        answers, told = [in_child(lambda: (of.step(1), of.right(1))[1])], True
+        of.step(1)
+    elif when == "between":
+        loss = of.loss(1)
+        answers = [in_child(lambda: child_ends(loss))]
+        loss.backward()
+        of.update()
+    elif when == "within":  # a hook forks
+        answers = [both_go_on(of)]
+    elif when == "between two":  # backwards of one forward
+        loss = of.loss(1)
+        loss.backward(retain_graph=True)
+        of.optimizer.zero_grad()
+        answers, told = [in_child(lambda: child_ends(loss))], True
+        loss.backward()
+        of.update()
+    else:  # the child leaves the step of its parent and begins its own
+        loss = of.loss(1)
+        answers, told = [in_child(lambda: (of.step(1), of.right(1))[1])], True
+        loss.backward()
+        of.update()
+    assert of.right(1)
+    assert all(said is told or (isinstance(told, str) and said.startswith(told)) for said in answers), answers
+    of.step(2)
+    assert of.right(2)
+    of.net.close()
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("when", ["before", "between", "at the update", "writes", "reads", "plans", "loader"])
+def test_a_child_forked_from_placed_training_harms_nobody(updates: str, when: str) -> None:
+    of = Forked("joint", updates)
+    of.step(0)
+    told: Any = "ExecutionError: parameters were placed by the process that this one was forked from"
+    if when == "before":
+        said = in_child(lambda: of.step(1))
+        of.step(1)
+    elif when == "between":
+        loss = of.loss(1)
+        said = in_child(loss.backward)
+        loss.backward()
+        of.update()
+    elif when == "at the update":
+        of.loss(1).backward()
+        said = in_child(of.update)
+        of.update()
+    elif when == "writes":
+        said, told = in_child(lambda: sum(int(p.data.zero_().any()) for p in of.model.parameters())), 0
+        of.step(1)
+    elif when == "reads":
+        said, told = in_child(lambda: of.right(0)), True
+        of.step(1)
+    elif when == "plans":
+        limit = {"device_limit": "120 KiB", "optimizer": of.optimizer, "updates": updates}
+        said = in_child(lambda: (of.net.compute_sequence(refine=False, **limit), of.step(1), of.right(1))[2])
+        told = True
+        of.step(1)
+    else:
+        loader = torch.utils.data.DataLoader([1, 2, 3], num_workers=1, multiprocessing_context="fork")
+        said, told = [int(one) for one in loader], [1, 2, 3]
+        of.step(1)
+    assert said == told or (isinstance(told, str) and said.startswith(told)), said
+    assert of.right(1)
+    of.step(2)
+    assert of.right(2)
+    of.net.close()
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_do_not_grow() -> None:
     wrapped, batch, _ = moving("tuples")
@@ -443,3 +618,36 @@ def test_a_thousand_steps_do_not_grow() -> None:
         finally:
             gc.enable()
         assert grown < 200, f"{grown} objects more"
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("stop"), KeyboardInterrupt(), StopIteration("end"), GeneratorExit()], ids=repr
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_an_error_within_a_checkpoint_reaches_the_caller(error: BaseException, reentrant: bool) -> None:
+    raised: list[BaseException] = []
+
+    class Pieces(nn.Sequential):
+        def piece(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            if raised and layer is self[2]:
+                raise raised[0]
+            return torch.tanh(layer(x))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = checkpoint(self.piece, layer, x, use_reentrant=reentrant)
+            return x
+
+    model, x = Pieces(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(64, 16, requires_grad=True)
+    model(x).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    net = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    net.compute_sequence(net.min_mem_limit("remat"), "remat", refine=False)
+    raised.append(error)
+    with pytest.raises(type(error)) as seen:
+        net(x)
+    assert seen.value is error
+    raised.clear()
+    model.zero_grad()
+    net(x).sum().backward()
+    assert same([p.grad for p in model.parameters()], expected)

@@ -689,3 +689,223 @@ class Encoded(Trunk):
 
 row("a frozen encoder in eval mode, with a mask of what is padded")(Encoded)
 row("an encoder in eval mode under no_grad")(type("Ungraded", (Encoded,), {"frozen": False}))
+
+
+# -- what needs no gradient is made late, of parts of the batch and of tables
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.down, self.up = Block().requires_grad_(False), nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) + self.up(self.down(x))
+
+
+class Rotary(Trunk):
+    """Adapters over a frozen embedding, and a table that all blocks read: what rotary positions do."""
+
+    made_of = Adapted
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, WIDTH).requires_grad_(False)
+
+    def positions(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.arange(LENGTH)[:, None].float().mul(0.1).cos()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids).requires_grad_(True)
+        table = self.positions(ids)
+        for n, block in enumerate(self.blocks):
+            x = x + torch.sin(block(x) * table.unsqueeze(0)[0]) * (1.0 if n % 2 else table[:, 0][:, None])
+        return self.head(x)
+
+
+class Positions(Rotary):
+    def positions(self, ids: torch.Tensor) -> torch.Tensor:
+        return ids[:, None].float().mul(0.01).sin().expand(-1, WIDTH)
+
+
+def ids(n: int) -> Call:
+    return (torch.arange(LENGTH).mul(3 + n).remainder(50),), {}
+
+
+row("adapters over a frozen embedding with rotary positions", call=ids, room=0.0, stages=12)(Rotary)
+row("adapters over a frozen embedding with positions of the batch", call=ids, room=0.0, stages=12)(Positions)
+
+
+@row("blocks in a tree over views of views of the batch", room=0.0, stages=12)
+class Tree(Trunk):
+    many = 7
+
+    def of(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        if 2 * n + 2 >= self.many:
+            return self.blocks[n](x)
+        half = len(x) // 2
+        left, right = x[:half], x[half:]
+        return self.blocks[n](self.of(left, 2 * n + 1) + self.of(right, 2 * n + 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.of(x, 0))
+
+
+@row("a frame of the batch for each block", room=0.0, stages=12)
+class Video(Trunk):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        frames = x.view(4, 4, WIDTH).transpose(0, 1)
+        state = torch.zeros(4, WIDTH)
+        for n, block in enumerate(self.blocks):
+            state = block(state + frames[n].contiguous())
+        return self.head(state)
+
+
+@row("a part of a mask of the batch for each block", room=0.0, stages=12)
+class Masked(Trunk):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, masks = x, (x > 0).view(4, 4, WIDTH)
+        for n, block in enumerate(self.blocks):
+            y = block(y) * masks[n].float().repeat(4, 1).add(1)
+        return self.head(y)
+
+
+@row("contrastive views of the batch, of which steps take others", sets("first", lambda n: n % 2), room=0.0, stages=12)
+class Contrastive(Trunk):
+    first = 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        found, two = [], x.view(2, 8, WIDTH)
+        for n, block in enumerate(self.blocks):
+            part = two[(n + self.first) % 2][::2]
+            found.append(block(block(part)))
+        return self.head(found[0] * found[1]), self.head(found[2] + found[3])
+
+
+# -- scripted and traced parts
+
+
+def traced(n: int) -> nn.Module:
+    return torch.jit.trace(nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.zeros(2, WIDTH))
+
+
+class WithTraced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.after = Block(), traced(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.block(x))
+
+
+class WithScripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)))
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.after(x))
+
+
+@torch.jit.script
+def gated(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return torch.sigmoid(x) * torch.tanh(x * scale) + x.relu()
+
+
+for _ in range(3):  # PyTorch compiles it for all models in the process, to other bits than those of its first call
+    gated(torch.zeros(2, WIDTH, requires_grad=True), 1.0)
+
+row("traced parts")(made_of(WithTraced))
+row("traced parts of half the rows", call=lambda n: ((drawn(n, LENGTH // (1 + n % 2), WIDTH),), {}))(
+    made_of(WithTraced)
+)
+row("scripted parts")(made_of(WithScripted))
+row(
+    "scripted parts that are frozen in steps",
+    lambda net, n: [p.requires_grad_(n % 2 == 0) for p in net.blocks[1].after.parameters()],
+)(made_of(WithScripted))
+row("scripted functions with a number that changes", sets("k", lambda n: 1 + 0.1 * n))(
+    along(lambda net, x, n: gated(x, net.k), k=lambda: 1.0)
+)
+
+
+# -- errors that the forward catches, and those that leave a checkpoint
+
+
+class Caught(Trunk, k=int):
+    """An operation that fails in some steps, with another in its place."""
+
+    fails: tuple[int, ...] = (1, 3)
+    used = True
+
+    def attempt(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        return x @ (torch.ones(3, 3) if fails else torch.eye(WIDTH))
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        y = torch.sin(x)
+        try:
+            made = self.attempt(y, self.k in self.fails and n % 2 == 1)
+        except (RuntimeError, KeyError):
+            return torch.tanh(y)
+        return made if self.used else y * 1.5
+
+
+def factor(net: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+    return x @ torch.linalg.cholesky(x.t() @ x - torch.eye(WIDTH) * (1e3 if fails else -1.0)) * 0.1
+
+
+class Fallible(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        if fails:
+            raise KeyError("fails")
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class UsedLater(Caught):
+    """What was made for nothing when it was measured is used in later steps, beside an attempt that fails."""
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        made = torch.sin(x)
+        for part in (0, 1):
+            try:
+                made = factor(self, x + part, self.k == 2 and part == 0)
+            except RuntimeError:
+                made = torch.tanh(x)
+        return x + torch.tanh(made) if self.k else x * 1.5
+
+
+def caught(name: str, of: type[Caught] = Caught, room: float = 0.0, **has: Any) -> None:
+    row(f"an error that the forward catches, {name}", sets("k", lambda n: n), room=room)(type("Catches", (of,), has))
+
+
+caught("of wrong shapes")
+caught("of wrong shapes, from the first step on", fails=(0, 1, 2, 4))
+caught("of a singular matrix", attempt=factor)
+caught("of a singular matrix, in every step", attempt=factor, fails=tuple(range(5)))
+caught("of a singular matrix that nobody needs", attempt=factor, used=False)
+caught("of a custom Function", attempt=lambda net, x, fails: Fallible.apply(x * 0.1, fails))
+caught("of a custom Function that nobody needs", attempt=lambda net, x, fails: Fallible.apply(x, fails), used=False)
+caught("beside what was made for nothing before", of=UsedLater, room=0.6)
+
+
+def piece(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.tanh(x)
+    if net.fails and n == 2:
+        raise RuntimeError("no such piece")
+    return y * x
+
+
+for reentrant in (False, True):
+    row(
+        f"an error within a checkpoint in a step, use_reentrant={reentrant}",
+        sets("fails", lambda n: n == 2),
+        raises="no such piece",
+    )(along(lambda net, x, n, kind=reentrant: checkpoint(piece, net, x, n, use_reentrant=kind), fails=bool))

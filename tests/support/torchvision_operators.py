@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import ModuleType
 
 import torch
 
@@ -20,3 +21,11 @@ def declare() -> None:
         _KEPT.append(library)
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def load() -> ModuleType:
+    """torchvision itself."""
+    declare()
+    import torchvision
+
+    return torchvision

@@ -86,9 +86,7 @@ def drawn_batch(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     model, batch = ALL[name]()
     parts = [batch() for _ in range(TIMES)]
     several = [part if isinstance(part, tuple) else (part,) for part in parts]
-    joined = tuple(
-        torch.cat(one).detach().requires_grad_(one[0].requires_grad) for one in zip(*several, strict=True)
-    )
+    joined = tuple(torch.cat(one).detach().requires_grad_(one[0].requires_grad) for one in zip(*several, strict=True))
     return model, joined if not isinstance(parts[0], tuple) else (joined,)
 
 
@@ -198,7 +196,7 @@ def test_a_forward_off_its_course_is_right_and_planned_when_it_recurs(new_tape: 
 
     torch.manual_seed(0)
     net = Skips()
-    run = TapeRunner(net, within(0.2), new_tape=new_tape)
+    run = TapeRunner(net, within(0.2, "remat"), new_tape=new_tape)
     for n in range(8):
         net.skip = n >= 3
         train(net, (drawn(n),))
@@ -206,4 +204,4 @@ def test_a_forward_off_its_course_is_right_and_planned_when_it_recurs(new_tape: 
         train(run, (drawn(n),))
         assert same(gradients(net), expected), n
     (course,) = run.courses.values()
-    assert not course.strayed and run.last is not None and run.last.replayed
+    assert not course.strayed and run.last is not None and run.last.replayed  # by a plan again

@@ -495,3 +495,9 @@ def test_a_limit_on_addresses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (8 << 30, 8 << 30))
     assert "and at most 8.00 GiB of addresses for this process" in machine.memory(CPU).sentence
     assert pinned.available_bytes() is not None
+
+
+def test_a_default_device_without_bytes_changes_no_check(tiny: None) -> None:
+    with torch.device("meta"):
+        report = examine(CPU, 0.0)
+    assert {"small model", "gradients"} <= {one.check for one in report.findings if one.verdict == OK}

@@ -4,7 +4,7 @@ left, whatever a plan drops."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...tensors.autocast import Casts, in_region, uncached_autocast
 from ..known_tensors import KnownTensors
-from ..tape import Owned, Tape
+from ..tape import Owned, RecordedCall, Tape
 
 _CONVERSIONS = frozenset(["to", "type", "type_as", "bfloat16", "half"])  # autocast does not keep what they make
 
@@ -28,14 +28,37 @@ class WeightCast(NamedTuple):
     nbytes: int
 
 
+class CastRegion(NamedTuple):
+    """The casts that one region within the model keeps to its end.
+
+    Attributes:
+        first, last: the stages in whose forwards it may be open.
+        nbytes: of all its casts.
+        unsaved: of those that no stage has in its ā, or only some of the stages that use them.
+        saved: for each stage, of the others that it has in its ā.
+    """
+
+    first: int
+    last: int
+    nbytes: int
+    unsaved: int
+    saved: tuple[int, ...]
+
+
 class WeightCasts:
     """Finds these casts while a forward is recorded. The bytes of those in a region of the user's are measured
-    (`profile.memory.casts`)."""
+    (`profile.memory.casts`).
 
-    def __init__(self, tensors: KnownTensors) -> None:
+    Attributes:
+        kept: the casts, and whether autograd saves each of them at every use.
+        ends: for each region, how many `operations` were recorded when it was left.
+    """
+
+    def __init__(self, tensors: KnownTensors, operations: list[RecordedCall]) -> None:
         self._tensors = tensors
-        self._region = 0
-        self._kept: dict[WeightCast, bool] = {}  # whether autograd saves the cast
+        self._operations = operations
+        self.kept: dict[WeightCast, bool] = {}
+        self.ends: list[int] = []
         self._alone = not in_region()
 
     @contextmanager
@@ -44,7 +67,7 @@ class WeightCasts:
         clear = torch.clear_autocast_cache
 
         def counted() -> None:
-            self._region += 1
+            self.ends.append(len(self._operations))
             clear()
 
         torch.clear_autocast_cache = counted
@@ -62,6 +85,7 @@ class WeightCasts:
         if not kept or isinstance(function, nn.Module):
             yield found
             found += [one for one in map(self._cast, function.parameters()) if one is not None] if kept else []
+            self.kept.update(dict.fromkeys(found if self._alone else (), False))
             return
         made: dict[WeightCast, StorageWeakRef] = {}
 
@@ -73,7 +97,7 @@ class WeightCasts:
         with uncached_autocast(), Casts(note):  # without the cache, each use casts again
             yield found
         for one, storage in made.items() if self._alone else ():
-            self._kept[one] = self._kept.get(one, False) or self._tensors.knows(storage)
+            self.kept[one] = self.kept.get(one, True) and self._tensors.knows(storage)
 
     def _cast(self, tensor: torch.Tensor) -> WeightCast | None:
         """Return the cast that autocast makes of `tensor` and keeps; None if it keeps none."""
@@ -81,22 +105,7 @@ class WeightCasts:
             return None
         dtype = torch.get_autocast_dtype(tensor.device.type)
         owners = [one for one in self._tensors.owners(tensor) if one.table == "_parameters" and one.tensor is tensor]
-        return WeightCast(self._region, owners[0], dtype, tensor.numel() * dtype.itemsize) if owners else None
-
-    @property
-    def kept_bytes(self) -> int:
-        """What the largest region keeps to its end."""
-        return _largest(self._kept)
-
-    @property
-    def unsaved_bytes(self) -> int:
-        """The part of that which autograd does not save."""
-        return _largest(cast for cast, saved in self._kept.items() if not saved)
-
-    @property
-    def saved(self) -> frozenset[WeightCast]:
-        """The casts that autograd also saves."""
-        return frozenset(cast for cast, saved in self._kept.items() if saved)
+        return WeightCast(len(self.ends), owners[0], dtype, tensor.numel() * dtype.itemsize) if owners else None
 
 
 def cast_again(tape: Tape) -> frozenset[tuple[nn.Module, str]]:
@@ -106,8 +115,27 @@ def cast_again(tape: Tape) -> frozenset[tuple[nn.Module, str]]:
     return frozenset((cast.weight.module, cast.weight.name) for cast, count in uses.items() if count > 1)
 
 
-def _largest(casts: Iterable[WeightCast]) -> int:
-    regions: dict[int, int] = {}
-    for cast in casts:
-        regions[cast.region] = regions.get(cast.region, 0) + cast.nbytes
-    return max(regions.values(), default=0)
+def cast_regions(tape: Tape, stage_of: Mapping[int, int], count: int) -> tuple[CastRegion, ...]:
+    """Return the regions of `tape`, cut into `count` stages. stage_of: by an operation's id, for those in stages."""
+    stage, stages = 1, [1]  # the stage that is open after each number of operations
+    users: dict[int, dict[WeightCast, set[int]]] = {}  # by region: the stages that use a cast, 0 if it is in no ā
+    first: dict[int, int] = {}
+    for op in tape.operations:
+        own = stage_of.get(id(op), 0)
+        stage = own or stage
+        stages.append(stage)
+        for cast in tape.casts.keys() & {*op.casts}:
+            region = cast.region if tape.region_ends else 0  # of a union, whose regions may be others: one for all
+            first.setdefault(region, stage)
+            using = users.setdefault(region, {}).setdefault(cast._replace(region=region), set())
+            using.update({own} if tape.casts[cast] else {own, 0})
+    found = []
+    for region, casts in users.items():
+        last = stages[tape.region_ends[region]] if region < len(tape.region_ends) else count
+        saved = [
+            sum(one.nbytes for one, using in casts.items() if i in using and 0 not in using)
+            for i in range(1, count + 1)
+        ]
+        unsaved = sum(one.nbytes for one, using in casts.items() if 0 in using)
+        found.append(CastRegion(first[region], last, sum(one.nbytes for one in casts), unsaved, tuple(saved)))
+    return tuple(found)

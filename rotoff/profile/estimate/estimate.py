@@ -63,10 +63,11 @@ def estimate_profile(
         wanted, forms, backward_from: the options `stages`, `forms` and `backward_from` of `Checkpointable`.
     """
     wanted = strategy.named(model, wanted) or wanted  # names also find the modules of the copy
+    strategy.refuse_lazy(model)
     mode = FakeKernels(device.capability is not None)
-    copied = fake_copy(model, mode).train()
-    value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
-    with cuda_variants(device):
+    with _CPU, cuda_variants(device):  # whatever the caller's default device is, all fake tensors are there
+        copied = fake_copy(model, mode).train()
+        value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
         captured = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from))
         stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in captured.stages]
         meter = FakeMeter(device, mode, read_forms(forms))

@@ -127,7 +127,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
             given = [torch.empty_like(t, dtype=torch.bfloat16) for t in args[:2]]
         result: Any = super().dispatch(func, types, (*given, *args[2:]), kwargs)
         with self:
-            return torch.empty_strided(result.size(), result.stride(), dtype=wanted)
+            return torch.empty_strided(result.size(), result.stride(), dtype=wanted, device=result.device)
 
 
 def _plain(tensor: FakeTensor) -> bool:

@@ -181,7 +181,8 @@ class DeviceAllocator:
         except RuntimeError as error:
             plain = type(tensor) is torch.Tensor
             what = "tensor that torch.func has wrapped (jvp)" if plain else type(tensor).__name__
-            raise MeasureError(f"the model uses a {what}, whose bytes rotoff cannot see; use plain tensors") from error
+            cure = "do that in the training loop, outside of the planned model" if plain else "use plain tensors"
+            raise MeasureError(f"the model uses a {what}, whose bytes rotoff cannot see; {cure}") from error
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, block_bytes(self._device))

@@ -17,35 +17,23 @@ from .gradients import GradientPlace, Layout
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-class Ends(NamedTuple):
-    """The gradients of parameters that a backward has made.
-
-    Attributes:
-        addresses: where each lies, with the parameter's number. sparse: the numbers of those that are sparse.
-    """
-
-    addresses: dict[int, int]
-    sparse: frozenset[int]
-
-
 class Levels(NamedTuple):
     """The bytes that a backward holds from moment to moment.
 
     Attributes:
         spans: for each time up to the moment at which a parameter's gradient is complete, the most bytes, the bytes at
             its end, and the parameter's number (None: the backward's end). They count every gradient to the end.
-        sizes: bytes of the gradients, by the parameter's number. sparse: those that are sparse.
+        sizes: bytes of the gradients, by the parameter's number.
     """
 
     spans: tuple[tuple[int, int, int | None], ...]
     sizes: Mapping[int, int]
-    sparse: frozenset[int]
 
     @classmethod
-    def of(cls, log: AllocationLog, ends: Ends, start: int = 0) -> Levels:
+    def of(cls, log: AllocationLog, ends: Mapping[int, int], start: int = 0) -> Levels:
         """Return those of a log. ends: of `log_backward`. start: the level at its start."""
         alive, sizes, spans = log.live(), dict[int, int](), []
-        for ptr, n in ends.addresses.items():
+        for ptr, n in ends.items():
             sizes[n] = sizes.get(n, 0) + alive.get(ptr, 0)
         level = most = start
         for event in log.events:
@@ -54,7 +42,7 @@ class Levels(NamedTuple):
             if event.mark.isdecimal():
                 spans.append((most, level, int(event.mark)))
                 most = level
-        return cls((*spans, (most, level, None)), sizes, ends.sparse)
+        return cls((*spans, (most, level, None)), sizes)
 
     def peak(self, staying: Collection[int] = (), summed: Collection[int] = ()) -> int:
         """Return the most bytes.
@@ -79,9 +67,9 @@ class Levels(NamedTuple):
 
 def log_backward(
     allocator: Allocator, parameters: Sequence[torch.nn.Parameter], step: Callable[[], Gradients]
-) -> tuple[Gradients, AllocationLog, Ends]:
+) -> tuple[Gradients, AllocationLog, dict[int, int]]:
     """Log `step`, which runs a backward and returns gradients; those of `parameters` come last. A hook leaves a mark
-    when one of these is complete."""
+    when one of these is complete. Also returns the address of each, with the parameter's number."""
     hooks = [p.register_hook(lambda _, n=n: allocator.mark(str(n))) for n, p in enumerate(parameters)]
     try:
         grads, log = allocator.log(step)
@@ -89,9 +77,7 @@ def log_backward(
         for hook in hooks:
             hook.remove()
     fresh = grads[len(grads) - len(parameters) :]
-    made = [(n, g) for n, g in enumerate(fresh) if g is not None]
-    addresses = {allocator.address(piece): n for n, g in made for piece in pieces(g)}
-    return grads, log, Ends(addresses, frozenset(n for n, g in made if g.layout is not torch.strided))
+    return grads, log, {allocator.address(p): n for n, g in enumerate(fresh) if g is not None for p in pieces(g)}
 
 
 class BackwardBytes(NamedTuple):
@@ -99,12 +85,12 @@ class BackwardBytes(NamedTuple):
 
     Attributes:
         levels: once the outputs are freed; may be negative. Several if gradients of other layouts take other bytes.
-        staying: the peak if the outputs are not freed.
+        staying: the same if the outputs are not freed.
         places: where the gradient of each input lies; None if there is none.
     """
 
     levels: tuple[Levels, ...]
-    staying: int
+    staying: tuple[Levels, ...]
     places: tuple[GradientPlace | None, ...]
 
     @property
@@ -145,9 +131,9 @@ def backward_bytes(allocator: Allocator, run: Run, given: MakeGradients = ones) 
     log = allocator.as_requested(log, [piece for g in grads if g is not None for piece in pieces(g)])
     rest = log.after("backward").releasing_less(gaps)
     begun = rest.after("begun")
-    staying = Levels.of(rest.without_release(made), ends).peak()
+    staying = Levels.of(rest.without_release(made), ends)
     places = tuple(_places(allocator, leaves, grads, dict(incoming), untouched))
-    return BackwardBytes((Levels.of(begun, ends, rest.level() - begun.level()),), staying, places)
+    return BackwardBytes((Levels.of(begun, ends, rest.level() - begun.level()),), (staying,), places)
 
 
 def _gaps(allocator: Allocator, tensor: torch.Tensor) -> int:

@@ -38,6 +38,8 @@ class FileTicket:
         self.failure: BaseException | None = None
         self.began = self.ended = 0.0  # on the host's clock
         self.process = os.getpid()
+        for one in self._after:
+            one.check_process()
 
     def run(self, file: HostFile) -> None:
         """Do the copy, on the link's thread; an error is kept, and raised by `FileLink.wait`."""
@@ -60,11 +62,16 @@ class FileTicket:
 
     def join(self) -> None:
         """Block until the copy has ended; an interrupt gets through."""
+        self.check_process()
+        self._finished.wait()
+
+    def check_process(self) -> None:
+        """Raise ExecutionError in a forked child, which has neither the thread nor the bytes of its parent's copies."""
         if self.process != os.getpid():
             raise ExecutionError(
-                "a copy begun before the process forked cannot be awaited in the child; fork between steps"
+                "this step moved values to the host before the process forked, and the child cannot fetch them; run"
+                " its backward in the process that ran its forward, or the forward again"
             )
-        self._finished.wait()
 
     def _move(self, file: HostFile) -> None:
         for tensor, offset in zip(self._tensors, self.offsets, strict=True):

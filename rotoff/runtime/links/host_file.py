@@ -6,14 +6,17 @@ The file has no name once it is open, so nothing is left of it when the process 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import ExecutionError
+from ...io.paths import named_directory
 
 # a file there is RAM, which offloading is meant to free
 IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -54,7 +57,7 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
     Raises:
         rotoff.ExecutionError: where it is not.
     """
-    path = Path(directory)
+    path = named_directory(directory, "host_directory")
     if not path.is_dir():
         raise ExecutionError(
             f"the offload directory {path} {'is no directory' if path.exists() else 'does not exist'}; {_CURE}"
@@ -82,6 +85,28 @@ def choose_directory() -> Path:
         except ExecutionError:
             refused.append(str(path))
     raise ExecutionError(f"no writable directory on a disk for offloading among {', '.join(refused)}; {_CURE}")
+
+
+# the mappings of files, each with its file's descriptor
+_shared: weakref.WeakKeyDictionary[mmap.mmap, int] = weakref.WeakKeyDictionary()
+_FIXED, _NORESERVE = 0x10, 0x4000  # of Linux, which the module mmap does not name
+
+
+def _own_pages() -> None:
+    """In a forked child: have its writes to mapped files copied, as those to any memory, or they reach the parent's."""
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype, call.argtypes = (
+        ctypes.c_void_p,
+        [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long],
+    )
+    for pages, descriptor in list(_shared.items()):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+        flags = mmap.MAP_PRIVATE | _FIXED | _NORESERVE
+        if call(address, len(pages), mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0) != address:
+            raise OSError(ctypes.get_errno(), "pages of the offload file are shared with the parent process")
+
+
+os.register_at_fork(after_in_child=_own_pages)
 
 
 class HostFile:
@@ -127,9 +152,12 @@ class HostFile:
             rotoff.ExecutionError: where the process may map no more memory.
         """
         try:
-            return mmap.mmap(self._descriptor, self.capacity)
+            pages = mmap.mmap(self._descriptor, self.capacity)
+            descriptor = _shared[pages] = os.dup(self._descriptor)
         except OSError as error:
             raise self._failure("mapping", self.capacity, error) from error
+        weakref.finalize(pages, os.close, descriptor)
+        return pages
 
     def write(self, data: memoryview, offset: int) -> None:
         """Write all of `data` from byte `offset` of the file."""

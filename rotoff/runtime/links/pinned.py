@@ -77,7 +77,7 @@ class Slab:
             raise ExecutionError(
                 f"{nbytes} bytes of host memory could not be pinned in one piece, and a parameter needs that; {_CURE}"
             )
-        whole = torch.empty(0, dtype=torch.uint8).set_(storage, first.storage_offset(), (nbytes,), (1,))
+        whole = first.new_empty(0).set_(storage, first.storage_offset(), (nbytes,), (1,))
         return torch.from_numpy(whole.numpy())
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Slab:
 
 # No torch operation may run when memory is released: a garbage collection may do it during a redo, which would count
 # that operation as one of the stage's.
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def pin(nbytes: int, device: torch.device) -> list[Segment]:
@@ -149,7 +149,7 @@ class PinnedSegment:
             f"{nbytes} bytes of host memory cannot be registered (CUDA error {code}), allocating them takes {rounded}",
         )
         try:
-            self.tensor = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
             reason = f"registering them gives CUDA error {code}, allocating them {str(error).splitlines()[0]!r}"
             raise ExecutionError(f"{nbytes} bytes of host memory cannot be pinned: {reason}; {_CURE}") from error

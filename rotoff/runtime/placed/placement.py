@@ -80,10 +80,7 @@ class Placement:
         Raises:
             ExecutionError: in a forked process, which does not share the host's bytes.
         """
-        if self._process != os.getpid():
-            raise ExecutionError(
-                "parameters were placed by the process that this one was forked from; train there, or fork before"
-            )
+        self.check_process()
         self._abandon()
         self._rest = ()
         for places in self._groups.places.values():
@@ -97,6 +94,19 @@ class Placement:
                 self._unguard = self._guard()
             self._guarded = plan
         self._groups.rest(beginning=True)
+
+    def check_process(self) -> None:
+        """Raise ExecutionError in a forked process, which does not share the host's bytes."""
+        if not self.here:
+            raise ExecutionError(
+                "parameters were placed by the process that this one was forked from; train there, or plan here, with"
+                " compute_sequence, and run the forward again"
+            )
+
+    @property
+    def here(self) -> bool:
+        """Whether this process has placed the parameters, and not one that it was forked from."""
+        return self._process == os.getpid()
 
     def _guard(self) -> Callable[[], object]:
         guard = Guard(self._groups.every(), self.optimizers)
@@ -158,6 +168,7 @@ class Placement:
 
     def operate(self, op: Op) -> None:
         """Run an update, or a move of ``w``, ``g`` or ``o``."""
+        self.check_process()
         if op.kind in UPDATES:
             self.updates.update(op)
             return
@@ -238,10 +249,12 @@ class Placement:
         is called first, as the step would; the step gets one that returns the same loss.
 
         Raises:
-            ExecutionError: within a backward of the model.
+            ExecutionError: within a backward of the model, and in a forked process.
         """
         if is_nested(optimizer):
             return None
+        if self._groups.planned:
+            self.check_process()
         if self._groups.planned and self._groups.step is not None and torch._C._current_graph_task_id() != -1:
             raise ExecutionError(
                 "optimizer.step() was called within the backward, as by a hook of a parameter; leave it out there, call"

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from ...errors import OptionError
+from ...tensors.torch_settings import bytes_by_default
 from . import host_tier, machine, training
 from .findings import FAILED, Finding, Report
 from .model import SmallModel
@@ -75,7 +76,8 @@ def examine(
             if lost:
                 finding = Finding(FAILED, f"not checked, since {MEASURING!r} failed")
             else:
-                finding = attempt(check)
+                with bytes_by_default():
+                    finding = attempt(check)
             lost |= name == MEASURING and finding.verdict == FAILED
             report.findings.append(replace(finding, check=name, seconds=time.perf_counter() - start))
             report.seconds = time.perf_counter() - begun
