@@ -9,7 +9,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <array>
 #include <atomic>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -53,55 +55,57 @@ inline std::string changed_text(c10::IntArrayRef shape) {
 
 // -- operators
 
-// What chooses kernels below autograd.
-struct Settings {
-  bool grad, nnpack, mkldnn, cudnn, cudnn_benchmark, cudnn_deterministic, cudnn_tf32;
-  bool flash, efficient, math, cudnn_attention, deterministic, warn_only;
-  c10::ScalarType dtype;
-  at::CuBLASReductionOption fp16, bf16;
-  at::Float32MatmulPrecision precision;
-
-  static Settings present() {
-    auto& c = at::globalContext();
-    return {c10::GradMode::is_enabled(), c.userEnabledNNPACK(), c.userEnabledMkldnn(), c.userEnabledCuDNN(),
-            c.benchmarkCuDNN(), c.deterministicCuDNN(), c.allowTF32CuDNN(), c.userEnabledFlashSDP(),
-            c.userEnabledMemEfficientSDP(), c.userEnabledMathSDP(), c.userEnabledCuDNNSDP(),
-            c.deterministicAlgorithms(), c.deterministicAlgorithmsWarnOnly(), c10::get_default_dtype_as_scalartype(),
-            c.allowFP16ReductionCuBLAS(), c.allowBF16ReductionCuBLAS(), c.float32MatmulPrecision()};
-  }
-  bool operator==(const Settings&) const = default;
-
-  void put() const {
-    const Settings now = present();
-    if (now == *this) return;
-    auto& c = at::globalContext();
-    if (now.grad != grad) c10::GradMode::set_enabled(grad);
-    if (now.nnpack != nnpack) c.setUserEnabledNNPACK(nnpack);
-    if (now.mkldnn != mkldnn) c.setUserEnabledMkldnn(mkldnn);
-    if (now.cudnn != cudnn) c.setUserEnabledCuDNN(cudnn);
-    if (now.cudnn_benchmark != cudnn_benchmark) c.setBenchmarkCuDNN(cudnn_benchmark);
-    if (now.cudnn_deterministic != cudnn_deterministic) c.setDeterministicCuDNN(cudnn_deterministic);
-    if (now.cudnn_tf32 != cudnn_tf32) c.setAllowTF32CuDNN(cudnn_tf32);
-    if (now.flash != flash) c.setSDPUseFlash(flash);
-    if (now.efficient != efficient) c.setSDPUseMemEfficient(efficient);
-    if (now.math != math) c.setSDPUseMath(math);
-    if (now.cudnn_attention != cudnn_attention) c.setSDPUseCuDNN(cudnn_attention);
-    if (now.deterministic != deterministic || now.warn_only != warn_only)
-      c.setDeterministicAlgorithms(deterministic, warn_only);
-    if (now.dtype != dtype) c10::set_default_dtype(c10::scalarTypeToTypeMeta(dtype));
-    using Reduction = at::CuBLASReductionOption;
-    auto reduced = [](Reduction r) { return r == Reduction::AllowReducedPrecisionWithSplitK; };
-    auto split = [](Reduction r) { return r != Reduction::DisallowReducedPrecisionDisallowSplitK; };
-    if (now.fp16 != fp16) c.setAllowFP16ReductionCuBLAS(reduced(fp16), split(fp16));
-    if (now.bf16 != bf16) c.setAllowBF16ReductionCuBLAS(reduced(bf16), split(bf16));
-    const char* names[] = {"highest", "high", "medium"};
-    if (now.precision != precision) c.setFloat32MatmulPrecision(names[static_cast<int>(precision)]);
-  }
+// What chooses kernels below autograd: getter, setter.
+struct Setting {
+  int (*get)(at::Context&);
+  void (*put)(at::Context&, int);
 };
+using Reduction = at::CuBLASReductionOption;
+inline bool reduced(int r) { return Reduction(r) == Reduction::AllowReducedPrecisionWithSplitK; }
+inline bool split(int r) { return Reduction(r) != Reduction::DisallowReducedPrecisionDisallowSplitK; }
+constexpr const char* PRECISIONS[] = {"highest", "high", "medium"};
+#define SETTING(getter, setter) \
+  { [](at::Context& c) { return int(c.getter()); }, [](at::Context& c, int x) { c.setter(x); } }
+inline const Setting SETTINGS[] = {
+    {[](at::Context&) { return int(c10::GradMode::is_enabled()); },
+     [](at::Context&, int x) { c10::GradMode::set_enabled(x); }},
+    {[](at::Context&) { return int(c10::get_default_dtype_as_scalartype()); },
+     [](at::Context&, int x) { c10::set_default_dtype(c10::scalarTypeToTypeMeta(c10::ScalarType(x))); }},
+    SETTING(userEnabledNNPACK, setUserEnabledNNPACK),
+    SETTING(userEnabledMkldnn, setUserEnabledMkldnn),
+    SETTING(userEnabledCuDNN, setUserEnabledCuDNN),
+    SETTING(benchmarkCuDNN, setBenchmarkCuDNN),
+    SETTING(deterministicCuDNN, setDeterministicCuDNN),
+    SETTING(allowTF32CuDNN, setAllowTF32CuDNN),
+    {[](at::Context& c) { return int(c.allowFP16ReductionCuBLAS()); },
+     [](at::Context& c, int x) { c.setAllowFP16ReductionCuBLAS(reduced(x), split(x)); }},
+    {[](at::Context& c) { return int(c.allowBF16ReductionCuBLAS()); },
+     [](at::Context& c, int x) { c.setAllowBF16ReductionCuBLAS(reduced(x), split(x)); }},
+    {[](at::Context& c) { return int(c.float32MatmulPrecision()); },
+     [](at::Context& c, int x) { c.setFloat32MatmulPrecision(PRECISIONS[x]); }},
+    SETTING(userEnabledFlashSDP, setSDPUseFlash),
+    SETTING(userEnabledMemEfficientSDP, setSDPUseMemEfficient),
+    SETTING(userEnabledMathSDP, setSDPUseMath),
+    SETTING(userEnabledCuDNNSDP, setSDPUseCuDNN),
+    {[](at::Context& c) { return c.deterministicAlgorithms() + 2 * c.deterministicAlgorithmsWarnOnly(); },
+     [](at::Context& c, int x) { c.setDeterministicAlgorithms(x % 2, x / 2); }},
+};
+using Settings = std::array<int, std::size(SETTINGS)>;
+
+inline Settings settings() {
+  Settings present;
+  for (size_t n = 0; n < present.size(); ++n) present[n] = SETTINGS[n].get(at::globalContext());
+  return present;
+}
+
+inline void put_settings(const Settings& wanted) {
+  for (size_t n = 0; n < wanted.size(); ++n)
+    if (SETTINGS[n].get(at::globalContext()) != wanted[n]) SETTINGS[n].put(at::globalContext(), wanted[n]);
+}
 
 struct SettingsKept {
-  Settings before = Settings::present();
-  ~SettingsKept() { before.put(); }
+  Settings before = settings();
+  ~SettingsKept() { put_settings(before); }
 };
 
 // zlib's, which Python has.

@@ -266,15 +266,17 @@ std::vector<Storage> make(Tape& tape, const std::vector<ContentPtr>& contents) {
   return tape.make(contents);
 }
 
+void put(const Owned& dict, const ContentPtr& content, const Storage& storage) {
+  auto key = checked(PyContent::with(content)), value = checked(wrapped(storage));
+  if (PyDict_SetItem(dict.get(), key.get(), value.get())) throw InPython();
+}
+
 PyObject* tape_make(PyObject* self, PyObject* wanted) {
   const auto contents = contents_in(wanted);
   Locked alone(tape_in(self));
   const auto storages = make(tape_in(self), contents);
   auto found = checked(PyDict_New());
-  for (size_t n = 0; n < contents.size(); ++n) {
-    auto content = checked(PyContent::with(contents[n])), storage = checked(wrapped(storages[n]));
-    if (PyDict_SetItem(found.get(), content.get(), storage.get())) return nullptr;
-  }
+  for (size_t n = 0; n < contents.size(); ++n) put(found, contents[n], storages[n]);
   return found.release();
 }
 
@@ -311,11 +313,8 @@ PyObject* tape_fill(PyObject* self, PyObject* args) {
 
 PyObject* tape_owned(PyObject* self, PyObject* stage) {
   auto found = checked(PyDict_New());
-  for (auto& slot : tape_in(self).live(integer(stage))) {
-    if (!slot->own) continue;
-    auto content = checked(PyContent::with(slot->reference->content)), storage = checked(wrapped(slot->own));
-    if (PyDict_SetItem(found.get(), content.get(), storage.get())) return nullptr;
-  }
+  for (auto& slot : tape_in(self).live(integer(stage)))
+    if (slot->own) put(found, slot->reference->content, slot->own);
   return found.release();
 }
 
@@ -324,17 +323,9 @@ PyObject* tape_empty(PyObject* self, PyObject* stage) {
   return none();
 }
 
-PyObject* tape_live(PyObject* self, PyObject* stage) {
-  auto found = checked(PyList_New(0));
-  for (auto& slot : tape_in(self).live(integer(stage)))
-    if (PyList_Append(found.get(), checked(PySlot::with(slot)).get())) return nullptr;
-  return found.release();
-}
-
 PyObject* tape_saved_contents(PyObject* self, PyObject* stage) {
   auto found = checked(PyDict_New());
-  for (auto& slot : tape_in(self).live(integer(stage)))
-    if (PyDict_SetItem(found.get(), checked(PyContent::with(slot->reference->content)).get(), Py_None)) return nullptr;
+  for (auto& slot : tape_in(self).live(integer(stage))) put(found, slot->reference->content, Storage());
   return PyDict_Keys(found.get());
 }
 
@@ -421,7 +412,6 @@ PyMethodDef tape_methods[] = {
     {"fill", method<tape_fill>, METH_VARARGS, nullptr},
     {"owned", method<tape_owned>, METH_O, nullptr},
     {"empty", method<tape_empty>, METH_O, nullptr},
-    {"live", method<tape_live>, METH_O, nullptr},
     {"saved_contents", method<tape_saved_contents>, METH_O, nullptr},
     {},
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -286,7 +287,7 @@ struct Tape {
       reference.content->read = true;
       for (auto n : reference.size) key = key * 31 + static_cast<uint64_t>(n) + 1;
     }
-    const auto now = Settings::present();
+    const auto now = rotoff::settings();
     if (!settings_ || *settings_ != now) settings_ = std::make_shared<Settings>(now);
     op.settings = settings_;
     operations.push_back(std::move(op));
@@ -311,7 +312,6 @@ class Making {
     if (order_.empty()) return;
     BelowAutograd below;
     SettingsKept kept;
-    c10::InferenceMode normal(false);
     for (int number : order_) {
       run(number);
       ++tape_.replayed;
@@ -374,7 +374,7 @@ class Making {
       if (r.item >= 0 && listed != r.arg) stack[r.arg] = own(op.args[r.arg]), listed = r.arg;
       put(stack[r.arg], r.item, r.on(storage_of(r.content)));
     }
-    op.settings->put();
+    put_settings(*op.settings);
     call(op, stack);
     if (!op.made.empty())
       each_result(stack, [&](int n, const Tensor& t) {
