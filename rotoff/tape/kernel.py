@@ -1,4 +1,7 @@
-"""The compiled tape: the twin of `tape.Tape`, equal to it, for the version of torch that runs."""
+"""The compiled tape, equal to its twin in Python, for the version of torch that runs.
+
+`_kernel.cpp` is a fallback of PyTorch's dispatcher on a key directly below Python's. `tape.Tape` says what it does.
+"""
 
 from __future__ import annotations
 
@@ -48,19 +51,21 @@ def _known(known: twin.Known) -> Any:
     return found[2]
 
 
+Tape: Any = twin.Tape  # what follows a forward: the compiled one, if it is there
+
 if _kernel is not None:
 
-    class Tape(_kernel.Tape):  # type: ignore[misc, name-defined]
-        """What `tape.Tape` is, compiled. Contents and slots are its own; `noted` is the number of operations."""
+    class Compiled(_kernel.Tape):  # type: ignore[misc, name-defined]
+        """What `tape.Tape` is, compiled, with contents and slots of its own."""
 
-        on_backward: Callable[[Tape, int], None] | None = None
+        on_backward: Callable[[Any, int], None] | None = None
 
         def __init__(self, known: twin.Known | None = None) -> None:
             self.known = known
             if known is not None:
                 self.know(_known(known))
 
-        def __enter__(self) -> Tape:
+        def __enter__(self) -> Compiled:
             self.begin()
             return self
 
@@ -72,3 +77,5 @@ if _kernel is not None:
 
         def put_together(self, packed: tuple[Any, ...]) -> torch.Tensor:
             return twin.put_together(packed, self.unpack)
+
+    Tape = Compiled

@@ -17,7 +17,7 @@ from rotoff.solver.plan_codes import keep_all
 from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 
-Kernel: Any = getattr(kernel, "Tape", None)
+Kernel: Any = None if kernel.Tape is Tape else kernel.Tape
 TAPES = [
     pytest.param(Tape, id="plain"),
     pytest.param(Kernel, id="compiled", marks=pytest.mark.skipif(Kernel is None, reason="no kernel for this torch")),
