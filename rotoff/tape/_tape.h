@@ -74,7 +74,6 @@ struct Tape {
   void end() {
     recording = outer_;
     if (!recording) c10::impl::tls_set_dispatch_key_included(KEY, false);
-    enter(0);
     for (auto& [_, content] : contents_) content->seal();
     contents_.clear();
     seen_ = false;

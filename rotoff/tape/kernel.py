@@ -70,7 +70,10 @@ if _kernel is not None:
             return self
 
         def __exit__(self, *error: object) -> None:
-            self.end()
+            try:
+                self.enter(0)
+            finally:
+                self.end()
 
         def take_apart(self, t: torch.Tensor) -> Any:
             return twin.taken_apart(t, self.pack)
