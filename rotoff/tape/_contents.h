@@ -262,6 +262,12 @@ struct Content {
     held = storage;
   }
 
+  // Keeps a copy of what others may change unseen. The storage stays known, so that no other one has its address.
+  void keep_copy(Storage copy) {
+    held = std::move(copy);
+    witness_.reset();
+  }
+
   void lose(Storage copy) {
     held = std::move(copy);
     weak_.reset();

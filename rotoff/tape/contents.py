@@ -49,6 +49,11 @@ class Content:
             self._weak, self._witness, self._sum = StorageWeakRef(storage), None, None
         self.held = storage
 
+    def keep_copy(self, copy: torch.UntypedStorage) -> None:
+        """Keep a copy of what others may change unseen. The storage stays known, so that no other one has its
+        address."""
+        self.held, self._witness = copy, None
+
     def lose(self, copy: torch.UntypedStorage | None) -> None:
         """The storage gets another content. copy: of this one, if it is kept."""
         self.held, self._weak, self._witness = copy, None, None

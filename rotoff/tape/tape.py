@@ -225,7 +225,7 @@ class Tape(TorchDispatchMode):
             assert last is not None
             if last is storage or not torch.equal(bytes_in(last), bytes_in(storage)):
                 content = self._contents[key] = self._resident(storage, t)
-                content.lose(self._copy(storage))
+                content.keep_copy(self._copy(storage))
         return content
 
     def _resident(self, storage: torch.UntypedStorage, t: torch.Tensor) -> Content:

@@ -416,6 +416,21 @@ def test_what_was_overwritten_unseen_is_told_of(new_tape: Any) -> None:
         out.backward()
 
 
+def test_memory_of_numpy_that_is_gone_leaves_its_address_to_no_other_content(new_tape: Any) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    with OnTape(nn.Identity(), [], new_tape).recording() as tape:
+        for n in range(50):
+            batch = torch.from_numpy(torch.full((4,), n + 0.5).numpy().copy())
+            weight.detach() * batch
+            address = batch.untyped_storage()._cdata
+            del batch
+            with torch._C._DisableTorchDispatch():
+                several = [torch.full((4,), float(n)) for _ in range(64)]
+            for t in several:
+                if t.untyped_storage()._cdata == address:
+                    assert torch.equal(torch.empty(0).set_(tape.content_of(t).held), t)
+
+
 def test_the_kernel_is_built_wherever_it_can_be() -> None:
     import shutil
     import sys
