@@ -63,8 +63,9 @@ ATTACHED = "_rotoff_attachment"
 class Checkpointable(RotorNames, ModuleProxy):
     """Wraps a model so that its training steps stay inside a memory limit.
 
-    Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode and without
-    gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the model's own.
+    Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode (but for a
+    frozen model) and without gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the
+    model's own.
 
     Args:
         model: any module. Its forward is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
@@ -235,7 +236,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
                 states, buffers, the batch and the step. What does not fit stays on the host between its uses. For a
                 CPU the host is a file.
-            optimizer: with `device_limit`, the optimizer of the parameters, or a list of them. With the option
+            optimizer: with `device_limit`, the optimizer of the parameters, or a list of them; a frozen model needs
+                none. With the option
                 ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
                 complete; ``"after"``, the default: in ``optimizer.step()``.
             in_flight: how many forwards run before the backward of the first, as in a pipeline or with
@@ -294,11 +296,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         """`compute_sequence` for a `device_limit`."""
         check_options(mode, mem_slots, policy, options)
         limit = parse_bytes(device_limit, "device_limit")
-        if optimizer is None:
-            raise OptionError(
-                "device_limit needs the optimizer, whose states count: compute_sequence(device_limit=...,"
-                " optimizer=optimizer)"
-            )
         if self._check:
             raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
         if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
@@ -486,7 +483,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
         plain = self._specializations.meter.plain or self._model
-        if self.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (self.training or self._is_frozen):
             if torch.compiler.is_compiling():
                 if self._specializations.request is not None:
                     return _left_alone(self, plain, args, kwargs)
@@ -501,8 +498,12 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        with self.streamed():
-            return self._steps.watched(plain(*args, **kwargs))
+        return self._steps.unplanned(plain, args, kwargs)
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether there is a limit and no parameter needs a gradient: its steps serve other models, in any mode."""
+        return self._specializations.request is not None and not any(p.requires_grad for p in self._model.parameters())
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need

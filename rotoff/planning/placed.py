@@ -11,17 +11,18 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.chain import Chain, ParameterGroup
+from ..core.chain import Chain, LinkRates, ParameterGroup
 from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..core.steady_step import at_rest, group_bytes
 from ..errors import InfeasibleError, OptionError
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
-from ..profile.parameter_groups import FoundGroups, find_groups
+from ..profile.parameter_groups import FoundGroups, find_groups, groups_apart
 from ..profile.profile import Profile
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed, compile_sequence
@@ -49,13 +50,19 @@ _CASTS = (
 
 
 def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
-    """The optimizers, or one, that `given` is or that trainers have wrapped.
+    """The optimizers, or one, that `given` is or that trainers have wrapped; none for None, if `model` is frozen.
 
     Raises:
         OptionError: for anything else, and if none of them updates a parameter of `model`.
     """
-    found = []
-    for optimizer in given if isinstance(given, (list, tuple)) else (given,):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if given is None and trained:
+        raise OptionError(
+            f"device_limit needs the optimizer, whose states count, since {len(trained)} parameters need gradients:"
+            " compute_sequence(device_limit=..., optimizer=optimizer)"
+        )
+    found: list[Optimizer] = []
+    for optimizer in given if isinstance(given, (list, tuple)) else () if given is None else (given,):
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
         if not isinstance(optimizer, Optimizer):
@@ -66,8 +73,7 @@ def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
             )
         found.append(optimizer)
     updated = {id(parameter) for one in found for parameter in parameters_of(one)}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if trained and updated.isdisjoint(map(id, trained)):
+    if trained and given is not None and updated.isdisjoint(map(id, trained)):
         names = ", ".join(type(one).__name__ for one in found) or "an empty list"
         raise OptionError(
             f"optimizer is {names}, which updates no parameter of the model; make it of model.parameters()"
@@ -97,6 +103,7 @@ class PlacedPlanner:
                 a limit at which all fits.
         """
         began = time.perf_counter()
+        read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
         whole = self.keep_all_bytes(profile)
         if whole <= request.mem_limit:
             return plan_everything(profile, plain=True)
@@ -115,28 +122,34 @@ class PlacedPlanner:
             return min(reused, key=lambda plan: plan.trace.makespan)
         if not thorough:
             raise InfeasibleError("no plan of another size fits", whole)
+        least, smallest = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
+        if smallest is None or least > request.mem_limit:
+            raise InfeasibleError(
+                "the training step with its parameters, gradients and optimizer states needs at least"
+                f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
+                f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
+                least,
+            )
         if near:  # training has begun, and waits
             effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
             request = replace(request, options=effort)
         asked = itertools.product((request, _quick(request)), found)
         plans = (plan_groups(profile, how, groups, request.mem_limit) for how, groups in asked)
-        plan, least = next(filter(None, plans), None), request.mem_limit
-        if plan is None:  # bytes that the machine does not charge may be fewer in the plan of a smaller limit
-            least, plan = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
-        if plan is not None and least <= request.mem_limit:
-            _report(request, plan, time.perf_counter() - began)
-            return plan
-        raise InfeasibleError(
-            "the training step with its parameters, gradients and optimizer states needs at least"
-            f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is {format_bytes(request.mem_limit)}"
-            f" ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
-            least,
-        )
+        plan = next(filter(None, plans), smallest)
+        _report(request, plan, time.perf_counter() - began)
+        return plan
 
     def groups(self, profile: Profile, host: bool) -> FoundGroups:
         """Groups of the model's parameters. host: whether the host may update them."""
         probe = OptimizerProbe(self.optimizers, profile.device, self.times)
         return find_groups(self.model, profile, probe, host)
+
+    def waiting(self, device: torch.device) -> PlacedPlan:
+        """Where parameters lie until a step is planned: on the host, all that can be placed. Forwards without
+        gradients need no other plan."""
+        probe = OptimizerProbe(self.optimizers, device, None)
+        groups, outside = groups_apart(self.model, probe)
+        return PlacedPlan(groups, frozenset(), frozenset(), frozenset(), outside=outside)
 
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""
@@ -215,18 +228,40 @@ def plan_groups(profile: Profile, request: Request, groups: FoundGroups, asked: 
     return min(found, key=lambda plan: plan.trace.makespan, default=None)
 
 
+def _evenly_timed(chain: Chain) -> Chain:
+    """`chain` with times that nobody has measured, so that what fits depends on bytes alone: a backward takes twice as
+    long as a forward; an update, and the copy of all parameters, as long as a forward."""
+    stages = [
+        replace(
+            stage,
+            forward_time=1.0,
+            backward_time=2.0,
+            tail_time=0.0,
+            forms=tuple(replace(form, backward_time=3.0) for form in stage.forms),
+        )
+        for stage in chain.stages
+    ]
+    groups = [
+        replace(group, update_time=1.0, host_update_time=None if group.host_update_time is None else 1.0)
+        for group in chain.parameters
+    ]
+    rate = float(max(1, sum(group.bytes for group in groups)))
+    rates = LinkRates(rate, rate, chain.duplex)._asdict()
+    return replace(chain, **rates, stages=tuple(stages), parameters=tuple(groups))
+
+
 def _peak(plan: ExecutionPlan) -> int:
     assert plan.placed is not None
     return plan.placed.peak_bytes
 
 
 def _plans(
-    profile: Profile, request: Request, groups: FoundGroups, asked: int, less: int = 0
+    profile: Profile, request: Request, groups: FoundGroups, asked: int, less: int = 0, even: bool = False
 ) -> Iterator[tuple[ExecutionPlan, int]]:
     """Plans of `groups` within `asked` bytes, less `less`, as the machine charges them, until one fits; each with what
-    was taken off. If one has a larger peak, so much more is taken off the next."""
+    was taken off. If one has a larger peak, so much more is taken off the next. even: solve `_evenly_timed` chains."""
     profile = profile.placing(groups.costs)
-    chain = profile.with_overhead().chain
+    chain = _evenly_timed(profile.chain) if even else profile.with_overhead().chain
     limit = asked - _constant(profile, request, groups) - less
     options = {**request.options, "updates": when(request)}
     if (room := options.get("host_limit")) is not None:
@@ -343,7 +378,8 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
 def _least(
     profile: Profile, request: Request, found: Several[FoundGroups], whole: int
 ) -> tuple[int, ExecutionPlan | None]:
-    """The smallest limit for which a plan was found, and the plan; `whole` and None if none was."""
+    """The smallest limit for which a plan was found without regard to times, and the plan; `whole` and None if none
+    was."""
     least: tuple[int, ExecutionPlan | None] = whole, None
     quick = _quick(request)
     for groups in found:
@@ -352,7 +388,7 @@ def _least(
         limit = min_mem_limit(chain, request.mode, when(request)) + constant
         more = max(1, limit // 50)
         while limit < least[0]:
-            plans = [plan for plan, _ in _plans(profile, quick, groups, limit)]
+            plans = [plan for plan, _ in _plans(profile, quick, groups, limit, even=True)]
             best = min(plans, key=_peak, default=None)
             if best is not None and _peak(best) <= limit:
                 least = limit, best

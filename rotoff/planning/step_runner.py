@@ -17,7 +17,9 @@ from ..capture import strategy
 from ..capture.interception import without_checkpoints
 from ..capture.sharding import gathers
 from ..capture.unrepeatable import compiled
-from ..errors import OptionError
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError, OptionError
+from ..profile.memory.allocator import DeviceAllocator
 from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.links.base import Link
 from ..runtime.links.pool import LinkPool, new_link
@@ -26,12 +28,12 @@ from ..runtime.placed.placement import Placement
 from ..runtime.step import Step
 from ..runtime.step_times import Recording, StepTimes
 from ..tensors.allocated import allocated_bytes
-from ..tensors.storage import block_bytes
+from ..tensors.storage import block_bytes, storage_key
 from ..tensors.tree import leaves
 from .memory_account import expected_levels
 from .options import Options
 from .placed import PlacedPlanner
-from .specialization import Specialization
+from .specialization import Specialization, signature
 from .specializations import Specializations
 
 logger = logging.getLogger("rotoff")
@@ -56,6 +58,7 @@ class StepRunner:
         self._check = check
         self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
         self._said_in_flight = 0
+        self._forward_bytes: dict[Any, int] = {}  # by signature, what forwards without gradients allocate
         self.recording: Recording | None = None
         self.placement: Placement | None = None
 
@@ -67,7 +70,7 @@ class StepRunner:
             self.placement.forward_begins()
         specialization, taped = self._specializations.take(value)
         if specialization is None:
-            return self.watched(plain(*args, **kwargs))
+            return self.unplanned(plain, args, kwargs)
         if taped is None:
             return self._run(specialization, value, partial(specialization.captured.own, plain, value))
         try:
@@ -79,11 +82,47 @@ class StepRunner:
             raise
         return result
 
+    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward that has no plan: in eval mode, or without gradients. As long as no step is planned, the first
+        of each signature that saves nothing is measured.
+
+        Raises:
+            InfeasibleError: if it took more than the `device_limit`, with all that can be placed on the host.
+        """
+        run, request, placement = partial(plain, *args, **kwargs), self._specializations.request, self.placement
+        model, value = self._specializations.meter.model, (args, kwargs)
+        held = [*model.parameters(), *(leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))]
+        saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
+        if placement is None or not placement.waits or request is None or saves:
+            with self.streamed():
+                return self.watched(run())
+        key = signature(value, model)
+        whole = sum({storage_key(tensor): tensor.nbytes for tensor in (*held, *model.buffers())}.values())
+        known = self._forward_bytes.get(key)
+        if known is not None and whole + known <= request.mem_limit:
+            placement.wait(None)
+            return run()
+        with self.streamed():
+            if known is not None or torch.autograd._profiler_enabled():
+                return run()
+            result, log = DeviceAllocator(self._device).log(run)
+        self._forward_bytes[key] = known = log.peak()
+        least = whole + known - sum(parameter.nbytes for parameter in placement.every())
+        if least > request.mem_limit:
+            raise InfeasibleError(
+                f"a forward without gradients needs at least {format_bytes(least)} ({least} bytes), with its parameters"
+                f" on the host; the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
+                least,
+            )
+        return result
+
     def _run(self, specialization: Specialization, value: Any, own: Callable[[], Any]) -> Any:
         """Run a step by the plan of `specialization`; `own` runs the model's own forward."""
         assert specialization.plan is not None
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if specialization.plan.keeps_all and not self._check and recording is None:
+            if self.placement is not None:
+                self.placement.wait(None)
             before = allocated_bytes(specialization.profile.device)
             with without_checkpoints():  # with room for everything they would only cost
                 result = specialization.captured.started(own())
@@ -161,9 +200,7 @@ class StepRunner:
         """The placement of the parameters of `optimizers`; a new one if there was another before."""
         if self.placement is None or self.placement.optimizers != optimizers:
             self.unplace(resident=False)
-            device = self._specializations.meter.device
-            assert device is not None
-            link = new_link(device, self._options.host_directory)
+            link = new_link(self._device, self._options.host_directory)
             self.placement = Placement(link, optimizers)
             weakref.finalize(self.placement, link.close)
         return self.placement
@@ -182,8 +219,17 @@ class StepRunner:
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters on the host are fetched as the model's calls need them."""
-        streamed = None if self.placement is None else self.placement.streamed()
-        return nullcontext() if streamed is None else streamed
+        request = self._specializations.request
+        if self.placement is None or request is None or not isinstance(request.planner, PlacedPlanner):
+            return nullcontext()
+        self.placement.wait(partial(request.planner.waiting, self._device))
+        return self.placement.streamed() or nullcontext()
+
+    @property
+    def _device(self) -> torch.device:
+        device = self._specializations.meter.device
+        assert device is not None
+        return device
 
 
 def _keep(_: Link) -> None:

@@ -141,6 +141,17 @@ def find_groups(
     return FoundGroups(*groups, _before(profile.prefix, probe, (p for p in movable if id(p) not in grouped)))
 
 
+def groups_apart(model: nn.Module, probe: OptimizerProbe) -> tuple[tuple[PlacedGroup, ...], tuple[nn.Parameter, ...]]:
+    """Return a group of each parameter that can be placed, and the other parameters; nothing has been measured."""
+    every = list({id(p): p for p in model.parameters()}.values())
+    unseen = (module for module in model.modules() if _is_unseen(module))
+    staying = _sharing(every, model.buffers()) | {id(p) for module in unseen for p in module.parameters()}
+    movable = [p for p in every if id(p) not in staying and placeable(p)]
+    moved = {id(p) for p in movable}
+    groups = (PlacedGroup((p,), (probe.state_bytes(p),)) for p in movable)
+    return tuple(groups), tuple(p for p in every if id(p) not in moved)
+
+
 def _before(
     prefix: Sequence[StageModule], probe: OptimizerProbe, parameters: Iterable[nn.Parameter]
 ) -> tuple[PlacedGroup, ...]:

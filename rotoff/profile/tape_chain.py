@@ -204,7 +204,9 @@ def chain_of(step: RecordedStep, bandwidth: tuple[float, float], count: int = ST
         run = _Stage(step, uses, peaks, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), far)
         segments = [segment for k, segment in enumerate(step.segments) if stage_of[k] == i]
         seconds = sum(segment.backward_seconds for segment in segments)
-        stage, kept = run.stage(_name(segments), seconds, backward.grads[i], backward.grads[i - 1], backward.peaks[i])
+        # what the model returns stays with the caller
+        peak = backward.peaks[i] + (size(set(handed[i]) - saved[i].keys()) if i == many else 0)
+        stage, kept = run.stage(_name(segments), seconds, backward.grads[i], backward.grads[i - 1], peak)
         stages.append(stage)
         layout_forms.append(tuple(frozenset((c.op - first, c.out) for c in contents) for contents in kept))
     layout = Layout(

@@ -163,7 +163,9 @@ class TapeStep:
         contents = dict.fromkeys(self._values.get(op.value, ()))
         storages = {content: content.held for content in contents if content.held is not None}
         if op.value.saved:
-            storages.update(tape.owned(op.stage))
+            planned, first = self._layout.forms[op.stage - 1][0], tape.begins[op.stage]
+            owned = tape.owned(op.stage).items()
+            storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
         assert self._link is not None
         place = self._plan.host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]

@@ -262,6 +262,11 @@ struct Content {
     held = storage;
   }
 
+  // Finds this content in `storage` from now on, as long as something has it.
+  void is_in(const Storage& storage) {
+    if (!weak_ || *weak_ != storage.getWeakStorageImpl()) weak_ = storage.getWeakStorageImpl();
+  }
+
   // Keeps a copy of what others may change unseen. The storage stays known, so that no other one has its address.
   void keep_copy(Storage copy) {
     held = std::move(copy);
@@ -354,6 +359,11 @@ struct Slot {
   Storage own;
 
   Slot(int stage, const Tensor& t) : stage(stage), witness(t) {}
+
+  void give(const Storage& storage) {
+    own = storage;
+    reference->content->is_in(storage);
+  }
 
   void check() const {
     if (witness.changed())

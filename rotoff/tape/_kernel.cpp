@@ -287,7 +287,7 @@ void fetch(Tape& tape, int stage) {
   std::vector<ContentPtr> contents;
   for (auto& slot : slots) contents.push_back(slot->reference->content);
   const auto storages = make(tape, contents);
-  for (size_t n = 0; n < slots.size(); ++n) slots[n]->own = storages[n];
+  for (size_t n = 0; n < slots.size(); ++n) slots[n]->give(storages[n]);
 }
 
 PyObject* tape_fetch(PyObject* self, PyObject* stage) {
@@ -302,7 +302,7 @@ PyObject* tape_fill(PyObject* self, PyObject* args) {
   for (auto& slot : tape_in(self).live(stage)) {
     auto content = checked(PyContent::with(slot->reference->content));
     if (Owned storage{PyObject_GetItem(storages, content.get())})
-      slot->own = storage_of(storage.get());
+      slot->give(storage_of(storage.get()));
     else if (PyErr_ExceptionMatches(PyExc_KeyError))
       PyErr_Clear();
     else

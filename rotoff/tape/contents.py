@@ -54,6 +54,11 @@ class Content:
         address."""
         self.held, self._witness = copy, None
 
+    def is_in(self, storage: torch.UntypedStorage) -> None:
+        """Find this content in `storage` from now on, as long as something has it."""
+        if self._weak is None or self._weak.cdata != storage._cdata:
+            self._weak = StorageWeakRef(storage)
+
     def lose(self, copy: torch.UntypedStorage | None) -> None:
         """The storage gets another content. copy: of this one, if it is kept."""
         self.held, self._weak, self._witness = copy, None, None

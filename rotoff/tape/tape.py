@@ -418,8 +418,10 @@ class Tape(TorchDispatchMode):
         """Keep these contents for the slots of a stage that refer to them."""
         for slot in self.live(stage):
             assert slot.reference is not None
-            if (storage := storages.get(slot.reference.content)) is not None:
+            content = slot.reference.content
+            if (storage := storages.get(content)) is not None:
                 slot.own = storage
+                content.is_in(storage)
 
     def owned(self, stage: int) -> dict[Content, torch.UntypedStorage]:
         """Return what is kept for the slots of a stage."""

@@ -399,3 +399,25 @@ def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     usual(wrapped, [optimizer], 0, lambda: x)
     assert {t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}
     wrapped.close()
+
+
+@pytest.mark.parametrize("limit", ["300 KiB", "600 KiB", "1 GiB"])
+def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
+    """Its parameters come as forwards without gradients need them; a step that only its input needs is planned."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(6)]
+    plain, x = nn.Sequential(*layers).requires_grad_(False).eval(), torch.randn(16, 64, device=CUDA)
+    net = copy.deepcopy(plain)
+    plain.to(CUDA)
+    model = rotoff.Checkpointable(net, device="cuda", cache_directory=None)
+    model.compute_sequence(device_limit=limit, refine=False)
+    for n in range(3):
+        with torch.no_grad():
+            assert torch.equal(model(x + n), plain(x + n))
+        if limit != "300 KiB":  # the smallest limit of such a step is larger
+            inputs = [x.clone().requires_grad_() for _ in "ab"]
+            for one, given in zip((model, plain), inputs, strict=True):
+                one(given).square().sum().backward()
+            assert torch.equal(*(given.grad for given in inputs))
+    here = sum(p.is_cuda for p in net.parameters())
+    assert here == 24 if limit == "1 GiB" else here < 24

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -49,6 +50,8 @@ import rotoff
 from rotoff import Sequence
 from rotoff.core.sequence import OpKind, w
 from rotoff.planning import placed as placed_planner
+from rotoff.planning.request import Request
+from rotoff.profile.profile import Profile
 from rotoff.runtime.links.file import FileLink
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import updates
@@ -892,6 +895,43 @@ def test_the_smallest_limit_is_named_and_works(mode: str) -> None:
     added_up(model, optimizers, x)
 
 
+def distorted(profile: Profile, seed: int) -> Profile:
+    """`profile` as a busy machine might have measured it."""
+    random = Random(seed)
+
+    def by(one: Any, *names: str) -> dict[str, float]:
+        return {name: getattr(one, name) * 10 ** random.uniform(-1.5, 1.5) for name in names}
+
+    stages = []
+    for stage in profile.chain.stages:
+        forms = tuple(replace(form, **by(form, "backward_time")) for form in stage.forms)
+        stages.append(replace(stage, **by(stage, "forward_time", "backward_time"), tail_time=0.0, forms=forms))
+    rates = by(profile.chain, "d2h_bandwidth", "h2d_bandwidth")
+    return replace(profile, chain=replace(profile.chain, stages=tuple(stages), **rates))
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", ["first frozen", "tied", "convolutions"])
+@pytest.mark.grid(every=2)
+def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> None:
+    torch.manual_seed(0)
+    model, x = SIZED[name]()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    optimizers = tuple(adamw([p for p in model.parameters() if p.requires_grad]))
+    least: list[int] = []
+    for seed in range(6):
+        planner = placed_planner.PlacedPlanner(model, optimizers)
+        profile = distorted(wrapped.profile, seed)
+        asked = Request(1, "joint", 50, {"refine": False, "updates": updates}, planner=planner)
+        with pytest.raises(rotoff.InfeasibleError) as refused:
+            planner(profile, asked)
+        least.append(refused.value.min_mem_limit)
+        assert planner(profile, replace(asked, mem_limit=least[0])).placed is not None
+        with pytest.raises(rotoff.InfeasibleError):
+            planner(profile, replace(asked, mem_limit=least[0] - 1))
+    assert len(set(least)) == 1
+
+
 class Total(torch.optim.SGD):
     """Scales by something of all parameters together."""
 
@@ -1632,6 +1672,105 @@ def test_frozen_first_layers_lie_on_the_host(recorded: bool) -> None:
     before = [p.clone() for p in model.parameters()]
     added_up(wrapped, optimizers, x)
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+def looked_up(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return run(x)
+
+
+def inferred(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    with torch.inference_mode():
+        return run(x).sum().item()
+
+
+def unneeded(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    return run(x)
+
+
+def differentiated(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    run(x).square().sum().backward()
+    return x.grad
+
+
+def in_eval_mode(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    run.eval()
+    return differentiated(run, net, looked_up(run, net, x))
+
+
+def in_turns(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    return differentiated(run.eval(), net, x) + differentiated(run.train(), net, x) + looked_up(run, net, x)
+
+
+def reloaded_later(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
+    before = looked_up(run, net, x)
+    run.load_state_dict({name: 0.5 * value for name, value in run.state_dict().items()})
+    return before + looked_up(copy.deepcopy(run), net, x) - looked_up(run, net, x)
+
+
+def closed(run: Any, net: nn.Module, x: torch.Tensor) -> Any:
+    before = looked_up(run, net, x)
+    if run is not net:
+        run.close()
+    return before + looked_up(run, net, x)
+
+
+FROZEN = [looked_up, inferred, unneeded, differentiated, in_eval_mode, in_turns, reloaded_later, closed]
+
+
+@pytest.mark.parametrize("use", FROZEN, ids=lambda use: use.__name__)
+@pytest.mark.grid(every=3)
+def test_a_frozen_model_needs_no_optimizer(use: Any) -> None:
+    """A teacher, a reference or a reward model: its parameters lie on the host, and nothing is updated."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
+    plain, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(16, 32)
+    net = copy.deepcopy(plain)
+    model = rotoff.Checkpointable(net, cache_directory=None).compute_sequence(device_limit="110 KiB", refine=False)
+    for _ in range(3):
+        assert same([torch.as_tensor(use(model, net, x))], [torch.as_tensor(use(plain, plain, x))])
+    assert same(result(net, []), result(plain, []))
+    assert use is closed or sum(map(in_file(), net.parameters())) > 8  # of 36
+
+
+def test_a_frozen_model_keeps_its_limit() -> None:
+    """Also where a plan would find no room; thawed, it asks for the optimizer."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8))).requires_grad_(False), torch.randn(8, 96)
+    model = rotoff.Checkpointable(net, cache_directory=None).compute_sequence(device_limit="20 KiB")
+    looked_up(model, net, x)
+    assert peak_bytes(lambda: looked_up(model, net, x), before=lambda: own_again(net, [])) + x.nbytes <= 20 << 10
+    with pytest.raises(rotoff.InfeasibleError, match="a forward without gradients needs at least") as refused:
+        looked_up(model.compute_sequence(device_limit=1024), net, torch.randn(9, 96))
+    looked_up(model.compute_sequence(device_limit=refused.value.min_mem_limit), net, torch.randn(9, 96))
+    looked_up(model.compute_sequence(device_limit="1 MiB"), net, torch.randn(9, 96))
+    assert not any(map(in_file(), net.parameters()))
+    net[4].requires_grad_()
+    with pytest.raises(rotoff.OptionError, match="needs the optimizer.*since 2 parameters need gradients"):
+        model(x)
+
+
+def test_a_frozen_teacher_beside_its_student() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(10)]
+    plain = nn.Sequential(*layers[:6]).requires_grad_(False).eval(), nn.Sequential(*layers[6:])
+    twin, x = copy.deepcopy(plain), torch.randn(16, 64)
+    optimizers = [adamw(list(student.parameters())) for _, student in (plain, twin)]
+    teacher, student = (rotoff.Checkpointable(net, cache_directory=None) for net in twin)
+    teacher.compute_sequence(device_limit="260 KiB", refine=False)
+    student.compute_sequence(device_limit="500 KiB", optimizer=optimizers[1], refine=False)
+    for n in range(4):
+        for (above, below), own in ((plain, optimizers[0]), ((teacher, student), optimizers[1])):
+            if n % 2:  # its gradients go through the teacher
+                above(below(x)).square().mean().backward()
+            else:
+                (below(x) - looked_up(above, above, x)).square().mean().backward()
+            own[0].step()
+            own[0].zero_grad()
+    assert teacher._plan.placed is not None
+    assert student._plan.placed is not None
+    assert same(result(twin[1], optimizers[1]), result(plain[1], optimizers[0]))
 
 
 def test_a_state_that_an_optimizer_makes_later_is_said() -> None:

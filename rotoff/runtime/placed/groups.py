@@ -159,7 +159,8 @@ class PlacedGroups:
         self.link.drain()
 
     def give_back(self) -> None:
-        """Put everything on the device."""
+        """Put everything on the device; there is no plan then."""
+        self._plan = None
         for places in self.places.values():
             for tensor in (places.weight, places.gradient, *self.states(places.parameter)):
                 tensor.rest(resident=True)

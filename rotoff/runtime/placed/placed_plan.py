@@ -60,6 +60,11 @@ class PlacedPlan:
         return *self.groups, *self.before
 
     @property
+    def waits(self) -> bool:
+        """Whether no step is planned yet."""
+        return not self.levels
+
+    @property
     def peak_bytes(self) -> int:
         """The expected peak."""
         return max(self.levels)

@@ -216,10 +216,25 @@ class Placement:
         before = [group.parameters for group in self._groups.plan.before]
         return InTurn([[self._groups.places[id(parameter)].weight for parameter in group] for group in before])
 
+    @property
+    def waits(self) -> bool:
+        """Whether no step is planned yet."""
+        return not self._groups.planned or self._groups.plan.waits
+
+    def every(self) -> list[nn.Parameter]:
+        """Return the parameters that are placed."""
+        return self._groups.every()
+
+    def wait(self, plan: Callable[[], PlacedPlan] | None) -> None:
+        """Until a step is planned, place everything as `plan()` says; None: on the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            if plan is not None and not self._groups.planned:
+                self.begin(plan())
+            elif plan is None and self._groups.planned and self._groups.plan.waits:
+                self._groups.give_back()
+
     def streamed(self) -> Streamed | None:
         """Return the context for a forward without a plan; None if it needs none."""
-        if not self._groups.planned:
-            return None
         self.forward_begins()
         return Streamed(self._groups.every(), self.link.device, self._groups.plan.room) or None
 
