@@ -25,7 +25,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # Most of what comes with the tools is never imported; Python compiles the rest when it is.
 INSTALL := $(PIP) install --no-compile
-SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name 'py.typed') \
+SOURCES := $(shell find rotoff -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.cpp' -o -name '*.h' -o -name 'py.typed') \
            pyproject.toml setup.py MANIFEST.in README.md LICENSE
 HAS_TORCH := -c "import sys, torch; sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split('.')[:2])) < (2, 16))"
 
@@ -113,10 +113,13 @@ $(VENV)/torch: $(VENV)/python
 	$(call WITH,)
 	touch $@
 
-# The wheel is built from the sdist, each in an environment of its own, so that nothing forgotten or stale gets in.
-$(VENV)/wheel: $(VENV)/python $(SOURCES)
+# The wheel is built from the sdist, each in an environment of its own, so that nothing forgotten or stale gets in; the
+# tape is compiled for the torch of .venv, which that environment does not see.
+TORCH_FOLDER = $$($(BIN)/python -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])")
+
+$(VENV)/wheel: $(VENV)/torch $(SOURCES)
 	rm -rf dist build rotoff.egg-info
-	$(BIN)/python -m build . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
+	ROTOFF_TORCH="$(TORCH_FOLDER)" $(BIN)/python -m build . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; false; }
 	touch $@
 
 # The wheel alone: pip would take a rebuilt one of the same version for the one that it has.

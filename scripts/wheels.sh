@@ -20,7 +20,8 @@ rm -rf "$dist"/rotoff-* build rotoff.egg-info
 for python in "$@"; do
     "$python" -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir "$work/plain" "$dist"/rotoff-*.tar.gz
 done
-PATH=$tools:$PATH "$tools/auditwheel" repair --strip --wheel-dir "$dist" "$work"/plain/*.whl
+# The compiled tape, if the Python has a torch to build it for, uses the libraries that this torch has loaded.
+PATH=$tools:$PATH "$tools/auditwheel" repair --strip --exclude 'libtorch*' --exclude 'libc10*' --wheel-dir "$dist" "$work"/plain/*.whl
 "$tools/twine" check --strict "$dist"/*
 for python in "$@"; do
     "$python" -m venv "$work/clean"

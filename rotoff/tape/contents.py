@@ -49,6 +49,11 @@ class Content:
             self._weak, self._witness, self._sum = StorageWeakRef(storage), None, None
         self.held = storage
 
+    def keep_copy(self, copy: torch.UntypedStorage) -> None:
+        """Keep a copy of what others may change unseen. The storage stays known, so that no other one has its
+        address."""
+        self.held, self._witness = copy, None
+
     def is_in(self, storage: torch.UntypedStorage) -> None:
         """Find this content in `storage` from now on, as long as something has it."""
         if self._weak is None or self._weak.cdata != storage._cdata:

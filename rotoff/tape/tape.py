@@ -94,6 +94,24 @@ class Known:
         self.told: set[str] = set()
 
 
+def taken_apart(t: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
+    """Return what autograd keeps of a tensor that is not plain: itself, or its parts, packed each."""
+    if not is_wrapper(t):
+        return t
+    names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts: dict[str, Any] = {name: getattr(t, name) for name in names}
+    for name, part in parts.items():
+        if isinstance(part, torch.Tensor) and part.is_floating_point():  # integers tell what it is, and stay
+            parts[name] = pack(part)
+    return type(t), parts, context, t.size(), t.stride()
+
+
+def put_together(packed: tuple[Any, ...], unpack: Callable[[Any], Any]) -> torch.Tensor:
+    """Return the tensor that was taken apart."""
+    cls, parts, *geometry = packed
+    return cls.__tensor_unflatten__({name: unpack(part) for name, part in parts.items()}, *geometry)
+
+
 class Operation:
     """One operation on the tape. references: to all its tensors, in order. made: the contents of new storages."""
 
@@ -162,6 +180,11 @@ class Tape(TorchDispatchMode):
         self._settings: Settings = []
         self._lock = threading.RLock()
 
+    @property
+    def noted(self) -> int:
+        """How many operations are on the tape."""
+        return len(self.operations)
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """What a compiled part makes is resident, so the part may run as it is."""
@@ -202,7 +225,7 @@ class Tape(TorchDispatchMode):
             assert last is not None
             if last is storage or not torch.equal(bytes_in(last), bytes_in(storage)):
                 content = self._contents[key] = self._resident(storage, t)
-                content.lose(self._copy(storage))
+                content.keep_copy(self._copy(storage))
         return content
 
     def _resident(self, storage: torch.UntypedStorage, t: torch.Tensor) -> Content:
@@ -342,15 +365,8 @@ class Tape(TorchDispatchMode):
 
     def pack(self, t: torch.Tensor) -> Any:
         """Autograd's hook: return what it keeps in place of `t`."""
-        if is_wrapper(t):  # its parts are saved each; integers tell what it is, and stay
-            names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
-            parts: dict[str, Any] = {name: getattr(t, name) for name in names}
-            for name, part in parts.items():
-                if isinstance(part, torch.Tensor) and part.is_floating_point():
-                    parts[name] = self.pack(part)
-            return type(t), parts, context, t.size(), t.stride()
         if not is_plain(t):
-            return t
+            return taken_apart(t, self.pack)
         with torch._C._DisableTorchDispatch():
             storage = t.untyped_storage()
             content = self._contents.get(storage._cdata)
@@ -375,9 +391,7 @@ class Tape(TorchDispatchMode):
     def unpack(self, packed: Any) -> torch.Tensor:
         """Autograd's hook: return the tensor that it saved."""
         if isinstance(packed, tuple):
-            cls, parts, *geometry = packed
-            inner = {name: self.unpack(p) if isinstance(p, (Slot, tuple)) else p for name, p in parts.items()}
-            return cls.__tensor_unflatten__(inner, *geometry)
+            return put_together(packed, self.unpack)
         if not isinstance(packed, Slot):
             return packed
         packed.check()

@@ -14,9 +14,14 @@ from torch import nn
 import rotoff
 from rotoff.planning.tape_runner import TapeRunner
 from rotoff.solver.plan_codes import keep_all
+from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 
-TAPES = [pytest.param(Tape, id="plain")]
+Kernel: Any = None if kernel.Tape is Tape else kernel.Tape
+TAPES = [
+    pytest.param(Tape, id="plain"),
+    pytest.param(Kernel, id="compiled", marks=pytest.mark.skipif(Kernel is None, reason="no kernel for this torch")),
+]
 
 
 class OnTape(nn.Module):

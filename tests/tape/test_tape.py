@@ -12,14 +12,21 @@ import odd_models  # noqa: F401
 import pytest
 import state_models  # noqa: F401
 import torch
-from on_tape import OnTape, verdict
+from on_tape import TAPES, Kernel, OnTape, verdict
 from step_by_step import Row
 from torch import nn
 from torch.nn import functional as F
 from trunks import TABLE, Block, Trunk, drawn
 
+from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 from rotoff.tape.verify import Known, Verified
+
+
+@pytest.fixture(params=TAPES)
+def new_tape(request: pytest.FixtureRequest) -> Any:
+    """Each way of following a forward."""
+    return request.param
 
 
 def cases() -> list[Any]:
@@ -28,9 +35,36 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("row", cases())
-def test_everything_dropped_is_made_again(row: Row) -> None:
-    said = verdict(row)
+def test_everything_dropped_is_made_again(row: Row, new_tape: Any) -> None:
+    said = verdict(row, new_tape)
     assert said == "equal" or (row.may_refuse is not None and "error: RuntimeError" in said), said
+
+
+@pytest.mark.parametrize("row", cases())
+def test_the_kernel_notes_what_the_twin_notes(row: Row) -> None:
+    """Keys, and so operations and sizes, are equal; so is what is saved, made again and copied."""
+    if Kernel is None:
+        pytest.skip("no kernel for this torch")
+    assert noted(row, Kernel) == noted(row, Tape)
+
+
+def noted(row: Row, make: Any) -> list[Any]:
+    """What tapes note of the training of `row`."""
+    tapes: list[Any] = []
+
+    class Noting(make):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.log: list[Any] = []
+            tapes.append(self)
+
+        def enter(self, stage: int) -> None:
+            saved = [(content.op, content.out, content.nbytes) for content in self.saved_contents(self.stage)]
+            self.log.append((self.stage, self.key, self.noted, saved))
+            super().enter(stage)
+
+    verdict(row, Noting)
+    return [(tape.log, tape.replayed, tape.copied) for tape in tapes]
 
 
 @pytest.mark.parametrize("row", cases())
@@ -163,13 +197,13 @@ def test_what_is_unseen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     assert len(told) == 1 and "aten.empty_like.default" in told[0]
 
 
-def test_a_stage_that_is_not_known_is_kept() -> None:
+def test_a_stage_that_is_not_known_is_kept(new_tape: Any) -> None:
     """On a plain tape, which does not verify, nothing is made again that was not verified before."""
     torch.manual_seed(0)
     net, known = trunk_with(Foreign.apply)(), Known()
-    for n, new_tape in enumerate([Tape, Verified, Tape]):
+    for n, make in enumerate([new_tape, Verified, new_tape]):
         expected = gradients(net, net, n)
-        run = OnTape(net, list(net.blocks), lambda new_tape=new_tape: new_tape(known))
+        run = OnTape(net, list(net.blocks), lambda make=make: make(known))
         assert all(map(torch.equal, gradients(run, net, n), expected))
         assert bool(run.tapes[0].replayed) is (n > 0)
 
@@ -177,38 +211,27 @@ def test_a_stage_that_is_not_known_is_kept() -> None:
 # -- what it costs
 
 
-class Counted(Tape):
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-
-    def saved(self, slot: Any, storage: Any) -> None:
-        self.peak += storage.nbytes()
-
-
-def test_dropped_bytes_are_gone_and_only_what_is_needed_runs_again() -> None:
+def test_dropped_bytes_are_gone_and_only_what_is_needed_runs_again(new_tape: Any) -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*[Block() for _ in range(6)])
-    run = OnTape(blocks, list(blocks))
+    run = OnTape(blocks, list(blocks), new_tape)
     out = run(drawn(0).requires_grad_())
     (tape,) = run.tapes
-    noted = len(tape.operations)
-    slots = [slot for stage in tape.slots for slot in tape.live(stage)]
-    alive = [slot for slot in slots if slot.reference is not None and slot.reference.content.alive()]
+    saved = [content for stage in tape.begins for content in tape.saved_contents(stage)]
+    alive = [content for content in saved if content.alive()]
     # a residual stream is alive nowhere once the next block has its own; all but the result is gone
-    assert len(alive) <= 1 and len(slots) > 20
-    del slots, alive
+    assert len(alive) <= 1 and len(saved) > 20
     out.sum().backward()
-    assert 0 < tape.replayed < noted * 7 / 2  # each block from the batch on, but not its last operation
-    assert not [slot for stage in tape.slots for slot in tape.live(stage)]
+    assert 0 < tape.replayed < tape.noted * 7 / 2  # each block from the batch on, but not its last operation
+    assert not any(tape.saved_contents(stage) for stage in tape.begins)
 
 
-def test_a_graph_that_is_dropped_frees_the_tape() -> None:
+def test_a_graph_that_is_dropped_frees_the_tape(new_tape: Any) -> None:
     import gc
     import weakref
 
     blocks = nn.Sequential(*[Block() for _ in range(3)])
-    run = OnTape(blocks, list(blocks))
+    run = OnTape(blocks, list(blocks), new_tape)
     out = run(drawn(0))
     tape = weakref.ref(run.tapes.pop())
     gc.disable()
@@ -219,11 +242,11 @@ def test_a_graph_that_is_dropped_frees_the_tape() -> None:
         gc.enable()
 
 
-def test_a_gradient_of_a_gradient() -> None:
+def test_a_gradient_of_a_gradient(new_tape: Any) -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)])
     found = []
-    for run in (blocks, OnTape(blocks, list(blocks))):
+    for run in (blocks, OnTape(blocks, list(blocks), new_tape)):
         x = drawn(0).requires_grad_()
         (g,) = torch.autograd.grad(run(x).sum(), x, create_graph=True)
         found.append(torch.autograd.grad(g.square().sum(), [x, *list(blocks.parameters())[:-1]]))
@@ -231,23 +254,24 @@ def test_a_gradient_of_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("change", ["add_", "data"])
-def test_what_was_changed_in_place_raises_as_in_pytorch(change: str) -> None:
+def test_what_was_changed_in_place_raises_as_in_pytorch(change: str, new_tape: Any) -> None:
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
-    out = OnTape(net, list(net))(drawn(0))
+    out = OnTape(net, list(net), new_tape)(drawn(0))
     with torch.no_grad():
         (net[2].weight if change == "add_" else net[0].weight).add_(1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    shape = r"\(16, 16\)"
+    with pytest.raises(RuntimeError, match=rf"modified by an inplace operation.* of shape {shape}"):
         out.sum().backward()
 
 
-def test_held_contents_that_others_hold_are_compared() -> None:
+def test_held_contents_that_others_hold_are_compared(new_tape: Any) -> None:
     """The caller changes in place what nothing saves and a plan holds: it is made again."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(16, 16), nn.Identity(), nn.Tanh(), nn.Linear(16, 16))
     seen: list[torch.Tensor] = []
     net[0].register_forward_hook(lambda m, a, out: seen.append(out))
     expected = torch.autograd.grad(net(drawn(0)).sum(), list(net.parameters()))
-    run = OnTape(net, [net[0]])
+    run = OnTape(net, [net[0]], new_tape)
     with run.recording() as tape:
         out = net(drawn(0))
         tape.content_of(seen[-1]).hold(seen[-1].untyped_storage())
@@ -257,7 +281,7 @@ def test_held_contents_that_others_hold_are_compared() -> None:
     assert all(map(torch.equal, got, expected))
 
 
-def test_checkpoint_within_and_modes_around() -> None:
+def test_checkpoint_within_and_modes_around(new_tape: Any) -> None:
     from torch.utils.checkpoint import checkpoint
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -271,9 +295,158 @@ def test_checkpoint_within_and_modes_around() -> None:
             return F.dropout(x, 0.3)
 
     net, found = Checkpointed(), []
-    for run in (net, OnTape(net, [blocks[1]])):
+    for run in (net, OnTape(net, [blocks[1]], new_tape)):
         torch.manual_seed(1)
         with FlopCounterMode(display=False):
             out = run(drawn(0).requires_grad_())
             found.append(torch.autograd.grad(out.sum(), list(blocks.parameters())))
     assert all(map(torch.equal, *found))
+
+
+# -- how plans and others use it
+
+
+def test_a_plan_keeps_moves_and_finds_contents(new_tape: Any) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Linear(16, 16)))
+    expected = torch.autograd.grad(net(drawn(0)).sum(), list(net.parameters()))
+    reached: list[int] = []
+    with OnTape(net, [net[2]], new_tape).recording() as tape:
+        tape.on_backward = lambda tape, stage: reached.append(stage)
+        out = net(drawn(0))
+        made = [tape.content(1, n, 0) for n in range(4)]
+        assert made[2] is not None and tape.content(1, 99, 0) is None and tape.content(7, 0, 0) is None
+        first, second = tape.saved_contents(1)  # of both sigmoids; the last layer's weight is no content
+        assert [content in (first, second) for content in made[:2]] == [True, True]
+        assert (second.stage, second.op - tape.begins[1], second.nbytes) == (1, 1, out.nbytes)
+        assert second.storage(seen=True) is None and not second.alive()
+    found = tape.make([first, second])
+    assert set(found) == {first, second} and first.held is None
+    tape.fill(1, {first: found[first]})
+    assert [content == first for content in tape.owned(1)] == [True]
+    tape.empty(1)
+    assert not tape.owned(1)
+    first.hold(found[first].clone())
+    assert first.held is not None and first.alive()
+    replayed = tape.replayed
+    got = torch.autograd.grad(out.sum(), list(net.parameters()))
+    assert all(map(torch.equal, got, expected))
+    assert tape.replayed == 2 * replayed - 1  # all but the first sigmoid, which is held
+    assert reached == [1, 0] or reached == [1]
+
+
+@pytest.mark.parametrize("keep", [True, frozenset({(1, 0)})])
+def test_what_is_asked_for_is_kept(keep: Any, new_tape: Any) -> None:
+    net = nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid())
+    with OnTape(net, [], new_tape).recording() as tape:
+        tape.enter(1)
+        tape.keep = keep
+        out = net(drawn(0).requires_grad_())
+        assert len(tape.owned(1)) == (3 if keep is True else 1)
+        assert all(keep is True or (content.op, content.out) == (1, 0) for content in tape.owned(1))
+    del out
+
+
+def test_what_another_thread_runs_is_not_noted(new_tape: Any) -> None:
+    import threading
+
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    x = drawn(0)
+    with OnTape(net, list(net), new_tape).recording() as tape:
+        net(x)
+        before = tape.noted
+        other = threading.Thread(target=net, args=(x,))
+        other.start()
+        other.join()
+        with torch._C._DisableTorchDispatch():
+            x + 1
+        assert tape.noted == before > 0
+
+
+def test_backwards_in_other_threads(new_tape: Any) -> None:
+    import threading
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block() for _ in range(3)])
+    expected = torch.autograd.grad(net(drawn(0)).sum(), list(net.parameters()))
+    run, got = OnTape(net, list(net), new_tape), {}
+    outs = {n: run(drawn(0)).sum() for n in range(4)}
+    shared = outs[0]
+
+    def backward(n: int) -> None:
+        out = shared if n < 2 else outs[n]  # two of them at a time on one tape
+        got[n] = torch.autograd.grad(out, list(net.parameters()), retain_graph=True)
+
+    threads = [threading.Thread(target=backward, args=(n,)) for n in outs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(all(map(torch.equal, got[n], expected)) for n in outs)
+
+
+def test_a_tape_within_a_tape(new_tape: Any) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(*[Block() for _ in range(3)])
+    expected = torch.autograd.grad(blocks(drawn(0)).sum(), list(blocks.parameters()))
+    inner = OnTape(blocks[1], [], new_tape)
+    outer = OnTape(nn.Sequential(blocks[0], inner, blocks[2]), [], new_tape)
+    out = outer(drawn(0))
+    assert outer.tapes[0].noted > 2 * inner.tapes[0].noted > 0  # the outer one sees all
+    got = torch.autograd.grad(out.sum(), list(blocks.parameters()))
+    assert all(map(torch.equal, got, expected))
+
+
+def test_an_operation_that_fails_raises_its_own_error(new_tape: Any) -> None:
+    with (
+        OnTape(nn.Identity(), [], new_tape).recording(),
+        pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+    ):
+        drawn(0) @ torch.ones(3, 3)
+
+
+def test_what_was_overwritten_unseen_is_told_of(new_tape: Any) -> None:
+    """It is in memory of NumPy's, and nothing has its old bytes."""
+    x = torch.ones(4, requires_grad=True)
+    with OnTape(nn.Identity(), [], new_tape).recording() as tape:
+        out = torch.sigmoid(x * 2).sum()
+        (content,) = tape.saved_contents(0)
+        tape.content_of(x).lose(None)
+    with pytest.raises(RuntimeError, match="overwritten unseen"):
+        out.backward()
+
+
+def test_memory_of_numpy_that_is_gone_leaves_its_address_to_no_other_content(new_tape: Any) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    with OnTape(nn.Identity(), [], new_tape).recording() as tape:
+        for n in range(50):
+            batch = torch.from_numpy(torch.full((4,), n + 0.5).numpy().copy())
+            weight.detach() * batch
+            address = batch.untyped_storage()._cdata
+            del batch
+            with torch._C._DisableTorchDispatch():
+                several = [torch.full((4,), float(n)) for _ in range(64)]
+            for t in several:
+                if t.untyped_storage()._cdata == address:
+                    assert torch.equal(torch.empty(0).set_(tape.content_of(t).held), t)
+
+
+def test_the_kernel_is_built_wherever_it_can_be() -> None:
+    import shutil
+    import sys
+    from pathlib import Path
+
+    headers = Path(torch.__file__).parent / "include" / "ATen" / "core" / "dispatch" / "Dispatcher.h"
+    with_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if torch.__version__.startswith("2.13.") and headers.exists() and shutil.which("g++") and with_gil:
+        assert Kernel is not None
+
+
+def test_where_no_kernel_is_built_the_log_says_that_the_twin_runs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    with caplog.at_level("INFO", logger="rotoff"):
+        assert kernel._load() is None
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert "followed in Python" in caplog.text and "_kernel_torch299" in caplog.text

@@ -1,0 +1,84 @@
+"""The compiled tape, equal to its twin in Python, for the version of torch that runs.
+
+`_kernel.cpp` is a fallback of PyTorch's dispatcher on a key directly below Python's. `tape.Tape` says what it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from . import contents
+from . import tape as twin
+
+logger = logging.getLogger("rotoff")
+
+
+def module_name(version: str) -> str:
+    """Return the kernel's name for a version of torch: the dispatcher is that of a minor version."""
+    major, minor = version.split(".")[:2]
+    return f"_kernel_torch{major}{minor}"
+
+
+def _load() -> Any:
+    """Return the compiled module, or None: the twin runs in its place, and the log says why."""
+    try:
+        module = importlib.import_module(f".{module_name(torch.__version__)}", __package__)
+        if module.start(torch.Tensor, torch.nn.Parameter, contents.CHANGED, twin.LOST, contents.checksum):
+            return module
+        why = "something else has its place in PyTorch's dispatcher"
+    except ImportError as error:
+        why = str(error)
+    logger.info("rotoff: a model's forward is followed in Python, which takes longer: %s", why)
+    return None
+
+
+_kernel = _load()
+_compiled: WeakKeyDictionary[twin.Known, tuple[int, int, Any]] = WeakKeyDictionary()
+
+
+def _known(known: twin.Known) -> Any:
+    """`known` for the kernel. Its sets only grow, so their sizes tell whether they have changed."""
+    sizes = len(known.sure), len(known.held)
+    found = _compiled.get(known)
+    if found is None or found[:2] != sizes:
+        found = _compiled[known] = (*sizes, _kernel.Known(known.sure, known.held))
+    return found[2]
+
+
+Tape: Any = twin.Tape  # what follows a forward: the compiled one, if it is there
+
+if _kernel is not None:
+
+    class Compiled(_kernel.Tape):  # type: ignore[misc, name-defined]
+        """What `tape.Tape` is, compiled, with contents and slots of its own."""
+
+        on_backward: Callable[[Any, int], None] | None = None
+
+        def __init__(self, known: twin.Known | None = None) -> None:
+            self.known = known
+            if known is not None:
+                self.know(_known(known))
+
+        def __enter__(self) -> Compiled:
+            self.begin()
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            try:
+                self.enter(0)
+            finally:
+                self.end()
+
+        def take_apart(self, t: torch.Tensor) -> Any:
+            return twin.taken_apart(t, self.pack)
+
+        def put_together(self, packed: tuple[Any, ...]) -> torch.Tensor:
+            return twin.put_together(packed, self.unpack)
+
+    Tape = Compiled
