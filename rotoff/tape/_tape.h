@@ -219,7 +219,7 @@ struct Tape {
     for (size_t n = 0; n < args.size(); ++n) {
       noted.args.push_back(own(args[n]));
       each_tensor(args[n], [&](int item, const Tensor& t) {
-        if (!is_plain(t) || (is_number(t) && !contents_.count(t.storage().unsafeGetStorageImpl()))) {
+        if (!is_plain(t) || is_number(t)) {
           if (t.defined() && t.requires_grad()) put(noted.args[n], item, without_graph(t));
           return;
         }
