@@ -243,7 +243,7 @@ class StepProgram:
                 change = [(x, -size) for x, size in self.at["change", k]]
                 self.program.row([(changed[k], 1.0), (changed[k - 1], -1.0), *change], equal=True)
             beside = self._lanes(k)
-            pools = [*self.coming, *(pool for pool in self.leaving if not pool.stays)]
+            pools: list[Leaving | Coming] = [*self.coming, *(pool for pool in self.leaving if not pool.stays)]
             levels = [pool.level[k] for pool in pools]
             held = [*((x, 1.0) for x in (changed[k], *levels, *beside)), *self.at["held", k]]
             self.program.row([(x, -size) for x, size in held], -self.room(k))
