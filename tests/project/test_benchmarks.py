@@ -60,7 +60,6 @@ def test_interpreter_cost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_plan_is_below_the_floor_of_all_forms(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
     out = tmp_path / "floor.json"
     found = figures("forms_floor.py", out, "--quick", "--json", str(out))
     assert len(found["rows"]) == 2

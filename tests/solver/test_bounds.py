@@ -85,6 +85,18 @@ def test_the_bound_knows_that_an_input_beside_which_its_abar_does_not_fit_is_mad
     assert solve(chain, limit).meta["makespan"] < chain.compute_time + 5.01
 
 
+def test_what_comes_in_beside_an_operation_is_held_when_that_begins() -> None:
+    """B 3 fills the memory with abar 3 and its input. Only then abar 1, the input of B 2, comes in, for 3 s.
+
+    A mixture with a part of F 1 run again takes 3 * 10 / (3 + 10) s.
+    """
+    stages = tuple(Stage("", 10.0, 1.0, out, 100, 0) for out in (100, 100, 0))
+    chain = Chain(stages, 1e9, 100 / 3)
+    assert min_mem_limit(chain, "joint") == 200
+    assert lower_bound(chain, 200) == pytest.approx(33 + 30 / 13)
+    assert solve(chain, 200).meta["makespan"] == pytest.approx(36)
+
+
 @given(chains(least=2, most=4, forms=False), st.sampled_from([0.0, 0.05, 0.2]))
 def test_no_optimum_is_below_the_bound(chain: Chain, share: float) -> None:
     least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes

@@ -33,7 +33,7 @@ from rotoff import (
     solve,
 )
 from rotoff.core.sequence import drop, prefetch, w, wait
-from rotoff.solver.group_program import drift_time
+from rotoff.solver.group_program import drift_time, in_one
 
 pytestmark = pytest.mark.full_timing
 
@@ -200,6 +200,18 @@ def test_the_bound_may_be_far_above_compute() -> None:
     assert min_mem_limit(chain, "joint", "after") == 40
     more, least = (lower_bound(chain, limit, updates="after", steps=math.inf) for limit in (60, 40))
     assert 79 < more < least
+
+
+def test_groups_in_proportion_are_one() -> None:
+    whole = ParameterGroup((1,), 60, 60, 120, update_time=0.6, host_update_time=3.0)
+    parts = [ParameterGroup((1,), n, n, 2 * n, update_time=n / 100, host_update_time=n / 20) for n in (10, 20, 30)]
+    other = ParameterGroup((2,), 30, 30, 60, update_time=0.1)
+    assert in_one([parts[0], other, *parts[1:]]) == [whole, other]
+    stages = (Stage("", 1.0, 1.0, 5, 20), Stage("", 1.0, 1.0, 0, 30))
+    chain = Chain(stages, 20.0, 20.0, parameters=(*parts, other))
+    limit, one = 250, replace(chain, parameters=(whole, other))
+    assert lower_bound(chain, limit) == pytest.approx(lower_bound(one, limit))
+    assert lower_bound(one, limit) > 4.5
 
 
 def test_smallest_limits_by_hand() -> None:
