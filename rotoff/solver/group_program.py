@@ -212,6 +212,12 @@ class GroupProgram(StepProgram):
         self.for_forward.rows(program, None)
         self.for_update.rows(program, end)
         self._over()
+        # What crosses the end is held at it. What is there at cut L is left from the step before.
+        before = program.variables(end - self.L, self.most)
+        program.row([(self.late_out.level[self.L], 1.0), *((x, -1.0) for x in before)])
+        for k, x in enumerate(before, start=self.L):
+            self.hold(self.late_out.out[k], 1.0, k + 1, end)
+            self.hold(x, -1.0, k + 1, end)
         super().rows()
 
     def _over(self) -> None:
