@@ -35,6 +35,7 @@ class GroupProgram(StepProgram):
         # In across the end: copied before it, or after it while the bytes have been held since.
         self.over = self.program.variables(self.N, self.most)
         self.over_early, self.over_late = (self.program.variables(self.N, self.most) for _ in range(2))
+        self.late_states: list[Term] = []
         self.over_used: dict[int, list[Term]] = {k: [] for k in range(self.N)}
 
     def activations(self) -> None:
@@ -77,37 +78,42 @@ class GroupProgram(StepProgram):
         for value, sign in ((x, 1.0), (early, -1.0), (late, -1.0)):
             self.hold(value, sign * size, u, u + self.N - 1)
         self.early_out.made[u].append((early, size))
-        self.late_out.leave(late, size, u, u + self.N)
+        self.late_out.made[u].append((late, size))
+        self.late_states.append((late, size))
         self.over_used[u].append((over, size))
         self.for_forward.used[u].extend([(early, size), (late, size), (over, -size)])
 
     def _weights(self, group: ParameterGroup, updates: dict[int, int], host: list[int]) -> None:
         program, w, (whole, use) = self.program, group.bytes / self.size, self._window(group)
-        alone, left, ends = [], [], []  # never copied out before the use; left the device; alone up to the update
+        # Never copied out before the use; copied out, but staying; leaving before the step's end; across it; and what is
+        # alone on the device up to its update.
+        ways: tuple[list[Term], ...] = ([], [], [], [], [])
         for u, x in updates.items():
             stays, kept, early, late, unmoved, back, moved = program.variables(7)
             program.row([(x, -1.0), *((y, 1.0) for y in (stays, kept, early, late))], equal=True)
             for y in (stays, kept):
                 self.hold(y, w, u + 1, use - 1)
-            self.kept_out.leave(kept, w, u, use)
-            self.early_out.made[u].append((early, w))
-            self.late_out.leave(late, w, u, use)
-            alone.append(stays)
-            left += [early, late]
+            for pool, y in ((self.kept_out, kept), (self.early_out, early), (self.late_out, late)):
+                pool.made[u].append((y, w))
             # From the last backward to this update: with a copy on the host, or alone on the device.
             program.row([(stays, 1.0), (unmoved, -1.0)])
             program.row([(x, 1.0), (unmoved, -1.0), (back, -1.0)])
             program.row([(unmoved, 1.0), (moved, -1.0)])
-            ends.append(unmoved)
             self.hold(x, w, whole + 1, u)
             for y in (back, moved):
                 self.hold(y, -w, whole + 1, u)
                 self.for_update.used[u].append((y, w))
             self.old_out.ready[whole].append((moved, w))
             self.old_out.due.append((whole, u + 1, (moved, w)))
-        self._returns(left, w, use)
-        copied = self._uses(group, alone, [*updates.values(), *host])
-        program.row([*((x, 1.0) for x in (*copied, *ends)), *((x, -1.0) for x in alone)], equal=True)
+            for terms, y in zip(ways, (stays, kept, early, late, unmoved), strict=True):
+                terms.append((y, 1.0))
+        alone, kept, early, late, end = (self.sum_of(terms) for terms in ways)
+        self.kept_out.due.append((whole, use, (kept, w)))
+        self.late_out.due.append((whole, use, (late, w)))
+        self._returns([early, late], w, use)
+        every = self.sum_of([(x, 1.0) for x in (*updates.values(), *host)])
+        copied = self._uses(group, [alone], every)
+        program.row([*((x, 1.0) for x in (*copied, end)), (alone, -1.0)], equal=True)
 
     def _returns(self, left: list[int], w: float, use: int) -> None:
         """What has left before the step's end, or across it, comes in for the first forward."""
@@ -116,7 +122,7 @@ class GroupProgram(StepProgram):
         self.over_used[k % self.N].append((over, w))
         self.for_forward.used[k % self.N].extend([*((x, w) for x in left), (over, -w)])
 
-    def _uses(self, group: ParameterGroup, alone: list[int], every: list[int]) -> list[int]:
+    def _uses(self, group: ParameterGroup, alone: list[int], every: int) -> list[int]:
         """w from its first use in a step to its last; `alone` of `every` begins on the device alone. The shares that
         are copied out."""
         program, w = self.program, group.bytes / self.size
@@ -124,12 +130,11 @@ class GroupProgram(StepProgram):
         cuts = sorted({k for i in group.stages for k in (i - 1, self.end - i)})
         for first, last in pairwise(cuts):
             back, moved, kept = program.variables(3)
-            with_copy = [*((x, 1.0) for x in every), *((x, -1.0) for x in alone), *((x, 1.0) for x in copied)]
+            with_copy = [(every, 1.0), *((x, -1.0) for x in alone), *((x, 1.0) for x in copied)]
             program.row([*with_copy, (back, -1.0)])
             if not alone:
                 program.row([(moved, -1.0), (kept, -1.0)])
-            for x in every:
-                self.hold(x, w, first + 1, last - 1)
+            self.hold(every, w, first + 1, last - 1)
             for x in (back, moved):
                 self.hold(x, -w, first + 1, last - 1)
                 (self.turn if last >= self.L else self.for_forward).used[last - 1].append((x, w))
@@ -145,7 +150,7 @@ class GroupProgram(StepProgram):
         program.row([(stays, 1.0), (away, 1.0)], 1.0, equal=True)
         self.hold(stays, w, whole + 1, use - 1)
         self._returns([away], w, use)
-        self._uses(group, [], [stays, away])
+        self._uses(group, [], self.sum_of([(stays, 1.0), (away, 1.0)]))
 
     # -- a group that the host updates
 
@@ -204,6 +209,8 @@ class GroupProgram(StepProgram):
 
     def rows(self) -> None:
         program, end = self.program, self.end
+        states = self.sum_of(self.late_states, self.most)
+        self.late_out.due.append((self.L, self.L + self.N, (states, 1.0)))
         self.early_out.rows(program, end)
         self.late_out.rows(program, None)
         self.kept_out.rows(program, self.L)

@@ -18,7 +18,8 @@ class Leaving:
     """Bytes on the device that are on their way out: `level` of them at each cut, `out` in each interval.
 
     made: terms that an interval makes, which the first part does not copy. ready: terms that join at an interval's
-    start. share: of the steps in which the copies run. stays: the bytes are held elsewhere, and after the copy too.
+    start. due: what leaves after the cut of one position on a line of several steps and before that of another.
+    share: of the steps in which the copies run. stays: the bytes are held elsewhere, and after the copy too.
     """
 
     def __init__(self, program: Program, N: int, most: float, share: float = 1.0, stays: bool = False) -> None:
@@ -27,11 +28,6 @@ class Leaving:
         self.made: dict[int, list[Term]] = defaultdict(list)
         self.ready: dict[int, list[Term]] = defaultdict(list)
         self.due: list[tuple[int, int, Term]] = []
-
-    def leave(self, x: int, size: float, made: int, due: int) -> None:
-        """`size` bytes of x, made in interval `made`, leave before cut `due`, of a line of several steps."""
-        self.made[made % len(self.level)].append((x, size))
-        self.due.append((made, due, (x, size)))
 
     def rows(self, program: Program, empty: int | None) -> None:
         N = len(self.level)
@@ -105,6 +101,12 @@ class StepProgram:
         if k == self.end:
             return (1,)
         return (0, 1, 2) if self.L <= k <= self.end - 2 else (0, 1)
+
+    def sum_of(self, terms: list[Term], most: float = 1.0) -> int:
+        """A variable that is the sum of the terms."""
+        x = self.program.variable(most)
+        self.program.row([(x, -1.0), *terms], equal=True)
+        return x
 
     def leaves(self, share: float = 1.0, stays: bool = False) -> Leaving:
         self.leaving.append(Leaving(self.program, self.N, self.most, share, stays))
