@@ -85,8 +85,8 @@ class GroupProgram(StepProgram):
 
     def _weights(self, group: ParameterGroup, updates: dict[int, int], host: list[int]) -> None:
         program, w, (whole, use) = self.program, group.bytes / self.size, self._window(group)
-        # Never copied out before the use; copied out, but staying; leaving before the step's end; across it; and what is
-        # alone on the device up to its update.
+        # Never copied out before the use; copied out, but staying; leaving before the step's end, and across it; and
+        # what is alone on the device up to its update.
         ways: tuple[list[Term], ...] = ([], [], [], [], [])
         for u, x in updates.items():
             stays, kept, early, late, unmoved, back, moved = program.variables(7)
