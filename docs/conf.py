@@ -36,6 +36,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"rotoff {release}"
 default_role = "code"
+myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 myst_links_external_new_tab = True
 nb_execution_mode = "auto"

@@ -27,7 +27,7 @@ for python in "$@"; do
     "$python" -m venv "$work/clean"
     # Nothing but the environment's own programs: what needs a compiler fails here.
     install="pip install --quiet --disable-pip-version-check --only-binary :all:"
-    PATH=$work/clean/bin $install numpy
+    PATH=$work/clean/bin $install numpy scipy
     PATH=$work/clean/bin $install --no-index --find-links "$dist" rotoff
     (cd "$work" && PATH=$work/clean/bin python -m rotoff --version)
     (cd "$work" && PATH=$work/clean/bin python "$OLDPWD/scripts/plan_a_chain.py")

@@ -27,7 +27,7 @@ from ..runtime.execution_plan import ExecutionPlan, compile_sequence, slab_bytes
 from ..runtime.links.pinned import room_for_plan
 from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
-from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of_any, min_mem_limit
+from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
 from ..solver.in_flight import least_in_flight
 from ..solver.search import SharedProblems, parse_host_limit
 from .distributed import agree_on_limit, agree_on_sequence
@@ -268,8 +268,8 @@ def least_limit(profile: Profile, request: Request) -> int:
 def least_time(profile: Profile, request: Request, found: float = math.inf) -> float:
     """Seconds that no step within the request's limit can beat.
 
-    found: seconds of a plan. Where the time of all compute alone is as close to it as `CLOSE`, that is the bound: an
-    ascent, which takes a second, could raise it by no more.
+    found: seconds of a plan. Where the time of all compute alone is as close to it as `CLOSE`, that is the bound: a
+    linear program could raise it by no more.
 
     Raises:
         InfeasibleError: if nothing fits.
@@ -287,7 +287,7 @@ def least_time(profile: Profile, request: Request, found: float = math.inf) -> f
     alone = min(map(least_compute, fitting))
     if found <= CLOSE * alone:
         return alone * (1 - SUM_ERROR)
-    return least_time_of_any({chain: limits[chain] for chain in fitting})
+    return min(least_time_of(chain, limits[chain]) for chain in fitting)
 
 
 def _variants(profile: Profile, request: Request) -> list[PlanVariant]:

@@ -6,13 +6,9 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -23,10 +19,10 @@ from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
 from .anneal import least_compute
 from .arrays import MOST_LIMIT, Arrays, arrays
-from .kernels.bound import ascend
+from .group_needs import own_needs
+from .group_program import GroupProgram, drift_time
 from .kernels.least_limit import remat_need
-from .steady_bounds import PATIENCE as STEADY_PATIENCE
-from .steady_bounds import own_needs, steady_time
+from .step_program import StepProgram
 
 # -- the smallest limits
 
@@ -220,29 +216,20 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 # -- the bound on time
 
-# With forms the dual has many more corners: a distant target and much patience gain up to a percentage point there,
-# little elsewhere.
-PATIENCE, SHRINK = 24000, 0.4
-RISES = (0.3, 1.0)  # first targets of the ascent; the second is tried if the bound rose by more than the first
-# for the ascent with inputs: on a slow link and in few bytes the bound can rise far above the best so far
-INPUT_PATIENCE, INPUT_RISE = 10000, 2.0
-SUM_ERROR = 1e-12  # relative error of the ascent's sums, by which the bound is lowered
-ASCENT_WORK = 1_500_000_000  # most steps * intervals * stages: about a second
-# of a quick ascent: a sixth of the time, and a few tenths of a percentage point less
-QUICK_PATIENCE, QUICK_SHRINK = 80, 0.8
+SUM_ERROR = 1e-12  # share by which the bound is lowered: the machine's times are sums of floats too
 
 
 def lower_bound(
     chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during", steps: float = PERIODS
 ) -> float:
-    """A certified bound: seconds that no sequence within `mem_limit` can beat, in any mode (`least_time_of` has the
-    proof).
+    """A certified bound: seconds that no sequence within `mem_limit` can beat, in any mode (docs/bound.md has the
+    proof). It takes scipy.
 
-    With parameters it bounds the time of a steady step (`steady_bounds` has the proof). Mode "remat", in which
-    parameters stay on the device, then has its own bound. updates: "after" ``B 1`` only, or "during" the step.
-    steps: 4 bounds the machine's makespan; more, the mean of this many consecutive steps. ``math.inf`` bounds the mean
-    step of endless training, which may be longer: copies can fall behind a little more with every step. If the
-    directions of the link slow each other down, the bound takes that into account.
+    With parameters it bounds the time of a steady step. Mode "remat", in which parameters stay on the device, then has
+    its own bound. updates: "after" ``B 1`` only, or "during" the step. steps: 4 bounds the machine's makespan; more,
+    the mean of this many consecutive steps. ``math.inf`` bounds the mean step of endless training, which may be longer:
+    copies can fall behind a little more with every step. If the directions of the link slow each other down, the bound
+    takes that into account.
 
     Raises:
         LimitError: if `mem_limit` is not a number of bytes. OptionError: for an unknown mode or value of `updates`, or
@@ -265,137 +252,39 @@ def lower_bound(
 
 
 @lru_cache(maxsize=256)
-def steady_bound(
-    chain: Chain, limit: int, updates: str, steps: float = PERIODS, patience: int = STEADY_PATIENCE
-) -> float:
-    """The bound of a chain with parameters, in mode joint; patience: as of `steady_time`."""
-    activations = chain.without_parameters()
-    if steps == PERIODS and min(chain.bidirectional_shares) < 1:
-        steps = PERIODS // 2  # the makespan is the mean of the last two
-    found = steady_time(chain, limit, updates, arrays(activations), _needs_alone(activations), steps, patience)
-    return max(found, least_compute(chain) * (1 - SUM_ERROR))
-
-
 def least_time_of(chain: Chain, limit: int) -> float:
     """The lower bound for a chain's activations.
-
-    Proof. Fix a sequence and cut its time at the first start of each of F_1, ..., F_L and at the start of each of B_L,
-    ..., B_1; the starts are in this order, and interval k begins with cut k. Interval k lasts at least as long as the
-    compute in it (the operation at its cut, and each forward run again in it), and as long as the link needs for the
-    bytes copied in it, out and in. At cut k the device holds what that operation needs itself (operands, gradients,
-    transients; at least the smallest form of each) and possibly more of ā_q, q = 1..L-1. Consider, for each q, the ā_q
-    that B_q uses. Either F_q's first run made it and it stays; or that run made it, it leaves (its bytes are copied
-    out, and held until then) and returns (they are copied in, and held from then on); or it is made again (at least
-    u_F − `tail_time` more compute) and stays, or leaves and returns. A stage whose input the ā_q is not, at F_{q+1} or
-    at B_{q+1}, takes a_q there, which another run of F_q has made, before the start of B_{q+1}: what the first run made
-    is held at both cuts, and has come in before B_{q+1} if it has left, or F_q also runs again. No ā_q is held at a cut
-    beside whose operation it does not fit (`Arrays.apart`). These are linear constraints on the intervals'
-    lengths. Relax them so that each ā_q may mix these alternatives; then the linear program "least sum of lengths" is
-    below the sequence's time. By weak duality so is its Lagrangian at any prices λ_k ≥ 0 of memory at cut k and p_k,
-    r_k, α_k ≥ 0 with p_k + r_k + α_k = 1 of link out, link in and compute in interval k: Σ α_k work_k − Σ λ_k room_k +
-    Σ_q (the cheapest alternative of ā_q).
-
-    The link's prices: let a second of copying alone be worth P out and R in. At any moment the link copies out, or in,
-    or both; a second of both copies as much as s_out seconds out alone and s_in seconds in alone
-    (`Chain.bidirectional_shares`). So a second of the link is worth at most max(P, R, s_out P + s_in R), which is P + R
-    if both shares are 1; α is 1 less this.
-
-    Values that are made again need inputs. Take m = 2..L-1, and the interval from the start of B_{m+1} to that of B_m,
-    which uses a_{m-1} or ā_{m-1}. Either that is held at the interval's cut, or it arrives in the interval, or F_{m-1}
-    runs in it and so finds its own input there; and so on down to a_0. So for some q < m at least |a_q| bytes are held
-    at the cut, beyond what B_{m+1} needs itself, or arrive in the interval (or q = 0), and F_{q+1}, ..., F_{m-1} run in
-    it. These bytes and seconds may be the same as those of the alternatives of the ā, so each of the two gets a part of
-    the price: λ = (λ − λ') + λ', likewise r and α. Only the bytes of ā_m itself in that interval and at its cut are
-    never an input's, and pay the whole price.
-
-    The prices are found by an ascent from those of the turn-around. Its quality affects how tight the bound is, never
-    whether it holds.
 
     Raises:
         InfeasibleError: if no sequence fits `limit`.
     """
     if limit < min_mem_limit(chain, "joint"):
         raise infeasible(chain, "joint", limit)
-    return _certified(chain, limit)
-
-
-def least_time_of_any(limits: Mapping[Chain, int]) -> float:
-    """The lowest of the bounds of chains with their limits. A quick bound above another's best spares the ascent."""
-    one = len(limits) == 1
-    quick = {chain: 0.0 if one else _certified(chain, limit, quick=True) for chain, limit in limits.items()}
-    lowest = math.inf
-    for chain in sorted(quick, key=quick.__getitem__):
-        if quick[chain] >= lowest:
-            break
-        lowest = min(lowest, max(quick[chain], least_time_of(chain, limits[chain])))
-    return lowest
+    c, L = arrays(chain), len(chain)
+    # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
+    least = float(np.cumsum(np.concatenate([c.u_F[1:], c.fastest[:0:-1]]))[-1])
+    if L == 1 or least == 0:
+        return least
+    program = StepProgram(chain, c, min(limit, MOST_LIMIT), _needs_alone(chain), 2 * L)
+    return max(least, program.least_time() * (1 - SUM_ERROR))
 
 
 @lru_cache(maxsize=256)
-def _certified(chain: Chain, limit: int, quick: bool = False) -> float:
-    c, L, limit = arrays(chain), len(chain), min(limit, MOST_LIMIT)
-    fastest = c.fastest
-    # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
-    least = float(np.cumsum(np.concatenate([c.u_F[1:], fastest[:0:-1]]))[-1])
-    if L == 1 or least == 0:
-        return least
-    seconds, size = least, float(limit)
-    needs_F, needs_B = _needs_alone(chain)
-    room = 1 - np.concatenate([needs_F, needs_B[::-1]]) / size
-    work = np.concatenate([c.u_F[1:], fastest[:0:-1]]) / seconds
-    # Cap the time of a copy over a very slow link: any finite rate is enough to keep all copies out.
-    rates = tuple(min(size / bandwidth / seconds, 1e15) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth))
-    slower = np.where(c.real, c.u_B - fastest[:, None], 0.0) / seconds
-    apart = c.apart(limit, needs_F, needs_B)
-    stages = (c.u_again / seconds, c.saved / size, slower, c.entry / size, c.n_forms, apart)
-    costs: tuple[Any, ...] = (chain.duplex, *rates, room, work, *stages)
+def steady_bound(chain: Chain, limit: int, updates: str, steps: float = PERIODS) -> float:
+    """The bound of a chain with parameters, in mode joint."""
+    activations, limit = chain.without_parameters(), min(limit, MOST_LIMIT)
+    (forward, backward), (read, trained, _) = _needs_alone(activations), own_needs(chain, updates)
+    needs = forward + read[1:], backward + trained[1:]
 
-    patience = max(20, min(PATIENCE, (480 if c.saved.shape[1] > 1 else 120) * L, ASCENT_WORK // (40 * L * L)))
-    shrink = SHRINK
-    if quick:
-        patience, shrink = min(patience, QUICK_PATIENCE * L), QUICK_SHRINK
-    best = 1.0
-    for rise, (p0, r0, price) in product(RISES, _turn_around_prices(chain, room[L] * size)):
-        if rise > RISES[0] and best < 1 + RISES[0]:
-            break
-        prices = np.zeros((6, 2 * L))  # λ, p, r, and the inputs' parts of λ, r and α
-        prices[0, L] = price * size / seconds
-        prices[1, :L], prices[2 if chain.duplex else 1, L:] = p0, r0
-        ascent = (20 * patience, rise, patience, shrink)
-        found = ascend(prices, *ascent, *costs, None, *chain.bidirectional_shares) * (1 - SUM_ERROR)
-        if found > best:
-            best, of_best = found, prices
-    if best > 1 and not quick:
-        patience = max(20, min(INPUT_PATIENCE, ASCENT_WORK // (100 * L * L)))
-        found = ascend(
-            of_best, 20 * patience, INPUT_RISE, patience, SHRINK, *costs, c.out / size, *chain.bidirectional_shares
-        )
-        found *= 1 - SUM_ERROR
-        best = max(best, found)
-    return best * seconds
+    def least(paid: float) -> float:
+        return GroupProgram(chain, arrays(activations), limit, needs, updates, paid).least_time()
 
-
-def _turn_around_prices(chain: Chain, room: float) -> list[tuple[float, float, float]]:
-    """Start prices (p before B L, r after it, λ at it): the best of a grid for the relaxation with only that cut."""
-    c, L = arrays(chain), len(chain)
-    u_F, saved = c.u_again[1:L], c.saved[1:L].min(axis=1, where=c.real[1:L], initial=1 << 62)
-    forward, backward = float(c.u_F[1:].sum()), float(c.u_B[1:, 0].sum())
-    most = np.finfo(np.float64).max / 1e20  # cap for seconds of a copy, so that products with bytes stay finite
-    with np.errstate(over="ignore"):
-        link_out, link_in = (
-            np.minimum(saved / bandwidth, most) for bandwidth in (chain.d2h_bandwidth, chain.h2d_bandwidth)
-        )
-    top = np.array([1.0, 1.0, min(1 / chain.d2h_bandwidth + 1 / chain.h2d_bandwidth, most)])
-    low, high = np.zeros(3), top
-    best = np.zeros(3)
-    for _ in range(6):  # refine the grid: the dual is concave, so its maximum is near the best grid point
-        p, r, lam = np.meshgrid(*(np.linspace(low[x], high[x], 13) for x in range(3)), indexing="ij")
-        value = (1 - p) * forward + (1 - r) * backward - lam * room
-        for q in range(L - 1):
-            move = p * link_out[q] + r * link_in[q]
-            value += np.minimum(np.minimum(lam * saved[q], move), (1 - r) * u_F[q])
-        x = np.unravel_index(int(value.argmax()), value.shape)
-        best = np.array([p[x], r[x], lam[x]])
-        reach = (high - low) / 4
-        low, high = np.maximum(best - reach, 0), np.minimum(best + reach, top)
-    return list(dict.fromkeys([(float(best[0]), float(best[1]), float(best[2])), (0.0, 0.0, 0.0)]))
+    if steps > PERIODS:
+        found = least(1 - 1 / steps)
+    elif min(chain.bidirectional_shares) < 1:  # the makespan is the mean of the last two of four steps
+        found = least(1 - 2 / PERIODS)
+    else:
+        found, drift = least(1 - 1 / PERIODS), drift_time(chain, limit, updates)
+        # Four steps pay three quarters of most copies, so the endless bound is hardly above 4/3 of theirs.
+        found = max(found, least(1.0) - drift) if 3 * drift < found else found
+    return max(found, least_compute(chain)) * (1 - SUM_ERROR)

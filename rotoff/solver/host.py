@@ -33,8 +33,8 @@ from ..core.sequence import (
 from ..core.steady_step import Readers, group_bytes
 from .arrays import Arrays, arrays
 from .bounds import HostPlan, host_plan
+from .group_needs import update_moments
 from .plan_codes import APART, EARLY, MOVE, empty, select
-from .steady_bounds import update_moments
 
 
 def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:

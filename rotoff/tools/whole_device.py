@@ -38,7 +38,6 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 EFFORT = 0.15  # `refine` of solve for estimates, whose times are off by more than a longer search gains
-PATIENCE = 150  # of the bound's ascent: twice as much takes up to 2 s more for 34 stages and raises it by a percent
 SLOTS = 50
 MOST_BATCHES = 1 << 20
 
@@ -100,7 +99,7 @@ def placed_steps(
             if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
                 rows.append(PlacedStep(updates, None, None, None, None, None, least, None))
                 continue
-            bound = steady_bound(chain, limit, "during", patience=PATIENCE)  # holds for both, and hardly differs
+            bound = steady_bound(chain, limit, "during")  # holds for both, and hardly differs
             best = _best(chain, limit, updates, bound, best)
             trace = simulate(chain, Sequence(best.ops, resident=list(best.resident)), updates=updates)
         rows.append(

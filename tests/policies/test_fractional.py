@@ -51,7 +51,6 @@ def test_three_stages_by_hand() -> None:
 
 @given(integer_chains(), SHARES)
 def test_theorem_2_the_eager_schedule_is_optimal(chain: Chain, share: float) -> None:
-    pytest.importorskip("scipy")
     limit = limit_of(chain, share)
     best = fractional_optimum(chain, limit)
     assert best is not None

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import busy, chains, uneven
+from oracles.chains import busy, chains
 from oracles.exhaustive import Search
-from oracles.link_price import link_price
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
-from rotoff.solver import bounds, keep_all
+from rotoff.solver import keep_all
 from rotoff.solver.bounds import largest_operation
-from rotoff.solver.kernels.bound import ascend
 
 pytestmark = pytest.mark.full_search
 
@@ -72,70 +69,6 @@ def test_refusals() -> None:
         lower_bound(chain, least - 1)
 
 
-def _dual(prices: np.ndarray, costs: tuple) -> float:
-    """The dual that `kernels.bound` ascends, at given prices, every way of every ā_q and every input's written out."""
-    duplex, out_rate, in_rate, room, work, u_F, saved, slower, entry, n_forms, apart, out, *shares = costs
-    lam, p, r, lam2, r2, alpha2 = prices
-    n, L = len(lam), len(lam) // 2
-    whole, inward = (1 - link_price(p, r + r2, shares), r) if duplex else (1 - p - r2, p)
-    alpha = whole - alpha2
-    value = float(whole @ work - (lam + lam2) @ room)
-    for q in range(1, L):
-        first, last = q, n - q - 1
-        ends, late = entry[q] * lam[first], entry[q] * (lam[last] + lam2[last])
-        ways = []
-        for k in range(n_forms[q]):
-            size, slow = saved[q, k], whole[n - q] * slower[q, k]
-            held = [[size * lam[a : b + 1].sum() for b in range(n)] for a in range(n + 1)]
-            left = [size * p[first - 1] * out_rate + held[first][first] - ends]
-            left += [size * p[a] * out_rate + held[first][a] - ends for a in range(first, n)]
-            left = [np.inf] if apart[q, k] & 1 else left
-            own = size * lam2[last]
-            back = [size * inward[b] * in_rate + held[b + 1][last] + own - late for b in range(first - 1, last)]
-            back = [np.inf] if apart[q, k] & 2 else back
-            ways += [min(left) + min(back) + slow]
-            left += [size * p[first - 1] * out_rate]
-            back += [size * (inward[last] + r2[last]) * in_rate]
-            ways += [min(left) + min(back) + min(alpha[first - 1 : last]) * u_F[q] + slow]
-            ways += [] if apart[q, k] else [held[first][last] + own - ends - late + slow]
-            for b in range(first - 1, last + 1):
-                off = (late - own if b < last else 0.0) + (ends if b < first else 0.0)
-                if b == last or not apart[q, k] & (3 if b < first else 2):
-                    ways.append((whole if b == last else alpha)[b] * u_F[q] + held[b + 1][last] - off + slow)
-                moved = min(size * p[a] * out_rate + held[b + 1][a] for a in range(b, n)) + min(back) - late - ends
-                ways.append(alpha[b] * u_F[q] + moved + slow)
-        value += min(ways)
-    for m in range(2, L) if out is not None else ():
-        k = n - m - 1
-        runs = [alpha2[k] * sum(u_F[q + 1 : m]) for q in range(m)]
-        value += min(runs[q] + (min(lam2[k], r2[k] * in_rate) * out[q] if q else 0.0) for q in range(m))
-    return value
-
-
-@pytest.mark.parametrize("inputs", [False, True])
-@pytest.mark.parametrize("seed", range(12))
-def test_the_dual_is_that_of_every_way_written_out(seed: int, inputs: bool) -> None:
-    rng = np.random.default_rng(seed)
-    L, K, duplex = int(rng.integers(2, 9)), int(rng.integers(1, 4)), bool(rng.integers(2))
-    n, link = 2 * L, 10 ** rng.uniform(-1, 1)
-    entry = rng.random(L + 1) * 0.1
-    saved = entry[:, None] + rng.random((L + 1, K)) * 0.3
-    costs = (duplex, link, link * rng.uniform(0.5, 2), rng.random(n), rng.random(n), rng.random(L + 1) / L, saved)
-    costs += (rng.random((L + 1, K)) * 0.1, entry, rng.integers(1, K + 1, L + 1).astype(np.int32))
-    costs += (rng.integers(0, 4, (L + 1, K)).astype(np.int8), rng.random(L + 1) * 0.1 if inputs else None)
-    costs += [(1.0, 1.0), (0.75, 0.5), (0.3, 0.4)][seed % 3] if duplex else (1.0, 1.0)
-    for _ in range(20):
-        prices = np.zeros((6, n))
-        prices[0] = rng.random(n) * (rng.random(n) < 0.7)
-        prices[1] = rng.random(n) * rng.uniform(0.1, 0.5)
-        prices[2] = rng.random(n) * 0.3 if duplex else 0.0
-        if inputs:
-            prices[3:, L:] = rng.random((3, L)) * np.array([[0.5], [0.1], [0.1]])
-        given_prices = prices.copy()
-        assert ascend(prices, 1, 0.1, 10, 0.4, *costs) == pytest.approx(_dual(given_prices, costs), rel=1e-9)
-        assert (prices == given_prices).all()  # those of the best value, its only
-
-
 def test_the_bound_knows_that_inputs_are_made_again_too() -> None:
     """Where nothing moves and one ā fills the memory, each backward needs all stages before it again."""
     chain = Chain(tuple(Stage("", 1.0, 1.0, 10, 100, 0) for _ in range(12)), 1e-3, 1e-3)
@@ -150,6 +83,18 @@ def test_the_bound_knows_that_an_input_beside_which_its_abar_does_not_fit_is_mad
     assert lower_bound(chain, limit) == pytest.approx(chain.compute_time + 5, rel=1e-3)
     assert lower_bound(chain, limit + 100) == pytest.approx(chain.compute_time, rel=1e-3)
     assert solve(chain, limit).meta["makespan"] < chain.compute_time + 5.01
+
+
+def test_what_comes_in_beside_an_operation_is_held_when_that_begins() -> None:
+    """B 3 fills the memory with abar 3 and its input. Only then abar 1, the input of B 2, comes in, for 3 s.
+
+    A mixture with a part of F 1 run again takes 3 * 10 / (3 + 10) s.
+    """
+    stages = tuple(Stage("", 10.0, 1.0, out, 100, 0) for out in (100, 100, 0))
+    chain = Chain(stages, 1e9, 100 / 3)
+    assert min_mem_limit(chain, "joint") == 200
+    assert lower_bound(chain, 200) == pytest.approx(33 + 30 / 13)
+    assert solve(chain, 200).meta["makespan"] == pytest.approx(36)
 
 
 @given(chains(least=2, most=4, forms=False), st.sampled_from([0.0, 0.05, 0.2]))
@@ -169,32 +114,3 @@ def test_the_bound_is_never_above_the_time_of_keeping_everything() -> None:
         chain = Chain(stages, 1e9, 10.0, 10)
         trace = simulate(chain, keep_all(chain))
         assert lower_bound(chain, trace.peak_bytes) <= trace.makespan
-
-
-def test_the_lowest_bound_of_several_chains_needs_few_long_ascents(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits = {}
-    for seed in range(4):
-        chain = uneven(seed, 8)
-        most = simulate(chain, keep_all(chain)).peak_bytes
-        limits[chain] = int(0.9 * min_mem_limit(chain, "joint") + 0.1 * most)
-    lowest = min(bounds.least_time_of(chain, limit) for chain, limit in limits.items())
-    long: list[object] = []
-    before = bounds.least_time_of
-    monkeypatch.setattr(bounds, "least_time_of", lambda *args: long.append(args) or before(*args))
-    assert bounds.least_time_of_any(limits) == lowest
-    assert len(long) < len(limits)
-
-
-def test_no_ascent_runs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = uneven(7, 9)
-    limit = int(0.1 * min_mem_limit(chain, "joint") + 0.9 * simulate(chain, keep_all(chain)).peak_bytes)
-    runs: list[object] = []
-
-    def noted(prices: np.ndarray, *rest: object) -> float:
-        runs.append((prices.tobytes(), *rest[:4]))
-        return ascend(prices, *rest)
-
-    monkeypatch.setattr(bounds, "ascend", noted)
-    bounds.least_time_of_any({chain: limit})  # the cut at the turn-around does not bind: both starts are zeros
-    assert len(set(runs)) == len(runs)
-    assert {shrink for *_, shrink in runs} == {bounds.SHRINK}  # a quick bound chooses among chains

@@ -72,7 +72,7 @@ def test_a_plan_as_fast_as_its_compute_needs_no_further_bound(
     def refuse(*_: object) -> float:
         raise AssertionError("the ascent takes a second, and this bound is known")
 
-    monkeypatch.setattr("rotoff.planning.planner.least_time_of_any", refuse)
+    monkeypatch.setattr("rotoff.planning.planner.least_time_of", refuse)
     fast = rotoff.Device("fast link", 80 * 2**30, 1e12, {"float32": 1e12}, 1e12, 1e12)
     found = rotoff.plan(blocks, batch, mem_limit="450 MiB", device=fast)
     assert found.mem_limit < found.keep_all_bytes
