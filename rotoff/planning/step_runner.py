@@ -222,6 +222,8 @@ class StepRunner:
         request = self._specializations.request
         if self.placement is None or request is None or not isinstance(request.planner, PlacedPlanner):
             return nullcontext()
+        if strategy.lazy(request.planner.model) is not None:  # its parameters have no bytes to place
+            return nullcontext()
         self.placement.wait(partial(request.planner.waiting, self._device))
         return self.placement.streamed() or nullcontext()
 

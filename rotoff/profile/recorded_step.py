@@ -64,7 +64,9 @@ class RecordedStep(Verified):
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
-        self._names = {module: name for name, module in model.named_modules()}
+        # scripted modules take no hooks of a whole call
+        scripted = torch.jit.ScriptModule
+        self._names = {module: name for name, module in model.named_modules() if not isinstance(module, scripted)}
         self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []

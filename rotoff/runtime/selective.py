@@ -166,8 +166,10 @@ def redo(
             run()
     except Redone:
         return
-    except RuntimeError as error:  # TorchScript raises it in place of what is raised within
+    except RuntimeError as error:  # TorchScript's interpreter raises it in place of what is raised within
         if count == recipe.stop:
             return
+        if "TorchScript interpreter" not in str(error):
+            raise
         raise OtherOperations from error
     raise OtherOperations

@@ -241,7 +241,8 @@ struct Content {
   std::weak_ptr<Content> next;  // the operation that made it has it
 
   Content(int op, int out, int stage, const Storage& storage)
-      : op(op), out(out), stage(stage), nbytes(storage.nbytes()), weak_(storage.getWeakStorageImpl()) {}
+      : op(op), out(out), stage(stage), nbytes(storage.nbytes()), made_in_(storage.getWeakStorageImpl()),
+        weak_(made_in_) {}
 
   static std::shared_ptr<Content> resident(const Storage& storage, const Tensor& t) {
     auto content = std::make_shared<Content>(RESIDENT, 0, 0, storage);
@@ -267,7 +268,7 @@ struct Content {
     if (!weak_ || *weak_ != storage.getWeakStorageImpl()) weak_ = storage.getWeakStorageImpl();
   }
 
-  // Keeps a copy of what others may change unseen. The storage stays known, so that no other one has its address.
+  // Keeps a copy of what others may change unseen.
   void keep_copy(Storage copy) {
     held = std::move(copy);
     witness_.reset();
@@ -303,6 +304,8 @@ struct Content {
   bool alive() const { return held || (weak_ && !weak_->expired()); }
 
  private:
+  // So that no other storage gets its address, by which a tape knows it.
+  const c10::weak_intrusive_ptr<c10::StorageImpl> made_in_;
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> weak_;
   std::optional<Witness> witness_;
   std::vector<int64_t> shape_;  // of the tensor through which a resident was seen first

@@ -25,7 +25,7 @@ class Content:
     """
 
     __slots__ = (
-        *("__weakref__", "_sum", "_version", "_weak", "_witness"),
+        *("__weakref__", "_made_in", "_sum", "_version", "_weak", "_witness"),
         *("held", "nbytes", "next", "op", "out", "read", "stage"),
     )
 
@@ -34,7 +34,8 @@ class Content:
         self.held: torch.UntypedStorage | None = None
         self.next: Content | None = None
         self.read = False
-        self._weak: StorageWeakRef | None = StorageWeakRef(storage)
+        self._made_in = StorageWeakRef(storage)  # so that no other storage gets its address, by which a tape knows it
+        self._weak: StorageWeakRef | None = self._made_in
         self._witness: torch.Tensor | None = None  # shares the version counter of a tensor that shows this content
         self._version = 0
         self._sum: int | None = None  # of what others hold, too, when the forward ended
@@ -50,8 +51,7 @@ class Content:
         self.held = storage
 
     def keep_copy(self, copy: torch.UntypedStorage) -> None:
-        """Keep a copy of what others may change unseen. The storage stays known, so that no other one has its
-        address."""
+        """Keep a copy of what others may change unseen."""
         self.held, self._witness = copy, None
 
     def is_in(self, storage: torch.UntypedStorage) -> None:
