@@ -41,6 +41,7 @@ from .request import Request
 
 logger = logging.getLogger("rotoff")
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
+AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search finds a plan, whatever the times are
 TRIES = 4  # solver calls, each with a smaller limit, until the bytes that the machine does not charge fit, too
 LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
 _CASTS = (
@@ -122,20 +123,16 @@ class PlacedPlanner:
             return min(reused, key=lambda plan: plan.trace.makespan)
         if not thorough:
             raise InfeasibleError("no plan of another size fits", whole)
-        least, smallest = _least(profile, request, [groups.streaming(math.inf) for groups in every], whole)
-        if smallest is None or least > request.mem_limit:
-            raise InfeasibleError(
-                "the training step with its parameters, gradients and optimizer states needs at least"
-                f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
-                f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
-                least,
-            )
+        streaming = [groups.streaming(math.inf) for groups in every]
+        smallest: ExecutionPlan | None = None
+        if request.mem_limit < AMPLE * min(_floor(profile, request, groups) for groups in streaming):
+            smallest = _smallest(profile, request, streaming, whole)
         if near:  # training has begun, and waits
             effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
             request = replace(request, options=effort)
         asked = itertools.product((request, _quick(request)), found)
         plans = (plan_groups(profile, how, groups, request.mem_limit) for how, groups in asked)
-        plan = next(filter(None, plans), smallest)
+        plan = next(filter(None, plans), smallest) or _smallest(profile, request, streaming, whole)
         _report(request, plan, time.perf_counter() - began)
         return plan
 
@@ -375,17 +372,22 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
     )
 
 
-def _least(
-    profile: Profile, request: Request, found: Several[FoundGroups], whole: int
-) -> tuple[int, ExecutionPlan | None]:
-    """The smallest limit for which a plan was found without regard to times, and the plan; `whole` and None if none
-    was."""
+def _floor(profile: Profile, request: Request, groups: FoundGroups) -> int:
+    """The bytes of the operation that needs the most."""
+    chain = profile.placing(groups.costs).chain
+    return min_mem_limit(chain, request.mode, when(request)) + _constant(profile, request, groups)
+
+
+def _smallest(profile: Profile, request: Request, found: Several[FoundGroups], whole: int) -> ExecutionPlan:
+    """The plan for the smallest limit for which one was found without regard to times.
+
+    Raises:
+        InfeasibleError: if this limit is above the request's. whole: a limit at which all fits.
+    """
     least: tuple[int, ExecutionPlan | None] = whole, None
     quick = _quick(request)
     for groups in found:
-        chain = profile.placing(groups.costs).chain
-        constant = _constant(profile, request, groups)
-        limit = min_mem_limit(chain, request.mode, when(request)) + constant
+        limit = _floor(profile, request, groups)
         more = max(1, limit // 50)
         while limit < least[0]:
             plans = [plan for plan, _ in _plans(profile, quick, groups, limit, even=True)]
@@ -394,7 +396,15 @@ def _least(
                 least = limit, best
                 break
             limit, more = max(limit + more, 0 if best is None else _peak(best)), 2 * more
-    return least
+    limit, plan = least
+    if plan is None or limit > request.mem_limit:
+        raise InfeasibleError(
+            "the training step with its parameters, gradients and optimizer states needs at least"
+            f" {format_bytes(limit)} ({limit} bytes) {request}; the device_limit is"
+            f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes){_CASTS if profile.cast_again else ''}",
+            limit,
+        )
+    return plan
 
 
 def _report(request: Request, plan: ExecutionPlan, seconds: float) -> None:
