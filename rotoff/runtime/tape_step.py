@@ -48,7 +48,6 @@ class TapeStep:
         self._owners: Counter[Content] = Counter()  # in how many of them a content is
         self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
         self._arriving: dict[Value, tuple[Ticket, list[Content], dict[Content, torch.UntypedStorage]]] = {}
-        self._form: dict[int, int] = {}
         self.left_course = False  # whether the forward made other operations than planned
         self._queued = False
 
@@ -58,7 +57,7 @@ class TapeStep:
         calls: Counter[nn.Module] = Counter()
         begins = {place: i for i, place in enumerate(self._layout.begins, start=1) if i > 1}
         modules = dict(model.named_modules())
-        hooked = {modules[name]: name for name, _ in begins}
+        hooked = {modules[name]: name for name, _ in begins if name in modules}
 
         def called(module: nn.Module, args: Any) -> None:
             stage = begins.get((hooked[module], calls[module]))
@@ -90,13 +89,11 @@ class TapeStep:
                 tape.enter(stage)
                 return
             if self._stage:
-                matches = tape.key == self._layout.keys[self._stage - 1]
-                op = self._plan.sequence.ops[self._next]
-                if not matches:
+                if tape.key != self._layout.keys[self._stage - 1]:
                     self._leave_course()
                     tape.enter(stage)
                     return
-                self._first_run(tape, op)
+                self._first_run(tape, self._plan.sequence.ops[self._next])
             self._stage = stage
             ops, last = self._plan.sequence.ops, stage > len(self._layout.begins)
             while not ((op := ops[self._next]).kind in FORWARDS and op.stage == stage):
@@ -114,7 +111,6 @@ class TapeStep:
 
     def _first_run(self, tape: Tape, op: Op) -> None:
         """The model's own code has run the stage of a forward operation."""
-        self._form[op.stage] = op.form
         self._hold(tape, op.value, self._handed(tape, op.stage))
         for key in self._layout.stay[op.stage - 1]:
             if (content := tape.content(op.stage, *key)) is not None:
@@ -136,7 +132,6 @@ class TapeStep:
 
     def _f_all(self, tape: Tape, op: Op) -> None:
         """Make ā_i: what the slots of the stage refer to and, unless its B comes next, a_i."""
-        self._form[op.stage] = op.form
         form = self._layout.forms[op.stage - 1][op.form] if op.form else None
         first = tape.begins[op.stage]
         saved = [
