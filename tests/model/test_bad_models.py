@@ -380,6 +380,7 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("default", DEFAULTS)
 @pytest.mark.parametrize("name", ENTRIES)
+@pytest.mark.grid(every=4)
 def test_a_default_device_or_dtype_changes_nothing(name: str, default: str) -> None:
     found = []
     for around in (contextlib.nullcontext, DEFAULTS[default]):
@@ -480,6 +481,7 @@ DERIVATIVES += ("jvp", "linearize", "forward_ad")
 
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("kind", DERIVATIVES)
+@pytest.mark.grid(every=4)
 def test_derivatives_within_the_forward_are_refused_in_a_sentence(kind: str, deep: bool) -> None:
     model, x = Within(kind), torch.randn(16, 32)
     run = Checkpointable(nn.Sequential(nn.Linear(32, 32), model) if deep else model)

@@ -514,6 +514,7 @@ def both_go_on(of: Forked) -> Any:
 
 @pytest.mark.parametrize("mode", ["offload", "joint", "remat"])
 @pytest.mark.parametrize("when", ["before", "between", "within", "between two", "before another"])
+@pytest.mark.grid(every=3)
 def test_a_child_forked_around_a_step_is_right_or_told_so(mode: str, when: str) -> None:
     """And its parent is right."""
     of = Forked(mode)
@@ -558,6 +559,7 @@ def test_a_child_forked_around_a_step_is_right_or_told_so(mode: str, when: str) 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("when", ["before", "between", "at the update", "writes", "reads", "plans", "loader"])
+@pytest.mark.grid(every=3)
 def test_a_child_forked_from_placed_training_harms_nobody(updates: str, when: str) -> None:
     of = Forked("joint", updates)
     of.step(0)

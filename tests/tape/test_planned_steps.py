@@ -30,11 +30,11 @@ TIMES = 16  # larger than the models' own batches
 
 
 def cases() -> list[Any]:
-    """Every fifth row in one of the modes; slowly, all in all."""
+    """Every tenth row in one of the modes; slowly, all in all."""
     found = []
     for n, row in enumerate(TABLE):
         one = MODES[n % 3]
-        found.append(pytest.param(row, [one], id=row.name, marks=[pytest.mark.slow] if n % 5 else []))
+        found.append(pytest.param(row, [one], id=row.name, marks=[pytest.mark.slow] if n % 10 else []))
         others = [mode for mode in MODES if mode != one]
         found.append(pytest.param(row, others, id=f"{row.name}, in the other modes", marks=pytest.mark.slow))
     return found
