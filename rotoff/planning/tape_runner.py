@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from ..core.chain import Chain
 from ..core.sequence import OpKind, Sequence
 from ..profile.recorded_step import RecordedStep
-from ..profile.tape_chain import chain_of
+from ..profile.tape_chain import TapeChain, chain_of
+from ..profile.trace import trace_of
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
-from ..runtime.layout import Layout
 from ..runtime.links.pool import LinkPool
 from ..runtime.tape_step import TapeStep
 from ..tape.tape import Known, Tape
@@ -29,10 +29,14 @@ PATIENCE = 2  # steps off their course before another one is recorded
 class Course:
     """What is planned for inputs of one signature. strayed: steps in a row that made other operations."""
 
-    chain: Chain
-    layout: Layout
+    found: TapeChain
     plan: ExecutionPlan
     strayed: int = 0
+
+    @property
+    def expected_bytes(self) -> int:
+        """The most bytes that a step by the plan holds."""
+        return max(self.found.levels(self.plan.sequence))
 
 
 class TapeRunner:
@@ -83,9 +87,10 @@ class TapeRunner:
         step.stop()
         if not step.complete or not step.operations:
             return
-        chain, layout = chain_of(step, self._bandwidth, self._stages)
-        sequence = self._solve(chain)
-        self.courses[key] = Course(chain, layout, compile_sequence(chain, sequence))
+        found = chain_of(trace_of(step), self._bandwidth, self._stages)
+        step.trust_stages(found.layout.begins)
+        sequence = self._solve(found.chain)
+        self.courses[key] = Course(found, compile_sequence(found.chain, sequence))
 
     def _follow(self, course: Course, args: Any, kwargs: Any) -> Any:
         link = None
@@ -95,8 +100,8 @@ class TapeRunner:
         tape = self.new_tape(self.known)
         self.last = tape
         done = (lambda: None) if link is None else (lambda: self._links.give_back(link))
-        step = TapeStep(course.plan, course.layout, link, done)
-        with step.forward(tape, self.model):
+        step = TapeStep(course.plan, course.found.layout, link, done)
+        with step.forward(tape):
             result = self.model(*args, **kwargs)
         course.strayed = course.strayed + 1 if step.left_course else 0
         return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ MARK = "rotoff::"
 END = "end"
 GRADIENT = "gradient"
 LOSS = "loss"  # what follows the forward
+STAGE = "stage "  # what a segment has saved is there again
+READ = "read "  # the backward reads the saved tensor of that position
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
@@ -33,16 +35,12 @@ OWN = "own"  # what the recording itself does: neither the model nor a plan
 class Segment:
     """What happens from one call of a module to the next.
 
-    place: the module's name, and which of its calls it is. first: the number of its first operation. saved: what
-    autograd saves in it. key: tells its operations from others. backward_seconds: of the part of the backward that
-    reads what it has saved.
+    module: its name. first: the number of its first operation. saved: what autograd saves in it.
     """
 
-    place: tuple[str, int]
+    module: str
     first: int
     saved: dict[Content, None] = field(default_factory=dict)
-    key: int = 0
-    backward_seconds: float = 0.0
 
 
 class RecordedStep(Verified):
@@ -50,15 +48,20 @@ class RecordedStep(Verified):
 
     Attributes:
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
-            the first operation that began after. seconds: of each operation. log: what the allocator did.
+            the first operation that began after. positions, seconds: of each operation. packed: by position, what
+            autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
+            returned: what the caller has when the backward begins. log: what the allocator did.
     """
 
     def __init__(self, known: Known, model: nn.Module) -> None:
         super().__init__(known)
-        self.segments = [Segment(("", 0), 0)]
+        self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
         self.seconds: list[float] = []
-        self.returned: list[Content] = []  # what the caller has when the forward has ended
+        self.positions: list[int] = []
+        self.packed: dict[int, Content | None] = {}
+        self.waits: list[float] = []
+        self.returned: list[Content] = []
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
         self.complete = False  # whether the backward has ended
@@ -67,14 +70,13 @@ class RecordedStep(Verified):
         # scripted modules take no hooks of a whole call
         scripted = torch.jit.ScriptModule
         self._names = {module: name for name, module in model.named_modules() if not isinstance(module, scripted)}
-        self._calls: dict[str, int] = {}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._alive: list[Content] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
-        self.fetched: dict[tuple[int, int], Content] = {}  # by address and segment, what the backward read
+        # by address and segment, what the backward has read, and the position of its first saved tensor
+        self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
         self._host: dict[Content, tuple[torch.device, torch.Tensor]] = {}
-        self._segment = 0  # that the backward has come to
         self._profile: profile | None = None
         self._queued = False
         self._clock = 0.0
@@ -98,6 +100,7 @@ class RecordedStep(Verified):
         self._hooks = []
         super().__exit__(*error)
         self._borders = []
+        self.packed |= {s.at: s.reference.content for k in self.slots for s in self.live(k) if s.reference is not None}
         self.returned = [content for content in self._alive if content.alive()]
         for content in self.returned:
             if (storage := content.storage(seen=True)) is not None:
@@ -106,18 +109,14 @@ class RecordedStep(Verified):
             pass
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        name = self._names[module]
-        self._calls[name] = call = self._calls.get(name, -1) + 1
         self.enter(len(self.segments))
-        self.segments.append(Segment((name, call), len(self.operations)))
+        self.segments.append(Segment(self._names[module], len(self.operations)))
 
     def enter(self, stage: int) -> None:
         """Verify the segment that ends, and take what it has saved off the device."""
         with own(), torch._C._DisableTorchDispatch():
-            segment = self.segments[-1]
-            segment.key = self.key
             super().enter(stage)
-            for content in segment.saved:
+            for content in self.segments[-1].saved:
                 if (storage := content.storage(seen=True)) is not None and content not in self._host:
                     self._host[content] = storage.device, bytes_in(storage).to("cpu", copy=True)
             self._borders = []  # or what has died would be alive still
@@ -142,6 +141,13 @@ class RecordedStep(Verified):
         super().trust(op, new)
         self._alive += new
         self.seconds.append(self._last)
+        self.positions.append(self.position)
+
+    def pack(self, t: torch.Tensor) -> Any:
+        position, packed = self.position, super().pack(t)
+        if isinstance(packed, Slot) and packed.reference is None:
+            self.packed[position] = None
+        return packed
 
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         super().saved(slot, storage)
@@ -153,24 +159,30 @@ class RecordedStep(Verified):
     def _reached(self: Tape, stage: int) -> None:
         """The backward has come to what a segment has saved: bring it back."""
         assert isinstance(self, RecordedStep)
-        now = time.perf_counter()
         if self._recording:  # a backward within the forward is a part of this
             self.fill(stage, self._from_host(stage))
             return
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._ended)
-        else:
-            self.segments[self._segment].backward_seconds += now - self._clock
+            self.returned = [content for content in self.returned if content.alive()]
         with own():
             self.fill(stage, self._from_host(stage))
             self.fetch(stage)
             for slot in self.live(stage):
                 if slot.own is not None and slot.reference is not None:
-                    self.fetched[slot.own.data_ptr(), stage] = slot.reference.content
-        with record_function(f"{MARK}stage {stage}"):
-            self._segment = stage
-        self._clock = time.perf_counter()
+                    self.fetched.setdefault((slot.own.data_ptr(), stage), (slot.reference.content, slot.at))
+        with record_function(f"{MARK}{STAGE}{stage}"):
+            pass
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        began = time.perf_counter()
+        tensor = super().unpack(packed)
+        if isinstance(packed, Slot) and not self._recording:
+            with record_function(f"{MARK}{READ}{packed.at}"):
+                self.waits.append(began - self._clock if self.waits else 0.0)
+            self._clock = time.perf_counter()
+        return tensor
 
     def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
         there = {c: self._host[c] for c in self.saved_contents(stage) if c in self._host}
@@ -178,9 +190,20 @@ class RecordedStep(Verified):
 
     def _ended(self) -> None:
         with record_function(MARK + END):
-            self.segments[self._segment].backward_seconds += time.perf_counter() - self._clock
+            self.waits.append(time.perf_counter() - self._clock)
         self._host.clear()
         self.complete = True
+
+    def trust_stages(self, begins: Sequence[int]) -> None:
+        """Operations are known from now on as parts of the stages that begin at these positions."""
+        key = stage = 0
+        for position, op in zip(self.positions, self.operations, strict=True):
+            while stage < len(begins) and position >= begins[stage]:
+                stage += 1
+                key = stage
+            key = op.continued(key)
+            self.known.sure.add(key)
+            self.known.held |= {(key, c.out) for c in (*op.made, *op.written()) if self.was_held(c)}
 
     def stop(self) -> None:
         """End the log; not within a backward, whose thread-local state the profiler must not change."""

@@ -1,20 +1,21 @@
-"""The chain of a model from the log of one recorded step: where to cut, and what each stage takes.
+"""The chain of a step from its trace: where to cut, and what each stage takes.
 
-A stage is a run of segments. a_i are the contents that the next stage needs, ā_i those that autograd saves in stage i,
-with a_i. Contents that are needed further on stay on the device for the whole step, as a part of a_0.
+a_i are the contents that later stages need, ā_i those that autograd saves in stage i, with a_i. Contents that are
+needed by more than `far` stages stay on the device for the whole step, as a part of a_0.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
 from ..core.chain import Chain, Form, Stage
+from ..core.sequence import FORWARDS, OpKind, Sequence, Value
+from ..core.simulator import Machine, early_stops
 from ..runtime.layout import Layout
-from ..tape.contents import Content
-from .recorded_step import END, GRADIENT, LOSS, OWN, Event, RecordedStep, Segment
+from .trace import Trace
 
 STAGES = 40  # by default; the solver takes seconds for 100
 CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
@@ -25,262 +26,230 @@ CALL = 3e-6  # seconds of Python and autograd for each operation
 
 
 class _Uses:
-    """Where the contents of a recorded step are made and needed, by segment."""
+    """Until which position each content is needed, and where the backward crosses only once."""
 
-    def __init__(self, step: RecordedStep) -> None:
-        self.step = step
-        self.firsts = [segment.first for segment in step.segments]
-        self.made: list[list[Content]] = [[*op.made, *op.written()] for op in step.operations]
-        self.last: dict[Content, int] = {}  # the last segment that needs it
-        self.read: dict[Content, int] = {}  # the last operation that reads it
-        for number, op in enumerate(step.operations):
-            for reference in op.references:
-                self.read[reference.content] = number
-        for content, number in self.read.items():
-            self.last[content] = self.segment(number)
-        self.saved = [dict.fromkeys(map(_latest, segment.saved)) for segment in step.segments]
-        for k, contents in enumerate(self.saved):
-            for content in contents:
-                self.last[content] = max(self.last.get(content, 0), k)
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.at = [trace.ran[one.op].at for one in trace.made]
+        self.last = list(self.at)
+        for op in trace.ran:
+            for c in op.reads:
+                self.last[c] = max(self.last[c], op.at)
+        self.saved: dict[int, list[int]] = {}  # by content, the positions of its saved tensors
+        for saved in trace.saved:
+            if saved.content is not None:
+                c = trace.latest(saved.content)
+                self.saved.setdefault(c, []).append(saved.at)
+                self.last[c] = max(self.last[c], saved.at)
 
-    def segment(self, number: int) -> int:
-        return bisect_right(self.firsts, number) - 1
-
-    def home(self, content: Content) -> int:
-        return self.segment(content.op)
-
-    def ends(self) -> list[int]:
-        return [*self.firsts[1:], len(self.step.operations)]
-
-
-def _latest(content: Content) -> Content:
-    """Return what its storage has at the end, which is what autograd reads."""
-    while content.next is not None:
-        content = content.next
-    return content
-
-
-def size(contents: Iterable[Content]) -> int:
-    return sum(content.nbytes for content in set(contents))
-
-
-# -- where to cut
+    def crossed_once(self) -> list[bool]:
+        """For each position, whether the backward reads nothing from it on once it has read something before it."""
+        many = self.trace.ran[-1].at + 2
+        twice = [0] * (many + 1)
+        earliest = many
+        for event in self.trace.backward:
+            at = event.reads
+            if at is None:
+                continue
+            if at > earliest:
+                twice[earliest + 1] += 1
+                twice[min(at, many - 1) + 1] -= 1
+            earliest = min(earliest, at)
+        crossed, count = [], 0
+        for change in twice[:many]:
+            count += change
+            crossed.append(not count)
+        return crossed
 
 
 def _cuts(uses: _Uses, count: int) -> list[int]:
-    """Return the segments before which to cut: around every n-th part of all bytes made, where the fewest bytes cross.
+    """Return the positions at which to cut: around every n-th part of all bytes made, where the fewest bytes cross.
     Bytes that also cross the cut before count twice."""
-    many = len(uses.firsts)
-    made = [0] * many
-    crossing: list[dict[Content, int]] = [{} for _ in range(many)]
-    allowed = [True] * many
-    for number, contents in enumerate(uses.made):
-        home = uses.segment(number)
-        for content in contents:
-            made[home] += content.nbytes
-            for k in range(home + 1, uses.last.get(content, home) + 1):
-                crossing[k][content] = home
-                if content.next is not None and content.next.op >= uses.firsts[k]:
-                    allowed[k] = False  # it would be copied before it is overwritten
-    for k, (first, after) in enumerate(pairwise([*uses.firsts, len(uses.made)])):
-        allowed[k] &= after > first
-    total = sum(made)
+    trace, allowed = uses.trace, uses.crossed_once()
+    total = trace.size(range(len(trace.made)))
     share, cuts = total / max(count, 1), list[int]()
-    last, best, since = 0, 0, 0
-
-    def price(k: int) -> int:
-        return sum(content.nbytes * (1 if home >= last else 2) for content, home in crossing[k].items())
-
-    for k in range(1, many):
-        since += made[k - 1]
-        if allowed[k] and crossing[k] and since >= share / 2 and (not best or price(k) <= price(best)):
-            best = k
+    last, best, lowest, since, after = 0, 0, 0, 0, 0  # after: bytes made since `best`
+    alive: list[int] = []
+    for before, op in pairwise(trace.ran):
+        alive = [c for c in alive if uses.last[c] > before.at] + [c for c in before.makes if uses.last[c] > before.at]
+        made = trace.size(before.makes)
+        since, after = since + made, after + made
+        at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
+        crossing = [c for c in alive if at is not None and uses.last[c] >= at]
+        if at is not None and crossing and since >= share / 2 and not _overwritten(trace, crossing, at):
+            price = sum(trace.made[c].nbytes * (1 if uses.at[c] >= last else 2) for c in crossing)
+            if not best or price <= lowest:
+                best, lowest, after = at, price, 0
         if since < 1.5 * share or not best:
             continue
-        if price(best) > since * CROSSING and since < total / COARSE:
+        if lowest > since * CROSSING and since < total / COARSE:
             continue
         cuts.append(best)
-        last, since, best = best, sum(made[best:k]), 0
+        last, since, best = best, after, 0
     return [*cuts, best] if best else cuts
 
 
-# -- what the allocator did
+def _overwritten(trace: Trace, crossing: Collection[int], at: int) -> bool:
+    """Whether what crosses is overwritten later, which would copy it."""
+    later = (trace.made[c].later for c in crossing)
+    return any(c is not None and trace.ran[trace.made[c].op].at >= at for c in later)
 
 
-def _operation_peaks(log: list[Event], many: int) -> list[int]:
-    """Return the most bytes that each operation holds above those at its begin."""
-    peaks, level, begins = [0] * many, 0, dict[str, int]()
-    for event in log:
-        if event.begins:
-            begins[event.begins] = level
-        elif event.ends:
-            begins.pop(event.ends, None)
-        level += event.size
-        for name, start in begins.items() if event.size > 0 else ():
-            if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start)
-    return peaks
-
-
-@dataclass
 class _Backward:
     """grads: for each stage, the bytes of gradients when its backward begins. peaks: the most bytes that it holds, of
-    gradients and of what autograd saved in the stage."""
+    gradients and of what autograd saved in the stage. seconds: that it takes."""
 
-    grads: list[int]
-    peaks: list[int]
-
-
-def _backward(step: RecordedStep, uses: _Uses, stage_of: list[int], stay: Collection[Content]) -> _Backward:
-    many = max(stage_of)
-    found = _Backward([0] * (many + 1), [0] * (many + 1))
-    live: dict[int, int] = {}  # gradients and what kernels take, by address
-    mine: dict[tuple[int, int], int] = {}  # by address and segment, bytes of what autograd saved in that stage
-    left = dict.fromkeys(range(len(uses.firsts)), 0)  # of these, by segment, what is still to be read
-    for (ptr, k), content in step.fetched.items():
-        if stage_of[uses.home(content)] == stage_of[k] and content not in stay:
-            mine[ptr, k] = content.nbytes
-            left[k] += content.nbytes
-    owner: dict[int, int] = {}  # address -> segment, of what the backward has come to
-    segment, in_own, gradients = -1, False, 0  # -1: the loss
-    start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
-    for event in step.log[start:]:
-        if event.begins == END:
-            break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
-        elif event.begins.startswith("stage "):
-            segment = int(event.begins.removeprefix("stage "))
-            owner.update({ptr: k for ptr, k in mine if k == segment})
-            found.grads[stage_of[segment]] = found.grads[stage_of[segment]] or gradients
-        elif event.begins.startswith(GRADIENT):
-            gradients -= live.pop(int(event.begins.removeprefix(GRADIENT)), 0)
-        elif in_own:
-            pass
-        elif event.size > 0:
-            live[event.ptr] = event.size
+    def __init__(self, trace: Trace, begins: list[int], of_stage: list[int], stay: Collection[int]) -> None:
+        many = len(begins)
+        self.grads, self.peaks, self.seconds = [0] * (many + 1), [0] * (many + 1), [0.0] * (many + 1)
+        left = [0] * (many + 1)  # by stage, what autograd has saved and is still to be read
+        own = {  # not what a later stage has of this one
+            c
+            for c, at in (event.freed for event in trace.backward if event.freed is not None)
+            if c not in stay and bisect_right(begins, at) == of_stage[c]
+        }
+        for c in own:
+            left[of_stage[c]] += trace.made[c].nbytes
+        stage, gradients = 0, 0  # stage 0: the loss
+        for event in trace.backward:
+            if stage:
+                self.seconds[stage] += event.seconds
+            if event.reads is not None:
+                new = bisect_right(begins, event.reads)
+                if new != stage:
+                    stage = new
+                    self.grads[stage] = self.grads[stage] or gradients
             gradients += event.size
-        elif event.size < 0 and event.ptr in live:
-            gradients -= live.pop(event.ptr)
-        elif event.size < 0 and (k := owner.pop(event.ptr, -1)) >= 0:
-            left[k] -= mine[event.ptr, k]
-        if segment < 0:
-            found.grads[many] = max(found.grads[many], gradients)
-            continue
-        stage = stage_of[segment]
-        saved = sum(nbytes for k, nbytes in left.items() if stage_of[k] == stage)
-        found.peaks[stage] = max(found.peaks[stage], gradients + saved)
-    return found
+            if event.freed is not None:
+                c, at = event.freed
+                if c in own and bisect_right(begins, at) == of_stage[c]:
+                    own.discard(c)
+                    left[of_stage[c]] -= trace.made[c].nbytes
+            if not stage:
+                self.grads[many] = max(self.grads[many], gradients)
+                continue
+            self.peaks[stage] = max(self.peaks[stage], gradients + left[stage])
 
 
-# -- the chain
+@dataclass(frozen=True)
+class TapeChain:
+    """A chain with what its values are made of.
+
+    handed: for each i from 0 on, the contents of a_i. forms: for each stage, those of ā_i in each of its forms, the
+    whole one first. stay: those that stay on the device, which a_0 counts. runs: the stages.
+    """
+
+    chain: Chain
+    layout: Layout
+    trace: Trace
+    handed: list[frozenset[int]]
+    forms: list[list[frozenset[int]]]
+    stay: frozenset[int]
+    runs: list[StageRun]
+
+    def levels(self, sequence: Sequence) -> list[int]:
+        """Return the most bytes that each operation of `sequence` holds. The chain charges each value by itself, and
+        the first run of a stage as any other. Here contents that several values share count once, and what the model's
+        code still has of earlier stages counts in first runs."""
+        machine, size = Machine(self.chain), self.trace.size
+        form, ran, levels = dict[int, int](), set[int](), []
+        early = early_stops(sequence)
+        for n, op in enumerate(sequence):
+            before = [v for v in machine.device if v.stage or v.saved]
+            if op.kind in FORWARDS and op.value.saved:
+                form[op.stage] = op.form
+            held = set[int]().union(*(self._contents(v, form) for v in before))
+            charged = sum(machine.device[v] for v in before)
+            event = machine.step(op, n in early)
+            if op.kind in FORWARDS and op.stage not in ran:
+                ran.add(op.stage)
+                stays = self._contents(op.value, form)
+                levels.append(self.chain.input_bytes + size(held) + self.runs[op.stage - 1].first_peak(stays, held))
+                continue
+            new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
+            more = 0 if new is None else machine.device[new] - size(self._contents(new, form) - held)
+            levels.append(event.memory - (charged - size(held)) - more)
+        return levels
+
+    def _contents(self, v: Value, form: Mapping[int, int]) -> frozenset[int]:
+        return self.forms[v.stage - 1][form[v.stage]] if v.saved else self.handed[v.stage]
 
 
-def chain_of(step: RecordedStep, bandwidth: tuple[float, float], count: int = STAGES) -> tuple[Chain, Layout]:
-    """Return the chain of a recorded step, and its layout. bandwidth: to the host and from it, B/s."""
-    uses = _Uses(step)
-    starts = [0, *_cuts(uses, count)]
-    stage_of = [bisect_right(starts, k) for k in range(len(uses.firsts))]
-    many = len(starts)
-    of_stage = {c: stage_of[uses.segment(number)] for number, made in enumerate(uses.made) for c in made}
-    needed = {c: stage_of[k] for c, k in uses.last.items()}
-    returned = {c for c in step.returned if c in of_stage}
-    until = {c: max(needed.get(c, i), i + (c in returned and i == many)) for c, i in of_stage.items()}
-    far = {c for c, i in of_stage.items() if until[c] > i + FAR or (c in returned and i < many)}
-    handed: list[list[Content]] = [[] for _ in range(many + 1)]
-    saved: list[dict[Content, None]] = [{} for _ in range(many + 1)]
-    for c, i in of_stage.items():
-        for border in range(i, until[c]) if c not in far else ():
+def chain_of(trace: Trace, bandwidth: tuple[float, float], count: int = STAGES, far: float = FAR) -> TapeChain:
+    """Return the chain of a step. bandwidth: to the host and from it, B/s. count: about how many stages."""
+    uses, made = _Uses(trace), trace.made
+    begins = [0, *_cuts(uses, count)]
+    many = len(begins)
+    firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
+
+    def stage(at: int) -> int:
+        return bisect_right(begins, at)
+
+    of_stage = [stage(at) for at in uses.at]
+    needed = [stage(at) for at in uses.last]
+    until = [max(needed[c], i + (made[c].returned and i == many)) for c, i in enumerate(of_stage)]
+    stay = {c for c, i in enumerate(of_stage) if until[c] > i + far or (made[c].returned and i < many)}
+    handed: list[list[int]] = [[] for _ in range(many + 1)]
+    saved: list[dict[int, None]] = [{} for _ in range(many + 1)]
+    for c, i in enumerate(of_stage):
+        for border in range(i, until[c]) if c not in stay else ():
             handed[border].append(c)
-    for k, contents in enumerate(uses.saved):
-        saved[stage_of[k]].update({c: None for c in contents if of_stage.get(c) == stage_of[k] and c not in far})
-    peaks = _operation_peaks(step.log, len(step.operations))
-    backward = _backward(step, uses, stage_of, far)
+    for c, positions in uses.saved.items():
+        if c not in stay and of_stage[c] in map(stage, positions):
+            saved[of_stage[c]][c] = None
+    backward = _Backward(trace, begins, of_stage, stay)
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
-        backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], size(handed[i]))
-    firsts = [uses.firsts[k] for k in starts]
-    stages, layout_forms = [], []
-    for i, (first, end) in enumerate(pairwise([*firsts, len(step.operations)]), start=1):
-        run = _Stage(step, uses, peaks, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), far)
-        segments = [segment for k, segment in enumerate(step.segments) if stage_of[k] == i]
-        seconds = sum(segment.backward_seconds for segment in segments)
+        backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
+    stages, runs, forms, layout_forms = [], [], [], []
+    ends = [*firsts[1:], len(trace.ran)]
+    for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
+        run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay)
         # what the model returns stays with the caller
-        peak = backward.peaks[i] + (size(set(handed[i]) - saved[i].keys()) if i == many else 0)
-        stage, kept = run.stage(_name(segments), seconds, backward.grads[i], backward.grads[i - 1], peak)
-        stages.append(stage)
-        layout_forms.append(tuple(frozenset((c.op - first, c.out) for c in contents) for contents in kept))
+        peak = backward.peaks[i] + (trace.size(set(handed[i]) - saved[i].keys()) if i == many else 0)
+        costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak)
+        stages.append(costs)
+        runs.append(run)
+        forms.append([frozenset(part | run.handed) for part in kept])
+        layout_forms.append(tuple(frozenset((made[c].op - first, made[c].out) for c in part) for part in kept))
+
+    def key(c: int) -> tuple[int, int]:
+        return made[c].op - firsts[of_stage[c] - 1], made[c].out
+
     layout = Layout(
-        tuple(step.segments[k].place for k in starts),
-        tuple(_key(step, first, end, i) for i, (first, end) in enumerate(pairwise([*firsts, len(uses.made)]), 1)),
-        tuple(
-            tuple((of_stage[c], (c.op - firsts[of_stage[c] - 1], c.out)) for c in handed[i]) for i in range(1, many + 1)
-        ),
+        tuple(begins),
+        tuple(_key(trace, first, end, i) for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1)),
+        tuple(tuple((of_stage[c], key(c)) for c in handed[i]) for i in range(1, many + 1)),
         tuple(layout_forms),
-        tuple(tuple((c.op - firsts[i - 1], c.out) for c in far if of_stage[c] == i) for i in range(1, many + 1)),
+        tuple(tuple(key(c) for c in sorted(stay) if of_stage[c] == i) for i in range(1, many + 1)),
     )
-    constant = size(far) + _beside(step)
+    constant = trace.size(stay) + trace.beside
     chain = Chain(tuple(stages), *bandwidth, duplex=False, input_bytes=constant, input_grad_bytes=backward.grads[0])
-    return chain, layout
+    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), forms, frozenset(stay), runs)
 
 
-def _beside(step: RecordedStep) -> int:
-    """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
-    wraps, copies of what is overwritten, what the tape does not see; and a generator's state that is put back."""
-    live: dict[int, int] = {}
-    in_own = False
-    for event in step.log:
-        if event.begins == LOSS:
-            break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
-        elif event.size > 0 and not in_own:
-            live[event.ptr] = event.size
-        elif event.size < 0:
-            live.pop(event.ptr, None)
-    states = (op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu")
-    return sum(size for ptr, size in live.items() if ptr not in step.returned_at) + max(states, default=0)
-
-
-def _key(step: RecordedStep, first: int, end: int, stage: int) -> int:
-    """Return the key of a stage, whose operations are known from now on as parts of this stage."""
+def _key(trace: Trace, first: int, end: int, stage: int) -> int:
     key = stage
-    for op in step.operations[first:end]:
-        key = op.continued(key)
-        step.known.sure.add(key)
-        step.known.held |= {(key, c.out) for c in (*op.made, *op.written()) if step.was_held(c)}
+    for op in trace.ran[first:end]:
+        key = (key * op.factor + op.term) % 2**64
     return key
 
 
-def _name(segments: list[Segment]) -> str:
-    places = [segment.place[0] for segment in segments]
-    return f"{places[0] or 'begin'}..{places[-1]}" if len(places) > 1 else places[0]
-
-
-class _Stage:
+class StageRun:
     """The costs of one stage: operations `first` to `end`."""
 
     def __init__(
-        self,
-        step: RecordedStep,
-        uses: _Uses,
-        peaks: list[int],
-        first: int,
-        end: int,
-        entering: set[Content],
-        handed: set[Content],
-        saved: set[Content],
-        far: set[Content],
+        self, trace: Trace, first: int, end: int, entering: set[int], handed: set[int], saved: set[int], stay: set[int]
     ) -> None:
-        self.step, self.uses, self.peaks, self.first, self.end = step, uses, peaks, first, end
-        self.entering, self.handed, self.saved, self.far = entering, handed, saved, far
+        self.trace, self.first, self.end = trace, first, end
+        self.entering, self.handed, self.saved, self.stay = entering, handed, saved, stay
         self.whole = saved | handed
 
     def stage(
-        self, name: str, backward_seconds: float, grads: int, grads_before: int, peak: int
-    ) -> tuple[Stage, list[set[Content]]]:
-        seconds = sum(self.step.seconds[self.first : self.end]) + CALL * (self.end - self.first)
-        held = size(self.whole) + grads + grads_before
-        transient = max(0, peak - held)
+        self, backward_seconds: float, grads: int, grads_before: int, peak: int
+    ) -> tuple[Stage, list[set[int]]]:
+        size, ran = self.trace.size, self.trace.ran[self.first : self.end]
+        seconds = sum(op.seconds for op in ran) + CALL * len(ran)
+        transient = max(0, peak - size(self.whole) - grads - grads_before)
         kept, forms = [self.saved], []
         for share in SHARES:
             part = self._kept(share)
@@ -288,11 +257,12 @@ class _Stage:
                 continue
             again = self._redo_seconds(self.saved - part)
             gone = size(self.whole) - size(part | self.handed)
-            redone = max(transient + gone, self._again_peak(self.saved, part | self.handed) - grads_before)
+            redone = max(transient + gone, self.again_peak(self.saved, part | self.handed) - grads_before)
             forms.append(Form(size(part | self.handed), backward_seconds + again, self._transient(part), redone))
             kept.append(part)
+        modules = [op.module for op in ran] or [""]
         stage = Stage(
-            name,
+            modules[0] if modules[0] == modules[-1] else f"{modules[0] or 'begin'}..{modules[-1]}",
             max(seconds, 1e-7),
             max(backward_seconds, 1e-7),
             size(self.handed),
@@ -305,77 +275,82 @@ class _Stage:
         )
         return stage, kept
 
-    def _transient(self, kept: set[Content]) -> int:
-        """Return the most bytes beyond what is kept and handed on, in the first run and when it runs again."""
+    def _transient(self, kept: set[int]) -> int:
+        """Return the most bytes beyond what is kept and handed on when it runs again."""
         stays = kept | self.handed
-        return max(0, max(self._first_peak(stays), self._again_peak(stays)) - size(stays - self.entering))
+        return max(0, self.again_peak(stays) - self.trace.size(stays - self.entering))
 
-    def _first_peak(self, stays: set[Content]) -> int:
-        """Return the most bytes of the stage's own in the first run, with what the model's code holds of earlier
-        ones."""
-        death: Mapping[Content, int] = self.step.death
-        never = len(self.uses.made) + 1
-        dies: dict[int, list[Content]] = {}
+    def first_peak(self, stays: Collection[int], held: Collection[int]) -> int:
+        """Return the most bytes of the stage's own in the first run, with what the model's code has of earlier stages
+        that is not `held`."""
+        made = self.trace.made
+        dies: dict[int, int] = {}  # by operation, bytes that are gone when it begins
         level = most = 0
-        earlier = (c for made in self.uses.made[: self.first] for c in made)
-        for content in earlier:
-            if content not in self.entering and content not in self.far and death.get(content, never) > self.first:
-                level += content.nbytes
-                dies.setdefault(death.get(content, never), []).append(content)
+        for c, one in enumerate(made):
+            if one.op >= self.first:
+                break
+            if one.dies > self.first and c not in self.stay and c not in held:
+                level += one.nbytes
+                dies[one.dies] = dies.get(one.dies, 0) + one.nbytes
         for number in range(self.first, self.end):
-            level -= size(dies.get(number, ()))
-            most = max(most, level + self.peaks[number])
-            for content in self.uses.made[number]:
-                if content in self.far:
+            op = self.trace.ran[number]
+            level -= dies.get(number, 0)
+            most = max(most, level + op.peak)
+            for c in op.makes:
+                if c in self.stay:
                     continue
-                level += content.nbytes
-                if content not in stays:
-                    dies.setdefault(death.get(content, never), []).append(content)
-            most = max(most, level - size(dies.get(number + 1, ())))
+                level += made[c].nbytes
+                if c not in stays:
+                    dies[made[c].dies] = dies.get(made[c].dies, 0) + made[c].nbytes
+            most = max(most, level - dies.get(number + 1, 0))
         return most
 
-    def _again_peak(self, wanted: set[Content], kept: Collection[Content] = ()) -> int:
+    def again_peak(self, wanted: set[int], kept: Collection[int] = ()) -> int:
         """Return the most bytes of their own while `wanted` are made again from what enters and is kept, as `Tape.make`
         does it."""
-        there = {*self.entering, *self.far, *kept}
+        made, ran, size = self.trace.made, self.trace.ran, self.trace.size
+        there = {*self.entering, *self.stay, *kept}
         wanted = wanted - there
         numbers, todo = set[int](), list(wanted)
         while todo:
-            content = todo.pop()
-            if content.op >= self.first and content.op not in numbers and content not in there:
-                numbers.add(content.op)
-                todo += self.step.operations[content.op].contents()
-        last = {c: n for n in sorted(numbers) for c in self.step.operations[n].contents()}
+            c = todo.pop()
+            if made[c].op >= self.first and made[c].op not in numbers and c not in there:
+                numbers.add(made[c].op)
+                todo += ran[made[c].op].reads
+        last = {c: n for n in sorted(numbers) for c in ran[n].reads}
         level = most = 0
         for number in sorted(numbers):
-            op = self.step.operations[number]
-            changed = {r.content for r in op.references if r.into is not None}
-            mine = {c for c in changed if c.op >= self.first and c not in there}
+            op = ran[number]
+            changed = {c for c, _ in op.writes}
+            mine = {c for c in changed if made[c].op >= self.first and c not in there}
             copied = {c for c in changed if c not in mine or c in wanted or last[c] > number}
+            into = {c for _, c in op.writes if c is not None}
             level += size(copied)
-            most = max(most, level + self.peaks[number])
-            level += size(op.made) - sum(c.nbytes for c in copied if c.next is None or c.next.op != number)
-            ends = {*op.contents(), *op.made, *op.written()} - wanted - (changed - copied)
-            level -= size(c for c in ends if c.op >= self.first and c not in there and last.get(c, number) <= number)
+            most = max(most, level + op.copies + op.peak)
+            level += size(set(op.makes) - into)
+            level -= sum(made[c].nbytes for c in copied if (n := made[c].later) is None or made[n].op != number)
+            ends = {*op.reads, *op.makes} - wanted - (changed - copied)
+            level -= size(c for c in ends if made[c].op >= self.first and c not in there and last.get(c, number) <= number)
         return most
 
-    def _kept(self, share: float) -> set[Content]:
+    def _kept(self, share: float) -> set[int]:
         """Return `share` of what autograd saves, without what is cheapest to make again for its bytes."""
+        made, ran = self.trace.made, self.trace.ran
         inner = self.saved - self.handed
-        left, room = set(inner), size(inner) * (1 - share)
-        for content in sorted(inner, key=lambda c: (self.step.seconds[c.op] / (c.nbytes + 1), c.op, c.out)):
-            if content.nbytes <= room and content.held is None:
-                left.discard(content)
-                room -= content.nbytes
+        left, room = set(inner), self.trace.size(inner) * (1 - share)
+        for c in sorted(inner, key=lambda c: (ran[made[c].op].seconds / (made[c].nbytes + 1), c)):
+            if made[c].nbytes <= room and made[c].again:
+                left.discard(c)
+                room -= made[c].nbytes
         return left | (self.saved & self.handed)
 
-    def _redo_seconds(self, gone: set[Content]) -> float:
+    def _redo_seconds(self, gone: set[int]) -> float:
         there = (self.saved - gone) | self.handed
         todo, ops = list(gone), set[int]()
         while todo:
-            content = todo.pop()
-            if content.op < self.first or content.op in ops:
+            number = self.trace.made[todo.pop()].op
+            if number < self.first or number in ops:
                 continue
-            ops.add(content.op)
-            todo += [r.content for r in self.step.operations[content.op].references if r.content not in there]
-        return sum(self.step.seconds[n] for n in ops) + CALL * len(ops)
+            ops.add(number)
+            todo += [c for c in self.trace.ran[number].reads if c not in there]
+        return sum(self.trace.ran[n].seconds for n in ops) + CALL * len(ops)

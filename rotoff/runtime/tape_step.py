@@ -18,7 +18,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.variable import Variable
 
 from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
@@ -52,34 +51,31 @@ class TapeStep:
         self._queued = False
 
     @contextmanager
-    def forward(self, tape: Tape, model: nn.Module) -> Iterator[None]:
+    def forward(self, tape: Tape) -> Iterator[None]:
         """The model's forward runs within, once."""
-        calls: Counter[nn.Module] = Counter()
-        begins = {place: i for i, place in enumerate(self._layout.begins, start=1) if i > 1}
-        modules = dict(model.named_modules())
-        hooked = {modules[name]: name for name, _ in begins if name in modules}
-
-        def called(module: nn.Module, args: Any) -> None:
-            stage = begins.get((hooked[module], calls[module]))
-            calls[module] += 1
-            if stage is not None:
-                self._enter(tape, stage)
-
-        hooks = [module.register_forward_pre_hook(called, prepend=True) for module in hooked]
+        tape.on_ahead = self._ahead
         tape.on_backward = self.advance
         try:
             with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
                 self._enter(tape, 1)
+                self._look_ahead(tape)
                 yield
                 self._enter(tape, len(self._layout.begins) + 1)
         except BaseException:
             self._end(tape)
             raise
         finally:
-            for hook in hooks:
-                hook.remove()
+            tape.ahead = -1
 
     # -- the forward
+
+    def _look_ahead(self, tape: Tape) -> None:
+        begins = self._layout.begins
+        tape.ahead = begins[tape.stage] if tape.stage < len(begins) else -1
+
+    def _ahead(self, tape: Tape) -> None:
+        self._enter(tape, tape.stage + 1)
+        self._look_ahead(tape)
 
     def _enter(self, tape: Tape, stage: int) -> None:
         """The model's code comes to a stage: end the one before, and run what the plan does in between."""

@@ -210,9 +210,28 @@ PyObject* known_new(PyTypeObject*, PyObject* args, PyObject*) try {
   return translated();
 }
 
+// Tells that the forward has come to the position ahead, from within an operation, which runs without Python's lock.
+void come_to(PyObject* self) {
+  const auto gil = PyGILState_Ensure();
+  struct Done {
+    PyGILState_STATE gil;
+    ~Done() { PyGILState_Release(gil); }
+  } done{gil};
+  Owned told{PyObject_GetAttrString(self, "on_ahead")};
+  if (told && Owned{PyObject_CallFunctionObjArgs(told.get(), self, nullptr)}) return;
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  Owned kinds[] = {Owned{type}, Owned{error}, Owned{trace}}, text{PyObject_Str(error)};
+  const char* said = text ? PyUnicode_AsUTF8AndSize(text.get(), nullptr) : nullptr;
+  throw std::runtime_error(said ? said : "a stage could not begin");
+}
+
 PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
   auto* self = PyType_GenericAlloc(type, 0);
-  if (self) new (&PyTape::of(self)) WithKeep();
+  if (!self) return nullptr;
+  new (&PyTape::of(self)) WithKeep();
+  tape_in(self).come_to = [self] { come_to(self); };
   return self;
 }
 
@@ -364,6 +383,15 @@ PyObject* tape_begins(PyObject* self, PyObject*) {
   return found.release();
 }
 
+PyObject* tape_position(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).position); }
+PyObject* tape_ahead(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).ahead); }
+int tape_set_ahead(PyObject* self, PyObject* position, void*) try {
+  tape_in(self).ahead = integer(position);
+  return 0;
+} catch (...) {
+  translated();
+  return -1;
+}
 PyObject* tape_stage(PyObject* self, PyObject*) { return PyLong_FromLong(tape_in(self).stage); }
 PyObject* tape_key(PyObject* self, PyObject*) { return PyLong_FromUnsignedLongLong(tape_in(self).key); }
 PyObject* tape_noted(PyObject* self, PyObject*) { return PyLong_FromSize_t(tape_in(self).operations.size()); }
@@ -417,6 +445,8 @@ PyMethodDef tape_methods[] = {
 };
 PyGetSetDef tape_fields[] = {
     {"stage", getter<tape_stage>, nullptr, nullptr, nullptr},
+    {"position", getter<tape_position>, nullptr, nullptr, nullptr},
+    {"ahead", getter<tape_ahead>, tape_set_ahead, nullptr, nullptr},
     {"begins", getter<tape_begins>, nullptr, nullptr, nullptr},
     {"key", getter<tape_key>, nullptr, nullptr, nullptr},
     {"keep", getter<tape_keep>, tape_set_keep, nullptr, nullptr},

@@ -55,6 +55,8 @@ struct Tape {
   std::vector<Operation> operations;
   std::map<int, int> begins{{0, 0}};
   int stage = 0, reached = 0;
+  int64_t position = 0, ahead = -1;
+  std::function<void()> come_to;
   uint64_t key = 0;
   bool unsure = false;  // whether the open stage has an operation that is not known
   int64_t replayed = 0, copied = 0;
@@ -112,7 +114,16 @@ struct Tape {
     return content;
   }
 
+  // Tells that the position ahead is reached.
+  void look() {
+    if (position != ahead) return;
+    ahead = -1;
+    come_to();
+  }
+
   std::shared_ptr<Slot> pack(const Tensor& t, const std::function<bool(int, int)>& is_kept) {
+    look();
+    ++position;
     auto slot = std::make_shared<Slot>(stage, t);
     const auto& storage = t.storage();
     const auto found = contents_.find(storage.unsafeGetStorageImpl());
@@ -191,6 +202,7 @@ struct Tape {
     const auto kind = kind_of(op);
     const auto args = torch::jit::last(*stack, kind->writes.size());
     if (kind->view && all_plain(args)) return run(op, keys, stack);
+    look();
     Writes writes;
     auto noted = operation(op, *kind, args, writes);
     for (const auto& write : writes) {
@@ -290,6 +302,7 @@ struct Tape {
     if (!settings_ || *settings_ != now) settings_ = std::make_shared<Settings>(now);
     op.settings = settings_;
     operations.push_back(std::move(op));
+    ++position;
     if (!known) return;
     unsure = unsure || !known->sure.count(key);
     for (const auto& [_, content] : made)

@@ -124,13 +124,13 @@ class Slot:
     """What autograd keeps of a saved tensor; it keeps the tape alive.
 
     tensor: the tensor itself, if it is a resident. reference: to the content otherwise. own: the storage, while a plan
-    or a backward keeps it for this slot.
+    or a backward keeps it for this slot. at: its position.
     """
 
-    __slots__ = ("__weakref__", "_version", "_witness", "own", "reference", "stage", "tape", "tensor")
+    __slots__ = ("__weakref__", "_version", "_witness", "at", "own", "reference", "stage", "tape", "tensor")
 
-    def __init__(self, tape: object, stage: int, witness: torch.Tensor) -> None:
-        self.tape, self.stage = tape, stage
+    def __init__(self, tape: object, stage: int, at: int, witness: torch.Tensor) -> None:
+        self.tape, self.stage, self.at = tape, stage, at
         self.tensor: torch.Tensor | None = None
         self.reference: Reference | None = None
         self.own: torch.UntypedStorage | None = None

@@ -151,6 +151,8 @@ class Tape(TorchDispatchMode):
     A backward may run in any.
 
     Attributes:
+        position: how many operations and saved tensors there were. ahead: the position at which `on_ahead` is called, -1
+            for none.
         stage: the open stage of the forward; `enter` begins another. key: tells its operations so far, and the sizes of
             what they read, from others.
         keep: what `pack` keeps of what the open stage makes and autograd saves: all, or the contents whose (operation,
@@ -162,11 +164,13 @@ class Tape(TorchDispatchMode):
     supports_higher_order_operators = True
     # called with this tape and a stage when a backward reaches what the stage has saved
     on_backward: Callable[[Tape, int], None] | None = None
+    on_ahead: Callable[[Tape], None] | None = None
 
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
         self.known = known
         self.key: Key = 0
+        self.position, self.ahead = 0, -1
         self.reached = 0  # the stage whose saved tensors the backward reads
         self.operations: list[Operation] = []
         self.slots: dict[int, list[SlotReference]] = {}
@@ -249,6 +253,8 @@ class Tape(TorchDispatchMode):
         kind = kind_of(func)
         if kind.view and all(map(is_plain, tensors_of(args, kwargs))):
             return func(*args, **kwargs)
+        if self.position == self.ahead:
+            self._come_to()
         op = self._operation(func, kind, args, kwargs)
         written = self._written(kind, op, args, kwargs)
         before = [t.untyped_storage() for _, t in written]
@@ -351,6 +357,13 @@ class Tape(TorchDispatchMode):
         self.key = op.continued(self.key)
         if self.known is not None:
             self.trust(op, [content for content in new if content.op != RESIDENT])
+        self.position += 1
+
+    def _come_to(self) -> None:
+        self.ahead = -1
+        assert self.on_ahead is not None
+        with torch._C._DisableTorchDispatch():
+            self.on_ahead(self)
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         """Hold what is known to be another when it is made again. From an operation that is not known on, the stage
@@ -367,15 +380,19 @@ class Tape(TorchDispatchMode):
         """Autograd's hook: return what it keeps in place of `t`."""
         if not is_plain(t):
             return taken_apart(t, self.pack)
+        if self.position == self.ahead:
+            self._come_to()
+        at = self.position
+        self.position += 1
         with torch._C._DisableTorchDispatch():
             storage = t.untyped_storage()
             content = self._contents.get(storage._cdata)
             if content is None or content.op == RESIDENT:
-                slot = Slot(self, self.stage, t)
+                slot = Slot(self, self.stage, at, t)
                 slot.tensor = t
                 return slot
             witness = witness_of(t)
-            slot = Slot(self, self.stage, witness)
+            slot = Slot(self, self.stage, at, witness)
             slot.reference = Reference(content, t)
             content.watch(witness)
             self.slots.setdefault(self.stage, []).append(SlotReference(slot))

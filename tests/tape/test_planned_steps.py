@@ -111,16 +111,16 @@ def test_any_sequence_has_the_plain_bits_and_at_most_the_predicted_bytes(name: s
     assert same(gradients(net), expected)
     run.plan_recorded()
     (course,) = run.courses.values()
-    plans = [within(share, mode)(course.chain) for mode in MODES for share in (0, 0.4)]
-    for sequence in [*plans, *(random_sequence(course.chain, seed, wildness=0.75) for seed in seeds(4))]:
-        course.plan = compile_sequence(course.chain, sequence)
+    plans = [within(share, mode)(course.found.chain) for mode in MODES for share in (0, 0.4)]
+    for sequence in [*plans, *(random_sequence(course.found.chain, seed, wildness=0.75) for seed in seeds(4))]:
+        course.plan = compile_sequence(course.found.chain, sequence)
         again()
         train(run, args)
         assert same(gradients(net), expected), f"{sequence}"
         again()
         measured = peak_bytes(lambda: train(run, args))
         gradients(net)
-        assert measured <= course.plan.trace.peak_bytes, f"{sequence}"
+        assert measured <= course.expected_bytes, f"{sequence}"
     run.close()
 
 
@@ -133,7 +133,7 @@ def test_predicted_bytes_are_close_on_average() -> None:
             train(run, args)
             gradients(net)
         (course,) = run.courses.values()
-        shares.append(course.plan.trace.peak_bytes / peak_bytes(lambda: train(run, args)))  # noqa: B023
+        shares.append(course.expected_bytes / peak_bytes(lambda: train(run, args)))  # noqa: B023
         run.close()
     assert min(shares) >= 1 and sum(shares) / len(shares) < 1.12, shares
 

@@ -1,0 +1,195 @@
+"""What one step on a tape did, in numbers alone: operations, the bytes that they make, and what the backward read.
+
+A position counts operations and saved tensors, in the order of the forward. Stages begin at positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..tape.contents import Content
+from .recorded_step import END, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A content: what an operation wrote into a storage.
+
+    op, out: the operation and which of its results. dies: the first operation that begins when the model's code has let
+    go of it; the number of operations if that is after the last. later: the content that took its place. again: whether
+    it can be made again. returned: whether the caller has it when the backward begins.
+    """
+
+    op: int
+    out: int
+    nbytes: int
+    dies: int
+    later: int | None
+    again: bool
+    returned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """An operation. reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most
+    beyond those before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation before, times `factor`, plus `term`. at: its
+    position. module: in whose call it runs."""
+
+    reads: tuple[int, ...]
+    writes: tuple[tuple[int, int | None], ...]
+    makes: tuple[int, ...]
+    peak: int
+    copies: int
+    seconds: float
+    factor: int
+    term: int
+    at: int
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor that the backward has read. at: its position. content: None if no operation made it."""
+
+    at: int
+    content: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What the backward did. size: bytes of gradients that it allocated, or freed; freed: the content that autograd has
+    let go of, and the position of its saved tensor; reads: the position of the saved tensor that it reads next, `seconds` after the event before."""
+
+    size: int = 0
+    freed: tuple[int, int] | None = None
+    reads: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step. beside: bytes that it holds beside its contents."""
+
+    made: tuple[Made, ...]
+    ran: tuple[Ran, ...]
+    saved: tuple[Saved, ...]
+    backward: tuple[Event, ...]
+    beside: int
+
+    def size(self, contents: Iterable[int]) -> int:
+        return sum(self.made[c].nbytes for c in set(contents))
+
+    def latest(self, content: int) -> int:
+        """What its storage has at the end, which is what autograd reads."""
+        while (later := self.made[content].later) is not None:
+            content = later
+        return content
+
+
+def trace_of(step: RecordedStep) -> Trace:
+    """Return what a recorded step did."""
+    contents = [content for op in step.operations for content in (*op.made, *op.written())]
+    number = {content: n for n, content in enumerate(contents)}
+    many = len(step.operations)
+    made = tuple(
+        Made(
+            content.op,
+            content.out,
+            content.nbytes,
+            step.death.get(content, many),
+            None if content.next is None else number.get(content.next),
+            content.held is None and not step.was_held(content),
+            content in step.returned,
+        )
+        for content in contents
+    )
+    peaks = _peaks(step, many)
+    firsts = [segment.first for segment in step.segments]
+    ran = []
+    for n, op in enumerate(step.operations):
+        one, other = op.continued(0), op.continued(1)
+        ran.append(
+            Ran(
+                tuple({number[c]: None for c in (r.content for r in op.references) if c in number}),
+                tuple(
+                    (number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number
+                ),
+                tuple(number[c] for c in (*op.made, *op.written())),
+                peaks[n],
+                sum({r.content: r.content.nbytes for r in op.references if r.into and r.content not in number}.values()),
+                step.seconds[n],
+                (other - one) % 2**64,
+                one,
+                step.positions[n],
+                step.segments[bisect_right(firsts, n) - 1].module,
+            )
+        )
+    saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
+    return Trace(made, tuple(ran), saved, tuple(_backward(step, number)), _beside(step))
+
+
+def _peaks(step: RecordedStep, many: int) -> list[int]:
+    """Return the most bytes that each operation holds above those at its begin."""
+    peaks, level, begins = [0] * many, 0, dict[str, int]()
+    for event in step.log:
+        if event.begins:
+            begins[event.begins] = level
+        elif event.ends:
+            begins.pop(event.ends, None)
+        level += event.size
+        for name, start in begins.items() if event.size > 0 else ():
+            if name.isdigit() and int(name) < many:
+                peaks[int(name)] = max(peaks[int(name)], level - start)
+    return peaks
+
+
+def _backward(step: RecordedStep, number: dict[Content, int]) -> Iterable[Event]:
+    live: dict[int, int] = {}  # gradients and what kernels take, by address
+    fetched: dict[int, dict[int, tuple[Content, int]]] = {}  # by segment and address
+    for (ptr, k), one in step.fetched.items():
+        fetched.setdefault(k, {})[ptr] = one
+    owner: dict[int, tuple[Content, int]] = {}  # by address, what autograd has of the segments that the backward has come to
+    seconds = iter(step.waits)
+    in_own = False
+    start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
+    for event in step.log[start:]:
+        if event.begins == END:
+            yield Event(seconds=next(seconds, 0.0))
+            return
+        if OWN in (event.begins, event.ends):
+            in_own = bool(event.begins)
+        elif event.begins.startswith(STAGE):
+            owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
+        elif event.begins.startswith(READ):
+            yield Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0))
+        elif event.begins.startswith(GRADIENT):
+            yield Event(-live.pop(int(event.begins.removeprefix(GRADIENT)), 0))
+        elif in_own:
+            pass
+        elif event.size > 0:
+            live[event.ptr] = event.size
+            yield Event(event.size)
+        elif event.size < 0 and event.ptr in live:
+            yield Event(-live.pop(event.ptr))
+        elif event.size < 0 and (one := owner.pop(event.ptr, None)) is not None and one[0] in number:
+            yield Event(freed=(number[one[0]], one[1]))
+
+
+def _beside(step: RecordedStep) -> int:
+    """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
+    wraps, copies of what is overwritten, what the tape does not see; and a generator's state that is put back."""
+    live: dict[int, int] = {}
+    in_own = False
+    for event in step.log:
+        if event.begins == LOSS:
+            break
+        if OWN in (event.begins, event.ends):
+            in_own = bool(event.begins)
+        elif event.size > 0 and not in_own:
+            live[event.ptr] = event.size
+        elif event.size < 0:
+            live.pop(event.ptr, None)
+    states = (op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu")
+    return sum(size for ptr, size in live.items() if ptr not in step.returned_at) + max(states, default=0)
