@@ -167,9 +167,7 @@ class TapeStep:
         self._copies[op.value] = ticket, place.offset, list(storages), sizes
 
     def _free(self, tape: Tape, op: Op) -> None:
-        if (copy := self._copies.get(op.value)) is not None:
-            assert self._link is not None
-            self._link.wait(copy[0])
+        if op.value in self._copies:
             self._release(tape, op.value)
 
     def _prefetch(self, tape: Tape, op: Op) -> None:
@@ -240,6 +238,8 @@ class TapeStep:
         self._let_go(v)
 
     def _let_go(self, v: Value) -> None:
+        if (copy := self._copies.get(v)) is not None and self._link is not None:
+            self._link.wait(copy[0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
             self._owners[content] -= 1
             if not self._owners[content]:
