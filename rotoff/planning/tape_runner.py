@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..core.chain import Chain
-from ..core.sequence import OpKind, Sequence
+from ..core.sequence import OpKind
 from ..profile.recorded_step import RecordedStep
 from ..profile.tape_chain import TapeChain, chain_of
 from ..profile.trace import trace_of
@@ -20,6 +20,7 @@ from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool
 from ..runtime.tape_step import TapeStep
 from ..tape.tape import Known, Tape
+from .tape_planner import plan
 
 logger = logging.getLogger("rotoff")
 PATIENCE = 2  # steps off their course before another one is recorded
@@ -27,35 +28,40 @@ PATIENCE = 2  # steps off their course before another one is recorded
 
 @dataclass
 class Course:
-    """What is planned for inputs of one signature. strayed: steps in a row that made other operations."""
+    """What is planned for inputs of one signature. plan: None if the model runs as it is. strayed: steps in a row that
+    made other operations."""
 
     found: TapeChain
-    plan: ExecutionPlan
+    plan: ExecutionPlan | None
     strayed: int = 0
 
     @property
     def expected_bytes(self) -> int:
         """The most bytes that a step by the plan holds."""
-        return max(self.found.levels(self.plan.sequence))
+        return self.found.trace.plain_bytes() if self.plan is None else max(self.found.levels(self.plan.sequence))
 
 
 class TapeRunner:
     """Runs the steps of `model`.
 
     Args:
-        solve: returns the sequence for a chain, or None to keep everything.
+        limit: bytes of a step; or a function of the chains of a step, which returns it.
+        mode, options: as for `rotoff.solve`.
         bandwidth: to the host and from it, B/s. stages: about as many.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        solve: Callable[[Chain], Sequence],
+        limit: int | Callable[[list[TapeChain]], int],
+        mode: str = "joint",
         bandwidth: tuple[float, float] = (1e9, 1e9),
         stages: int = 40,
         new_tape: Callable[[Known], Tape] = Tape,
+        **options: Any,
     ) -> None:
-        self.model, self._solve, self._bandwidth, self._stages = model, solve, bandwidth, stages
+        self.model, self._limit, self._bandwidth, self._stages = model, limit, bandwidth, stages
+        self._mode, self._options = mode, options
         self.new_tape = new_tape
         self.known = Known()
         self.courses: dict[Any, Course] = {}
@@ -71,7 +77,9 @@ class TapeRunner:
         course = self.courses.get(key)
         if course is None or course.strayed >= PATIENCE:
             return self._record(key, args, kwargs)
-        return self._follow(course, args, kwargs)
+        if course.plan is None:
+            return self.model(*args, **kwargs)
+        return self._follow(course, course.plan, args, kwargs)
 
     def _record(self, key: Any, args: Any, kwargs: Any) -> Any:
         tape = RecordedStep(self.known, self.model)
@@ -87,20 +95,27 @@ class TapeRunner:
         step.stop()
         if not step.complete or not step.operations:
             return
-        found = chain_of(trace_of(step), self._bandwidth, self._stages)
-        step.trust_stages(found.layout.begins)
-        sequence = self._solve(found.chain)
-        self.courses[key] = Course(found, compile_sequence(found.chain, sequence))
+        trace = trace_of(step)
+        chains = [chain_of(trace, self._bandwidth, self._stages)]
+        if chains[0].stay:
+            chains.append(chain_of(trace, self._bandwidth, self._stages, far=math.inf))
+        limit = self._limit(chains) if callable(self._limit) else self._limit
+        if trace.plain_bytes() <= limit:
+            self.courses[key] = Course(chains[0], None)
+        else:
+            found, sequence = plan(chains, limit, self._mode, **self._options)
+            self.courses[key] = Course(found, compile_sequence(found.chain, sequence))
+        step.trust_stages(self.courses[key].found.layout.begins)
 
-    def _follow(self, course: Course, args: Any, kwargs: Any) -> Any:
+    def _follow(self, course: Course, plan: ExecutionPlan, args: Any, kwargs: Any) -> Any:
         link = None
-        if any(op.kind is OpKind.OFFLOAD for op in course.plan.sequence):
+        if any(op.kind is OpKind.OFFLOAD for op in plan.sequence):
             device = next(self.model.parameters()).device
-            link = self._links.take(device, course.plan.host_bytes)
+            link = self._links.take(device, plan.host_bytes)
         tape = self.new_tape(self.known)
         self.last = tape
         done = (lambda: None) if link is None else (lambda: self._links.give_back(link))
-        step = TapeStep(course.plan, course.found.layout, link, done)
+        step = TapeStep(plan, course.found.layout, link, done)
         with step.forward(tape):
             result = self.model(*args, **kwargs)
         course.strayed = course.strayed + 1 if step.left_course else 0

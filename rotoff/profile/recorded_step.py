@@ -50,7 +50,8 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator did.
+            handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
+            did.
     """
 
     def __init__(self, known: Known, model: nn.Module) -> None:

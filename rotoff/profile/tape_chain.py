@@ -263,9 +263,7 @@ class StageRun:
     def makes(self, c: int) -> bool:
         return self.first <= self.trace.made[c].op < self.end
 
-    def stage(
-        self, backward_seconds: float, grads: int, grads_before: int, peak: int
-    ) -> tuple[Stage, list[set[int]]]:
+    def stage(self, backward_seconds: float, grads: int, grads_before: int, peak: int) -> tuple[Stage, list[set[int]]]:
         size, ran = self.trace.size, self.trace.ran[self.first : self.end]
         seconds = sum(op.seconds for op in ran) + CALL * len(ran)
         transient = max(0, peak - size(self.whole) - grads - grads_before)
@@ -359,7 +357,9 @@ class StageRun:
             level += size(set(op.makes) - into)
             level -= sum(made[c].nbytes for c in copied if (n := made[c].later) is None or made[n].op != number)
             ends = {*op.reads, *op.makes} - wanted - (changed - copied)
-            level -= size(c for c in ends if made[c].op >= self.first and c not in there and last.get(c, number) <= number)
+            level -= size(
+                c for c in ends if made[c].op >= self.first and c not in there and last.get(c, number) <= number
+            )
         return most
 
     def _kept(self, share: float) -> set[int]:

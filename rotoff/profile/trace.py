@@ -6,6 +6,7 @@ A position counts operations and saved tensors, in the order of the forward. Sta
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -33,9 +34,12 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """An operation. reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most
-    beyond those before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation before, times `factor`, plus `term`. at: its
-    position. module: in whose call it runs."""
+    """An operation.
+
+    reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
+    before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation
+    before, times `factor`, plus `term`. at: its position. module: in whose call it runs.
+    """
 
     reads: tuple[int, ...]
     writes: tuple[tuple[int, int | None], ...]
@@ -59,8 +63,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What the backward did. size: bytes of gradients that it allocated, or freed; freed: the content that autograd has
-    let go of, and the position of its saved tensor; reads: the position of the saved tensor that it reads next, `seconds` after the event before."""
+    """What the backward did.
+
+    size: bytes of gradients that it allocated, or freed. freed: the content that autograd has let go of, and the
+    position of its saved tensor. reads: the position of the saved tensor that it reads next, `seconds` after the event
+    before.
+    """
 
     size: int = 0
     freed: tuple[int, int] | None = None
@@ -70,16 +78,41 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step. beside: bytes that it holds beside its contents."""
+    """One step. beside: bytes that it holds beside its contents; states: those of them that are generators' states,
+    which only what is made again needs."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
     saved: tuple[Saved, ...]
     backward: tuple[Event, ...]
     beside: int
+    states: int
 
     def size(self, contents: Iterable[int]) -> int:
         return sum(self.made[c].nbytes for c in set(contents))
+
+    def plain_bytes(self) -> int:
+        """Return the most bytes that the model holds without a tape."""
+        kept = {self.latest(saved.content) for saved in self.saved if saved.content is not None}
+        leave: dict[int, list[int]] = {}
+        level = most = self.beside - self.states
+        for n, op in enumerate(self.ran):
+            level -= self.size(leave.pop(n, ()))
+            most = max(most, level + op.peak)
+            level += self.size(op.makes)
+            for c in op.makes:
+                if c not in kept:
+                    leave.setdefault(self.made[c].dies, []).append(c)
+        level -= self.size(c for gone in leave.values() for c in gone if not self.made[c].returned)
+        left = Counter(event.freed[0] for event in self.backward if event.freed is not None)
+        for event in self.backward:
+            level += event.size
+            most = max(most, level)
+            if event.freed is not None:
+                c = event.freed[0]
+                left[c] -= 1
+                level -= 0 if left[c] or self.made[c].returned else self.made[c].nbytes
+        return most
 
     def latest(self, content: int) -> int:
         """What its storage has at the end, which is what autograd reads."""
@@ -113,12 +146,10 @@ def trace_of(step: RecordedStep) -> Trace:
         ran.append(
             Ran(
                 tuple({number[c]: None for c in (r.content for r in op.references) if c in number}),
-                tuple(
-                    (number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number
-                ),
+                tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
                 peaks[n],
-                sum({r.content: r.content.nbytes for r in op.references if r.into and r.content not in number}.values()),
+                sum(c.nbytes for c in {r.content for r in op.references if r.into} - number.keys()),
                 step.seconds[n],
                 (other - one) % 2**64,
                 one,
@@ -127,7 +158,9 @@ def trace_of(step: RecordedStep) -> Trace:
             )
         )
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
-    return Trace(made, tuple(ran), saved, tuple(_backward(step, number)), _beside(step))
+    states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
+    beside = _beside(step) + max(states, default=0)  # one is put back while an operation runs again
+    return Trace(made, tuple(ran), saved, tuple(_backward(step, number)), beside, sum(states) + max(states, default=0))
 
 
 def _peaks(step: RecordedStep, many: int) -> list[int]:
@@ -150,7 +183,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> Iterable[Event]
     fetched: dict[int, dict[int, tuple[Content, int]]] = {}  # by segment and address
     for (ptr, k), one in step.fetched.items():
         fetched.setdefault(k, {})[ptr] = one
-    owner: dict[int, tuple[Content, int]] = {}  # by address, what autograd has of the segments that the backward has come to
+    # by address, what autograd has of the segments that the backward has come to
+    owner: dict[int, tuple[Content, int]] = {}
     seconds = iter(step.waits)
     in_own = False
     start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
@@ -167,19 +201,22 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> Iterable[Event]
         elif event.begins.startswith(GRADIENT):
             yield Event(-live.pop(int(event.begins.removeprefix(GRADIENT)), 0))
         elif event.size > 0:
-            owner.pop(event.ptr, None)
+            if event.ptr in owner:
+                del owner[event.ptr]
             if not in_own:
                 live[event.ptr] = event.size
                 yield Event(event.size)
         elif event.size < 0 and event.ptr in live:
             yield Event(-live.pop(event.ptr))
-        elif event.size < 0 and (one := owner.pop(event.ptr, None)) is not None and one[0] in number:
-            yield Event(freed=(number[one[0]], one[1]))
+        elif event.size < 0 and event.ptr in owner:
+            content, at = owner.pop(event.ptr)
+            if content in number:
+                yield Event(freed=(number[content], at))
 
 
 def _beside(step: RecordedStep) -> int:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
-    wraps, copies of what is overwritten, what the tape does not see; and a generator's state that is put back."""
+    wraps, copies of what is overwritten, what the tape does not see."""
     live: dict[int, int] = {}
     in_own = False
     for event in step.log:
@@ -191,5 +228,4 @@ def _beside(step: RecordedStep) -> int:
             live[event.ptr] = event.size
         elif event.size < 0:
             live.pop(event.ptr, None)
-    states = (op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu")
-    return sum(size for ptr, size in live.items() if ptr not in step.returned_at) + max(states, default=0)
+    return sum(size for ptr, size in live.items() if ptr not in step.returned_at)

@@ -151,8 +151,8 @@ class Tape(TorchDispatchMode):
     A backward may run in any.
 
     Attributes:
-        position: how many operations and saved tensors there were. ahead: the position at which `on_ahead` is called, -1
-            for none.
+        position: how many operations and saved tensors there were. ahead: the position at which `on_ahead` is called,
+            -1 for none.
         stage: the open stage of the forward; `enter` begins another. key: tells its operations so far, and the sizes of
             what they read, from others.
         keep: what `pack` keeps of what the open stage makes and autograd saves: all, or the contents whose (operation,

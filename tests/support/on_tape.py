@@ -11,9 +11,9 @@ import torch
 from step_by_step import Row, by_itself, fresh, plain_of, same, train
 from torch import nn
 
-import rotoff
+from rotoff.planning.tape_planner import least_limit
 from rotoff.planning.tape_runner import TapeRunner
-from rotoff.solver.plan_codes import keep_all
+from rotoff.profile.tape_chain import TapeChain
 from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 
@@ -83,18 +83,23 @@ def verdict(row: Row, new_tape: Callable[[], Tape] = Tape) -> str:
         return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
+def within(share: float, mode: str = "joint") -> Callable[[list[TapeChain]], int]:
+    """A limit that is a part of the way from the smallest to keeping everything."""
+
+    def limit(chains: list[TapeChain]) -> int:
+        least, everything = least_limit(chains, mode), chains[0].trace.plain_bytes()
+        return least + int(share * max(0, everything - least))
+
+    return limit
+
+
 def planned_verdict(row: Row, mode: str, new_tape: Callable[[Any], Tape] = Tape) -> str:
     """How `row` trains by plans on tapes, the first of its steps recorded; "equal" also says how much was planned."""
     expected = plain_of(row)
 
-    def solve(chain: rotoff.Chain) -> rotoff.Sequence:
-        least = rotoff.min_mem_limit(chain, mode)
-        everything = rotoff.simulate(chain, keep_all(chain)).peak_bytes
-        return rotoff.solve(chain, least + int(row.room * max(0, everything - least)), mode=mode, refine=False)
-
     def train_it() -> str:
         net = fresh(row)
-        run = TapeRunner(net, solve, stages=row.stages, new_tape=new_tape)
+        run = TapeRunner(net, within(row.room, mode), mode, stages=row.stages, new_tape=new_tape, refine=False)
         if row.again is not None:
             row.again(net)
         try:

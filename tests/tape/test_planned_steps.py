@@ -13,7 +13,7 @@ import state_models  # noqa: F401
 import torch
 from allocated import peak_bytes
 from models import ALL
-from on_tape import TAPES, planned_verdict
+from on_tape import TAPES, planned_verdict, within
 from random_programs import random_sequence
 from step_by_step import MODES, Row
 from thoroughness import seeds
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from trunks import TABLE, Block, Long, drawn
 
 import rotoff
+from rotoff.planning.tape_planner import least_limit, plan
 from rotoff.planning.tape_runner import TapeRunner
+from rotoff.profile.recorded_step import RecordedStep
 from rotoff.runtime.execution_plan import compile_sequence
-from rotoff.solver.plan_codes import keep_all
 
 TIMES = 16  # larger than the models' own batches
 
@@ -46,17 +47,6 @@ def test_what_changes_between_steps_trains_by_plans(row: Row, modes: list[str], 
     for mode in modes:
         said = planned_verdict(row, mode, new_tape)
         assert said == "equal" or (row.may_refuse is not None and "error: RuntimeError" in said), (mode, said)
-
-
-def within(share: float, mode: str = "joint") -> Any:
-    """Plans within a part of the way from the smallest limit to keeping everything."""
-
-    def solve(chain: rotoff.Chain) -> rotoff.Sequence:
-        least = rotoff.min_mem_limit(chain, mode)
-        everything = rotoff.simulate(chain, keep_all(chain)).peak_bytes
-        return rotoff.solve(chain, least + int(share * max(0, everything - least)), mode=mode, refine=False)
-
-    return solve
 
 
 def train(run: Any, args: Any) -> torch.Tensor:
@@ -105,13 +95,17 @@ def test_any_sequence_has_the_plain_bits_and_at_most_the_predicted_bytes(name: s
     again()
     train(net, args)
     expected = gradients(net)
-    run = TapeRunner(net, keep_all, stages=20)
+    run = TapeRunner(net, 1 << 50, stages=20)
     again()
     train(run, args)
     assert same(gradients(net), expected)
     run.plan_recorded()
     (course,) = run.courses.values()
-    plans = [within(share, mode)(course.found.chain) for mode in MODES for share in (0, 0.4)]
+    found = [course.found]
+    asked = [(within(share, mode)(found), mode) for mode in MODES for share in (0, 0.4)]
+    asked = [(limit, mode) for limit, mode in asked if limit < course.expected_bytes]  # or the model runs as it is
+    plans = [plan(found, limit, mode, refine=False)[1] for limit, mode in asked]
+    assert all(max(course.found.levels(one)) <= limit for one, (limit, _) in zip(plans, asked, strict=True))
     for sequence in [*plans, *(random_sequence(course.found.chain, seed, wildness=0.75) for seed in seeds(4))]:
         course.plan = compile_sequence(course.found.chain, sequence)
         again()
@@ -128,7 +122,7 @@ def test_predicted_bytes_are_close_on_average() -> None:
     shares = []
     for name in ALL:
         net, args = drawn_batch(name)
-        run = TapeRunner(net, within(0.2), stages=20)
+        run = TapeRunner(net, within(0.2), stages=20, refine=False)
         for _ in range(2):
             train(run, args)
             gradients(net)
@@ -138,11 +132,44 @@ def test_predicted_bytes_are_close_on_average() -> None:
     assert min(shares) >= 1 and sum(shares) / len(shares) < 1.12, shares
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_the_plain_step_is_foretold_to_the_byte_and_runs_as_it_is(name: str) -> None:
+    net, args = drawn_batch(name)
+    run = TapeRunner(net, 1 << 50, stages=20)
+    train(run, args)
+    gradients(net)
+    run.plan_recorded()
+    (course,) = run.courses.values()
+    measured = peak_bytes(lambda: train(run, args))
+    assert isinstance(run.last, RecordedStep)  # the last one that was followed
+    assert measured <= course.expected_bytes <= 1.01 * measured
+    run.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_smallest_limit_is_met_and_one_byte_less_is_refused(mode: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block() for _ in range(8)])
+    run = TapeRunner(net, 1 << 50)
+    train(run, (drawn(0),))
+    run.plan_recorded()
+    (course,) = run.courses.values()
+    found = [course.found]
+    least = least_limit(found, mode)
+    for limit in (least, least + 1000, 2 * least):
+        _, sequence = plan(found, limit, mode, refine=False)
+        assert max(course.found.levels(sequence)) <= limit
+    with pytest.raises(rotoff.InfeasibleError, match=f"{least} bytes") as error:
+        plan(found, least - 1, mode, refine=False)
+    assert error.value.min_mem_limit == least
+    run.close()
+
+
 @pytest.mark.parametrize("new_tape", TAPES)
 def test_a_planned_step_frees_everything_without_garbage_collection(new_tape: Any) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*[Block() for _ in range(6)])
-    run = TapeRunner(net, within(0.2), new_tape=new_tape)
+    run = TapeRunner(net, within(0.2), refine=False, new_tape=new_tape)
     gc.disable()
     try:
         for kept in (True, True, True, False):
@@ -164,7 +191,7 @@ def test_an_error_in_the_forward_or_backward_leaves_the_next_step_right(new_tape
     net = nn.Sequential(*[Block() for _ in range(6)])
     train(net, (drawn(0),))
     expected = gradients(net)
-    run = TapeRunner(net, within(0.2), new_tape=new_tape)
+    run = TapeRunner(net, within(0.2), refine=False, new_tape=new_tape)
 
     class Stop(Exception):
         pass
@@ -196,7 +223,7 @@ def test_a_forward_off_its_course_is_right_and_planned_when_it_recurs(new_tape: 
 
     torch.manual_seed(0)
     net = Skips()
-    run = TapeRunner(net, within(0.2, "remat"), new_tape=new_tape)
+    run = TapeRunner(net, within(0.2, "remat"), "remat", refine=False, new_tape=new_tape)
     for n in range(8):
         net.skip = n >= 3
         train(net, (drawn(n),))
