@@ -81,6 +81,8 @@ class Backward(Protocol):
     """What autograd's hooks need from the step. They hold it, so that it lives as long as the graph; a `StageRun` never
     does."""
 
+    device: torch.device
+
     def advance_to(self, i: int) -> None:
         """Run all operations before ``B i``."""
 
@@ -175,6 +177,7 @@ class StageRun:
         live.saved, live.dropped = saved, dropped = self._saved, list[None]()
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
         staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None
+        device = step.device
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not live.seen:  # no replay will run this code
@@ -190,7 +193,9 @@ class StageRun:
                 return _resident((tensor.detach(), tensor._version))
             place = places.get(key)
             kind = staying_kinds.get(n) if live.as_measured else None
-            if place is None and kind is None and not (key in resident or key in kept_keys or key in brought):
+            # what lies elsewhere, such as the seed of an attention's dropout on the host, is read there
+            staying = kind is not None or key in resident or key in kept_keys or tensor.device != device
+            if place is None and not staying and key not in brought:
                 slot = Slot(tensor.detach() if keeps and not (n in for_nothing and live.as_measured) else None)
                 saved.append((reference(slot), tensor.shape, tensor.dtype))
                 if recipe is not None:
@@ -200,7 +205,7 @@ class StageRun:
             if key in brought:
                 return BroughtRef(brought[key], View.of(tensor), brought[key].version)
             if place is None:
-                self._taken |= not (key in resident or key in kept_keys)
+                self._taken |= not (key in resident or key in kept_keys or tensor.device != device)
                 if type(tensor) is torch.Tensor or not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter)):
                     tensor = tensor.detach()
                 if kind is SavedKind.KEPT or key in kept_keys:

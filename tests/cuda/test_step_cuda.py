@@ -182,6 +182,64 @@ def test_copies_overlap_compute() -> None:
     model.close()
 
 
+class Seeded(torch.autograd.Function):
+    """Saves a tensor of the host, as the memory-efficient attention saves the seed of its dropout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, seed)
+        return x * seed.item()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, seed = ctx.saved_tensors
+        assert (x.device.type, seed.device.type) == ("cuda", "cpu")
+        return gradients[0] * seed.item(), None
+
+
+class SometimesSeeded(nn.Module):
+    """Of its forwards only those with `seeded` have such a tensor, and a tensor of the host as an output."""
+
+    seeded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, count = given
+        x = torch.tanh(self.up(x))
+        if not self.seeded:
+            x = torch.tanh(torch.tanh(torch.tanh(x)))  # what moves has room on the host for what the other course saves
+        else:
+            seed = x.detach().square().mean().cpu()
+            x, count = Seeded.apply(x, seed), 2 * seed
+        return torch.relu(self.down(x)) * count.item(), count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_off_the_planned_course_what_lies_on_the_host_stays_there(mode: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[SometimesSeeded() for _ in range(6)]).cuda()
+    x, count = torch.randn(256, 32, device="cuda"), torch.ones(1)
+    model = rotoff.Checkpointable(module, stages=[*module], cache_directory=None)
+
+    def gradients_of(run: nn.Module) -> list[torch.Tensor]:
+        run.zero_grad()
+        run((x, count))[0].square().mean().backward()
+        return gradients(run)
+
+    model.measure((x, count))
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        model.compute_sequence(1, mode=mode)
+    model.compute_sequence(caught.value.min_mem_limit, mode=mode)
+    for seeded in (False, True, True, False):
+        for block in module:
+            block.seeded = seeded
+        assert all(map(torch.equal, gradients_of(model), gradients_of(module)))
+    model.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_late_compute_changes_nothing(mode: str) -> None:
     """A sleep kernel before every stage's forward: a copy that waits for no compute would carry what is not there
