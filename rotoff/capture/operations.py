@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..accelerator import finish
 from ..tensors.autocast import uncached_autocast
-from ..tensors.clock import finish
 from ..tensors.eager_mode import EagerMode
 from ..tensors.recipe import QUERIES
 from ..tensors.rng import Generators

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..accelerator import block_bytes
 from ..core.chain import Chain, LinkRates, ParameterGroup
 from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import simulate
@@ -34,7 +35,7 @@ from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
-from ..tensors.storage import block_bytes, rounded
+from ..tensors.storage import rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
 from .planner import KnownPlan, in_forms_of, plan_everything
 from .request import Request

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..accelerator import block_bytes
 from ..capture import strategy
 from ..capture.interception import without_checkpoints
 from ..capture.sharding import gathers
@@ -28,7 +29,7 @@ from ..runtime.placed.placement import Placement
 from ..runtime.step import Step
 from ..runtime.step_times import Recording, StepTimes
 from ..tensors.allocated import allocated_bytes
-from ..tensors.storage import block_bytes, storage_key
+from ..tensors.storage import storage_key
 from ..tensors.tree import leaves
 from .memory_account import expected_levels
 from .options import Options

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..accelerator import block_bytes, finish
 from ..capture.undo import is_as_before, is_generator, note, put_back
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, own_step
-from ..tensors.clock import finish
-from ..tensors.storage import block_bytes, rounded
+from ..tensors.storage import rounded
 from ..tensors.torch_settings import bytes_by_default
 from .memory.allocator import DeviceAllocator
 

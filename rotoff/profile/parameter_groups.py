@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..accelerator import block_bytes
 from ..capture.unrepeatable import compiled, takes_fast_path
 from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placed_plan import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
 from ..tensors.stage import StageModule, shared_parameters
-from ..tensors.storage import block_bytes, rounded, storage_key
+from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .profile import Profile
 

@@ -176,8 +176,7 @@ class StageRun:
         kept_keys, whole = {current_key(given[n]) for n in staying}, [View.of(t) for t in given]
         live.saved, live.dropped = saved, dropped = self._saved, list[None]()
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
-        staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None
-        device = step.device
+        staying_kinds, device, keeps = self._behaviour.staying, step.device, keep and recipe is None
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not live.seen:  # no replay will run this code
@@ -191,13 +190,12 @@ class StageRun:
             except NotImplementedError:  # a sparse tensor
                 saved.append(None)
                 return _resident((tensor.detach(), tensor._version))
-            place = places.get(key)
-            kind = staying_kinds.get(n) if live.as_measured else None
-            # what lies elsewhere, such as the seed of an attention's dropout on the host, is read there
-            staying = kind is not None or key in resident or key in kept_keys or tensor.device != device
-            if place is None and not staying and key not in brought:
+            place, kind = places.get(key), staying_kinds.get(n) if live.as_measured else None
+            # elsewhere: such as the seed of an attention's dropout, on the host
+            stays = key in resident or key in kept_keys or tensor.device != device
+            if place is None and kind is None and not (stays or key in brought):
                 slot = Slot(tensor.detach() if keeps and not (n in for_nothing and live.as_measured) else None)
-                saved.append((reference(slot), tensor.shape, tensor.dtype))
+                saved.append((weakref.ref(slot), tensor.shape, tensor.dtype))
                 if recipe is not None:
                     self._store(recipe, n, tensor.detach(), slot)
                 return slot
@@ -205,7 +203,7 @@ class StageRun:
             if key in brought:
                 return BroughtRef(brought[key], View.of(tensor), brought[key].version)
             if place is None:
-                self._taken |= not (key in resident or key in kept_keys or tensor.device != device)
+                self._taken |= not stays
                 if type(tensor) is torch.Tensor or not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter)):
                     tensor = tensor.detach()
                 if kind is SavedKind.KEPT or key in kept_keys:

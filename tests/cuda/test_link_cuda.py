@@ -20,7 +20,7 @@ import torch
 from transfer_programs import TransferProgram, pattern
 
 import rotoff
-from rotoff.runtime.links import pinned as host_memory
+from rotoff import accelerator
 from rotoff.runtime.links.bandwidth import measure_bandwidth
 from rotoff.runtime.links.cuda import CudaLink, CudaStreams, StreamLink, StreamTicket
 from rotoff.runtime.links.half import STAGING_BYTES, CudaHalfLink
@@ -393,10 +393,9 @@ class TestMemory:
             def cudaHostRegister(self, *_: Any) -> int:
                 return 2
 
-        real = host_memory._cuda.cudart
-        monkeypatch.setattr(host_memory._cuda, "cudart", Refusing)
-        segment = PinnedSegment(MIB, device)
-        monkeypatch.setattr(host_memory._cuda, "cudart", real)
+        with monkeypatch.context() as refusing:
+            refusing.setattr(torch.cuda, "cudart", Refusing)
+            segment = PinnedSegment(MIB, device)
         assert segment.tensor.is_pinned()
         assert segment.tensor.numel() == MIB
         segment.close()
@@ -406,7 +405,7 @@ class TestMemory:
         segment = PinnedSegment(MIB, device)
         twice = torch.cuda.cudart().cudaHostRegister(segment.tensor.data_ptr(), MIB, 0)
         assert int(twice) != 0
-        host_memory._clear_last_error(device)
+        accelerator._clear_last_error(device)
         assert torch.ones(8, device=device).sum().item() == 8
         segment.close()
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 import rotoff
+from rotoff import accelerator
 from rotoff.planning import planner as planning
 from rotoff.planning.planner import make_plan
 from rotoff.planning.request import Request
@@ -42,7 +42,7 @@ class FakeRuntime:
         self.refuses: Callable[[int, int], bool] = lambda nbytes, n: False
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert flags == host_memory._PORTABLE
+        assert flags == 1  # cudaHostRegisterPortable
         self.asked.append(nbytes)
         if self.refuses(nbytes, len(self.asked)):
             return 2
@@ -57,11 +57,10 @@ class FakeRuntime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     """The segments are small here, and the host has room for 100 MiB."""
     fake = FakeRuntime()
-    cuda = SimpleNamespace(cudart=lambda: fake)
-    monkeypatch.setattr(host_memory, "_cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
     monkeypatch.setattr(host_memory, "SEGMENT_BYTES", MIB)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(host_memory, "_clear_last_error", lambda _: None)
+    monkeypatch.setattr(accelerator, "_clear_last_error", lambda _: None)
     monkeypatch.setenv("ROTOFF_HOST_MEMORY", "100 MiB")
     yield fake
     assert fake.locked == {}

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from ...accelerator import is_accelerator, register, unregister
 from ...core.sizes import parse_bytes
 from ...errors import ExecutionError
 
-_cuda: Any = torch.cuda  # typed in part only
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
 SEGMENT_BYTES = 1 << 30  # what is locked at once: a driver may refuse one range of tens of GiB that it takes in pieces
 _CURE = (
@@ -135,13 +134,10 @@ class PinnedSegment:
         whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping, and the mapping goes with it
         self.tensor = whole[start : start + nbytes]
         del whole
-        with torch.cuda.device(device):
-            code = int(_cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
-            if code == 0:
-                self._address = self.tensor.data_ptr()
-                self._count(nbytes)
-                return
-            _clear_last_error(device)
+        if (code := register(self.tensor, device)) == 0:
+            self._address = self.tensor.data_ptr()
+            self._count(nbytes)
+            return
         del self.tensor  # or the host would hold these bytes twice
         rounded = 1 << (nbytes - 1).bit_length()  # what PyTorch's allocator takes for them
         _check_room(
@@ -165,9 +161,7 @@ class PinnedSegment:
         """Unlock the memory and let it go; no copy may be under way."""
         address, self._address = self._address, 0
         if address:
-            with torch.cuda.device(self._device):
-                if int(_cuda.cudart().cudaHostUnregister(address)) != 0:
-                    _clear_last_error(self._device)
+            unregister(address, self._device)
         self.tensor = _NOTHING
         self._count(0)
 
@@ -188,7 +182,7 @@ def room_for_plan(device: torch.device) -> int | None:
     among the processes of this host. None where the device's host tier is no memory of the host's, or the system does
     not say.
     """
-    free = available_bytes() if device.type == "cuda" else None
+    free = available_bytes() if is_accelerator(device) else None
     return None if free is None else free // local_processes() + _pinned
 
 
@@ -245,12 +239,6 @@ def _populate(pages: mmap.mmap, start: int, nbytes: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:  # an older kernel does not know the advice; registering brings the pages too
             raise
-
-
-def _clear_last_error(device: torch.device) -> None:
-    """CUDA keeps a failed call's error and raises it at the next kernel launch; launch one here that may fail."""
-    with suppress(RuntimeError):
-        torch.empty(1, dtype=torch.uint8, device=device).fill_(1)
 
 
 def _meminfo() -> int | None:
