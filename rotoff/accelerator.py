@@ -107,15 +107,20 @@ def is_capturing() -> bool:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes that an accelerator's allocator has handed out."""
-    # `memory_allocated` flattens and sorts every statistic
-    found: dict[str, Any] = _module(device).memory_stats_as_nested_dict(device)
+    found = _statistics(device)
     return int(found["allocated_bytes"]["all"]["current"]) if found else 0
 
 
 def retries(device: torch.device) -> int:
     """Return how often the allocator found no room, gave all that it did not use back to the device, and tried
     again."""
-    return int(_module(device).memory_stats(device).get("num_alloc_retries", 0)) if is_accelerator(device) else 0
+    return int(_statistics(device).get("num_alloc_retries", 0)) if is_accelerator(device) else 0
+
+
+def _statistics(device: torch.device) -> dict[str, Any]:
+    """Return the allocator's statistics; ``memory_allocated`` would flatten and sort all of them."""
+    found: dict[str, Any] = _module(device).memory_stats_as_nested_dict(device)
+    return found
 
 
 def free_bytes(device: torch.device) -> int:

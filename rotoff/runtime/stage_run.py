@@ -191,8 +191,7 @@ class StageRun:
                 saved.append(None)
                 return _resident((tensor.detach(), tensor._version))
             place, kind = places.get(key), staying_kinds.get(n) if live.as_measured else None
-            # elsewhere: such as the seed of an attention's dropout, on the host
-            stays = key in resident or key in kept_keys or tensor.device != device
+            stays = key in resident or key in kept_keys or tensor.device != device  # such as a seed on the host
             if place is None and kind is None and not (stays or key in brought):
                 slot = Slot(tensor.detach() if keeps and not (n in for_nothing and live.as_measured) else None)
                 saved.append((weakref.ref(slot), tensor.shape, tensor.dtype))
