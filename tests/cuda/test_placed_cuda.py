@@ -268,6 +268,17 @@ def test_optimizers(optimizer: str, updates: str, record_property: Record) -> No
     compare("language", 0.5, updates, usual, OPTIMIZERS[optimizer], record_property)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("how", "updates"), [(usual, "after"), (usual, "during"), (given_up, "after"), (accumulated, "after")]
+)
+def test_an_optimizer_that_runs_on_the_device_alone_is_used_there(
+    how: Any, updates: str, share: float, record_property: Record
+) -> None:
+    """PyTorch refuses `capturable` on a host; so do quantizing optimizers, whose kernels are CUDA's."""
+    compare("language", share, updates, how, lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True), record_property)
+
+
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("frozen", [0, 5])

@@ -48,10 +48,13 @@ class GroupUpdates:
 
     def finish(self, planned: bool) -> None:
         """End the update of `begin`. planned: whether the plan's operations have run; otherwise all groups are updated
-        now."""
+        now, on the host if it can run the optimizers."""
+        here = self._groups.plan.on_host
         for k in self._groups.numbers:
             if k not in self.begun:
-                self.update(Op(OpKind.H, k))
+                self.update(Op(OpKind.H if here else OpKind.U, k))
+                for tensor in () if here else self._groups.tensors(w(k)) + self._groups.tensors(o(k)):
+                    tensor.release()
         self.host.join()
         self._chunks[0].step()  # what belongs to no group
         self.end(planned)
