@@ -126,10 +126,15 @@ class OptimizerProbe:
             self._state(p)
         return not any(self._key(p) in self._device_alone for p in filter(self.updates, parameters))
 
-    def update_time(self, parameters: Sequence[nn.Parameter], host: bool = False) -> float:
-        """Return the seconds of updating `parameters`. host: on the host's processor."""
-        device = torch.device("cpu") if host else self._device
-        return sum(self._timed(p, device).seconds * p.nbytes for p in parameters if self.updates(p))
+    def update_time(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Return the seconds of updating `parameters` on the device."""
+        return sum(self._timed(p, self._device).seconds * p.nbytes for p in parameters if self.updates(p))
+
+    def host_update_time(self, parameters: Sequence[nn.Parameter]) -> float | None:
+        """Return the seconds of updating `parameters` on the host's processor; None if it cannot."""
+        if not self.on_host(parameters):
+            return None
+        return sum(self._timed(p, _HOST).seconds * p.nbytes for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return what updating `parameters` takes beside them, their gradients and their states."""

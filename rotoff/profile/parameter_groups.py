@@ -125,9 +125,7 @@ def find_groups(
                 grad_bytes=nbytes if needs else 0,
                 state_bytes=sum(states) if needs else 0,  # those of frozen parameters lie on the host
                 update_time=probe.update_time(parameters),
-                host_update_time=probe.update_time(parameters, host=True)
-                if host and needs and probe.on_host(parameters)
-                else None,
+                host_update_time=probe.host_update_time(parameters) if host and needs else None,
                 update_transient_bytes=probe.update_bytes(parameters) if updated else 0,
                 name="..".join(dict.fromkeys(stages[i - 1].name for i in (stages_of[0], stages_of[-1]))),
             )
