@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 
 from ...accelerator import Event, Stream, copy_on, current_stream, indexed, named, new_event, new_stream
-from .base import Link, Offset, first_bytes
+from .base import Link, Offset, Range, first_bytes
 from .pinned import Segment, Slab, pin
 
 
@@ -57,8 +57,8 @@ class Streams(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocate `nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
 
-    def pin(self, nbytes: int) -> Sequence[Segment]:
-        """Return `nbytes` bytes of pinned host memory, in one piece or more."""
+    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
+        """Return `nbytes` bytes of pinned host memory, in one piece or more, each of the ranges `whole` in one."""
 
 
 class CudaStreams:
@@ -99,8 +99,8 @@ class CudaStreams:
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def pin(self, nbytes: int) -> Sequence[Segment]:
-        return pin(nbytes, self.device)
+    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
+        return pin(nbytes, self.device, whole)
 
 
 class StreamTicket:
@@ -156,9 +156,9 @@ class StreamLink(Link):
         self._pool: list[Event] = []  # events that may be used again
         self._end = weakref.finalize(self, _end, os.getpid(), streams, (self._outward, self._inward), self._slab)
 
-    def reserve(self, nbytes: int) -> None:
-        if nbytes > self.capacity:
-            for segment in self._streams.pin(nbytes - self.capacity):
+    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
+        if (had := self.capacity) < nbytes:
+            for segment in self._streams.pin(nbytes - had, [(first - had, size) for first, size in whole]):
                 self._slab.add(segment)
             self.capacity = self._slab.nbytes
 

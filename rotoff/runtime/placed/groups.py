@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -124,8 +125,9 @@ class PlacedGroups:
         self.base = max(self.base, self.fresh.end)
         if new and self.base:  # so that each lies in bytes that were secured at once
             self.base = max(self.base, rounded(self.link.capacity, ALIGNMENT))
-        end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
-        self.link.reserve(end + host_bytes)
+        sizes = [size for p, state in new for size in (room_of(p), room_of(p) * p.requires_grad, state)]
+        *firsts, end = itertools.accumulate(sizes, initial=self.base)
+        self.link.reserve(end + host_bytes, [*zip(firsts, sizes, strict=True)])
         for parameter, state in new:
             self.places[id(parameter)] = places = ParameterPlaces(parameter, state, self.link, self.base, self.fresh)
             self.base = places.end

@@ -63,10 +63,10 @@ class FreshBytes:
         if self._next + nbytes > self.end:
             first, size = rounded(self._link.capacity, ALIGNMENT), max(nbytes, self._secured)
             try:
-                self._link.reserve(first + size)
+                self._link.reserve(first + size, [(first, size)])
             except ExecutionError:
                 size = nbytes
-                self._link.reserve(first + size)
+                self._link.reserve(first + size, [(first, size)])
             self._next, self.end, self._secured = first, first + size, self._secured + size
         self._next += nbytes
         return self._next - nbytes
