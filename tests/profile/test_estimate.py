@@ -249,7 +249,6 @@ def test_the_rates_of_a_device_are_dense_ones(name: str) -> None:
     assert flops["float16"] / device.memory_bandwidth < 420
 
 
-
 def test_unknown_device_error_lists_known_ones() -> None:
     with pytest.raises(rotoff.OptionError, match=r"device is 'H2000'; known ones are K40, Titan X, .*H200.*RTX 4090"):
         rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="H2000")

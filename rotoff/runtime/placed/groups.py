@@ -27,6 +27,7 @@ from .tensor import (
     PlacedTensor,
     placeable,
     prefetch,
+    remember,
     room_of,
     settle,
 )
@@ -145,6 +146,7 @@ class PlacedGroups:
                 for v in sorted(values, key=lambda v: v in resident):
                     for tensor in self.tensors(v):
                         tensor.rest(v in resident, v in on_both)
+            self._remember()
             return
         for parameter in self.plan.outside:
             move(parameter, self.link.device)
@@ -158,7 +160,11 @@ class PlacedGroups:
                 places.gradient.rest(here)
                 if beginning and not here and w(k) in resident | self.plan.early:
                     prefetch([places.weight])
+        self._remember()
         self.link.drain()
+
+    def _remember(self) -> None:
+        remember(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
 
     def give_back(self) -> None:
         """Put everything on the device; there is no plan then."""
