@@ -431,7 +431,7 @@ SMALLER = 32 if "STANDIN" in os.environ else 1  # the stand-in of tests/cuda_sta
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_values_come_back_rounded_within_the_staging_bytes(dtype: torch.dtype) -> None:
-    link = CudaHalfLink("cuda", dtype)
+    link, other = CudaHalfLink("cuda", dtype), CudaHalfLink("cuda", dtype)  # of two steps in flight
     floats = torch.randn(64 << 20, device="cuda")  # 256 MiB: 32 pieces
     link.reserve(4 * floats.numel())
     back = link.allocate(4 * floats.numel()).view(torch.float32)
@@ -441,11 +441,16 @@ def test_values_come_back_rounded_within_the_staging_bytes(dtype: torch.dtype) -
     into = link.copy_in([back], 0, out)
     link.wait(out)
     link.wait(into)
+    other.reserve(4 * (4 << 20))
+    last = other.copy_out([floats[: 4 << 20]], 0)
+    other.wait(other.copy_in([back[: 4 << 20]], 0, last))
+    other.wait(last)
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
     assert torch.equal(back, floats.to(dtype).float())
     assert reserved - before <= STAGING_BYTES
     link.close()
+    other.close()
 
 
 def test_a_step_with_values_in_half_precision() -> None:
