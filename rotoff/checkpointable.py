@@ -259,13 +259,20 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)
-            return free_memory(device_of(self._model, None)) if is_auto(mem_limit) else parse_bytes(mem_limit)
+            return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         how = not self._check, self._specializations.lets_go, True, in_flight
         request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
         self._measure_up_to(up_to, request)
         return self._ask(request)
+
+    def _free_memory(self) -> int:
+        """Return what steps may take where they run, once the model is there."""
+        device = self._options.device or device_of(self._model, None)
+        parameters = list(self._model.parameters())
+        held = (*parameters, *(p.grad for p in parameters if p.grad is not None), *self._model.buffers())
+        return max(free_memory(device) - sum(one.nbytes for one in held if one.device != device), 0)
 
     def _measure_up_to(self, up_to: Any, request: Request) -> None:
         if up_to is not None:

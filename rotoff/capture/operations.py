@@ -6,16 +6,16 @@ recording keeps nothing alive and a reused address is not taken for the same sto
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..accelerator import finish
 from ..tensors.autocast import uncached_autocast
-from ..tensors.clock import finish
+from ..tensors.clock import mark, seconds_between
 from ..tensors.eager_mode import EagerMode
 from ..tensors.recipe import QUERIES
 from ..tensors.rng import Generators
@@ -117,9 +117,7 @@ def record_operations(
     with uncached_autocast(), watch_saved(recorder.pack), recorder:
         outputs = run()
     numbers = frozenset(recorder.known(t) for t in outputs)
-    return OperationLog(
-        tuple(recorder.operations), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers
-    )
+    return OperationLog(recorder.timed(), tuple(recorder.packs), tuple(recorder.nbytes), recorder.made, numbers)
 
 
 class _Recorder(EagerMode):
@@ -131,8 +129,15 @@ class _Recorder(EagerMode):
         self.made: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
         self._watched: list[StorageWeakRef] = []  # while one exists, its address is not reused
+        self._spans: list[tuple[Any, Any]] = []  # marks before and after each operation
         self._generators = Generators(device)
         self._device = device
+
+    def timed(self) -> tuple[Operation, ...]:
+        """Return the operations with their seconds, once the device has run all of them."""
+        finish(self._device)
+        spans = zip(self.operations, self._spans, strict=True)
+        return tuple(replace(one, seconds=seconds_between(*span)) for one, span in spans)
 
     def known(self, tensor: torch.Tensor) -> int | None:
         return self._numbers.get(tensor.untyped_storage()._cdata)
@@ -155,13 +160,13 @@ class _Recorder(EagerMode):
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, bool]:
-        """Return the operation's result, its seconds, and whether it drew random numbers."""
+        """Return the operation's result, its seconds if they are known, and whether it drew random numbers."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         before = self._generators.states() if random else ()
-        start = self._clock()
+        start = mark(self._device)
         result = func(*args, **kwargs)
-        seconds = self._clock() - start
-        return result, seconds, random and self._generators.states() is not before
+        self._spans.append((start, mark(self._device)))
+        return result, 0.0, random and self._generators.states() is not before
 
     def _leaf(self, leaf: Any, given: list[torch.Tensor]) -> Leaf:
         if not isinstance(leaf, torch.Tensor):
@@ -182,10 +187,6 @@ class _Recorder(EagerMode):
         self._watched.append(StorageWeakRef(storage))
         return number, True
 
-    def _clock(self) -> float:
-        finish(self._device)
-        return time.perf_counter()
-
 
 class _FakeRecorder(_Recorder):
     """Logs operations on fake tensors, which take no time and draw nothing."""
@@ -193,6 +194,9 @@ class _FakeRecorder(_Recorder):
     def __init__(self, device: torch.device, seconds: Callable[[Any, Any, Any, Any], float]) -> None:
         super().__init__(device)
         self._seconds = seconds
+
+    def timed(self) -> tuple[Operation, ...]:
+        return tuple(self.operations)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float, bool]:
         result = func(*args, **kwargs)

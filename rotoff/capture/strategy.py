@@ -24,6 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from ..accelerator import is_capturing
 from ..errors import MeasureError, OptionError
 from ..tensors.saved_tensors import foreign_hooks
 from ..tensors.stage import StageModule
@@ -166,7 +167,7 @@ def read_sample(
 def refuse_passed_by() -> None:
     """Raise MeasureError if hooks are registered that a planned step would not call, or if a CUDA graph is being
     captured, whose replays would repeat one step's random numbers and leave the host's copies out."""
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise MeasureError(
             "the model cannot be measured or run as planned while a CUDA graph is captured, because each step resets"
             " random numbers and schedules its copies; capture the plain model, or give a limit that keeps everything,"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerator import TYPES, indexed, is_available, named
 from ..capture import strategy
 from ..capture.backward_roots import BackwardFrom, read_backward_from
 from ..errors import MeasureError, OptionError
@@ -64,7 +65,7 @@ def check_module(model: Any) -> None:
 
 
 def read_device(device: Any) -> torch.device | None:
-    """Read the option `device`; "cuda" gets the current device's index.
+    """Read the option `device`; an accelerator gets the current device's index.
 
     Raises:
         OptionError: if it names no device.
@@ -72,11 +73,12 @@ def read_device(device: Any) -> torch.device | None:
     if device is None:
         return None
     found = named_device(device)
-    if found.type not in ("cpu", "cuda"):
-        raise OptionError(f"device is {device!r}; rotoff runs steps on cpu and cuda")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise OptionError(f"device is {device!r}, and this torch ({torch.__version__}) finds no CUDA device here")
-    return torch.device("cuda", torch.cuda.current_device()) if str(found) == "cuda" else found
+    if found.type not in TYPES:
+        raise OptionError(f"device is {device!r}; rotoff runs steps on {' and '.join(TYPES)}")
+    if not is_available(found):
+        kind = found.type.upper()
+        raise OptionError(f"device is {device!r}, and this torch ({torch.__version__}) finds no {kind} device here")
+    return indexed(found)
 
 
 def named_device(device: Any) -> torch.device:
@@ -88,6 +90,6 @@ def named_device(device: Any) -> torch.device:
     try:
         if isinstance(device, bytes):
             raise TypeError("bytes are no text")
-        return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return named(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f'device is {device!r}; give one such as "cuda" ({str(error).splitlines()[0]})') from error

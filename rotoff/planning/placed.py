@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..accelerator import block_bytes, is_accelerator
 from ..core.chain import Chain, LinkRates, ParameterGroup
 from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import simulate
@@ -34,7 +35,7 @@ from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
-from ..tensors.storage import block_bytes, rounded
+from ..tensors.storage import rounded
 from .memory_account import expected_levels, reported_bytes, simulated_levels
 from .planner import KnownPlan, in_forms_of, plan_everything
 from .request import Request
@@ -146,7 +147,8 @@ class PlacedPlanner:
         gradients need no other plan."""
         probe = OptimizerProbe(self.optimizers, device, None)
         groups, outside = groups_apart(self.model, probe)
-        return PlacedPlan(groups, frozenset(), frozenset(), frozenset(), outside=outside)
+        here = probe.on_host(parameter for group in groups for parameter in group.parameters)
+        return PlacedPlan(groups, frozenset(), frozenset(), frozenset(), outside=outside, on_host=here)
 
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""
@@ -354,7 +356,7 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
     resident = frozenset(rest.device)
     keep = numbers - {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
     early: frozenset[Value] = frozenset()
-    if profile.device.type != "cpu":
+    if apart := is_accelerator(profile.device):
         on_host = {op.stage for op in sequence if op.kind is OpKind.H} | (numbers - keep)
         early = frozenset(v for v in resident if v.of == "w" and v.stage in on_host)
         keep &= {v.stage for v in resident - early if v.of == "w"}
@@ -369,6 +371,7 @@ def _placed(profile: Profile, chain: Chain, groups: FoundGroups, sequence: Seque
         outside=groups.staying,
         during=during,
         before=groups.streamed,
+        on_host=all(one.host_update_time is not None for one in groups.costs if one.grad_bytes) or not apart,
     )
 
 

@@ -143,7 +143,7 @@ def family_of(key: Any) -> tuple[Any, Sizes]:
     """Split a `signature` into what inputs of all sizes share, with all else that times depend on, and the sizes."""
     shapes, *rest = key
     kinds, sizes = split(shapes)
-    return (kinds, *rest, torch.get_num_threads(), torch.get_float32_matmul_precision()), sizes
+    return (kinds, *rest, torch.get_num_threads()), sizes
 
 
 def constants(value: Any) -> str:

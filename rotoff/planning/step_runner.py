@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..accelerator import block_bytes, retries
 from ..capture import strategy
 from ..capture.interception import without_checkpoints
 from ..capture.sharding import gathers
@@ -28,7 +29,7 @@ from ..runtime.placed.placement import Placement
 from ..runtime.step import Step
 from ..runtime.step_times import Recording, StepTimes
 from ..tensors.allocated import allocated_bytes
-from ..tensors.storage import block_bytes, storage_key
+from ..tensors.storage import storage_key
 from ..tensors.tree import leaves
 from .memory_account import expected_levels
 from .options import Options
@@ -58,6 +59,8 @@ class StepRunner:
         self._check = check
         self._in_flight: weakref.WeakSet[Step] = weakref.WeakSet()
         self._said_in_flight = 0
+        self._retries: int | None = None  # of the allocator, before the first planned step
+        self._said_retries = False
         self._forward_bytes: dict[Any, int] = {}  # by signature, what forwards without gradients allocate
         self.recording: Recording | None = None
         self.placement: Placement | None = None
@@ -153,6 +156,7 @@ class StepRunner:
         if placement is not None:
             placement.takes(step)
         self._warn_in_flight(step)
+        self._warn_of_retries(profile.device)
         result = step.follow(specialization.expected, given, own)
         self._specializations.followed(specialization, value, step)
         return specialization.captured.started(result)
@@ -182,6 +186,22 @@ class StepRunner:
                 many,
                 request.in_flight,
                 many,
+            )
+
+    def _warn_of_retries(self, device: torch.device) -> None:
+        """Warn, once, if since the first planned step the allocator has found no room and has tried again."""
+        if self._said_retries:
+            return
+        now = retries(device)
+        self._retries = now if self._retries is None else self._retries
+        if now > self._retries:
+            self._said_retries = True
+            logger.warning(
+                "rotoff: %d times the allocator found no room on %s and made the host wait while it gave back what it"
+                " had cached, since it reserves more than steps allocate; lower the limit, or set"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True",
+                now - self._retries,
+                device,
             )
 
     # -- where parameters are

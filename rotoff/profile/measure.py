@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..accelerator import block_bytes, empty_cache, is_accelerator
 from ..capture.aliasing import merge_aliases
 from ..capture.backward_roots import BackwardStarts
 from ..capture.unsaved import merge_unsaved
@@ -24,7 +25,7 @@ from ..errors import MeasureError
 from ..runtime.overhead import NO_OVERHEAD
 from ..tensors.buffers import preserved
 from ..tensors.stage import StageModule, shared_parameters
-from ..tensors.storage import block_bytes, storage_key
+from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .charged import charged_stages
 from .measured import Measured
@@ -169,8 +170,7 @@ def _profile(
     returned = measured[-1].own_gradient_bytes
     losses = [_loss_bytes(nbytes, device) for nbytes in returned]
     runs = [(m.aliasing, m.behaviour) for m in measured]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # blocks of single stages do not fit the needs of a step
+    empty_cache(device)  # blocks of single stages do not fit the needs of a step
     return Profile(
         device=device,
         chain=Chain(
@@ -200,7 +200,7 @@ def _profile(
         compact=compact,
         copy_bandwidth=copy_bandwidth,
         overhead_times=((known and known.overhead) or meter.overhead_times()) if timed else NO_OVERHEAD,
-        host_bound=_host_bound(measured) if timed and device.type == "cuda" else (),
+        host_bound=_host_bound(measured) if timed and is_accelerator(device) else (),
         beside_loss_bytes=sum(returned) - sum(losses) if any(losses) else 0,
         twice_bytes=_twice_bytes(walk, meter),
         timed=timed,

@@ -19,19 +19,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..accelerator import block_bytes, finish, is_accelerator
 from ..capture.undo import is_as_before, is_generator, note, put_back
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
-from ..runtime.placed.updates import copy_of, own_step
-from ..tensors.clock import finish
-from ..tensors.storage import block_bytes, rounded
+from ..runtime.placed.updates import copy_of, host_threads, own_step
+from ..tensors.storage import rounded
 from ..tensors.torch_settings import bytes_by_default
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
-# Elements of the parameters on which a step's time and bytes are measured: the first are more than a core's caches
-# hold, the last are for when the time is of no interest.
-_TIMED, _SIZED, _SIZED_QUICKLY = 1 << 20, 1 << 18, 1 << 14
+# Elements of the parameters on which a step's bytes are measured; the last are for when the time is of no interest.
+_SIZED, _SIZED_QUICKLY = 1 << 18, 1 << 14
+# And its time: a quarter of what the optimizer updates, but at least and at most so many. The most are more than the
+# caches of a host hold, and take an accelerator far longer than launching the kernels.
+_LEAST_TIMED, _MOST_TIMED = 1 << 20, 1 << 26
 _REPEATS = 3
 _SCALARS = 256  # bytes beside that a parameter takes in its update, such as its step count and rows of a factor
 _OTHER = (
@@ -75,6 +77,7 @@ class OptimizerProbe:
         self._repeats = 0 if times is None else _REPEATS
         self._group: dict[int, tuple[Optimizer, dict[str, Any]]] = {}
         self._states: dict[Any, dict[str, Any]] = {}
+        self._device_alone: set[Any] = set()  # keys of those whose optimizers fail on the host
         self._times = {} if times is None else times
         for optimizer in optimizers:
             if not isinstance(optimizer, Optimizer):
@@ -117,10 +120,21 @@ class OptimizerProbe:
     def _room_of(self, tensor: torch.Tensor) -> int:
         return rounded(room_of(tensor), block_bytes(self._device))
 
-    def update_time(self, parameters: Sequence[nn.Parameter], host: bool = False) -> float:
-        """Return the seconds of updating `parameters`. host: on the host's processor."""
-        device = torch.device("cpu") if host else self._device
-        return sum(self._timed(p, device).seconds * p.nbytes for p in parameters if self.updates(p))
+    def on_host(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether the host's processor can update the parameters."""
+        for p in filter(self.updates, parameters):
+            self._state(p)
+        return not any(self._key(p) in self._device_alone for p in filter(self.updates, parameters))
+
+    def update_time(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Return the seconds of updating `parameters` on the device."""
+        return sum(self._timed(p, self._device).seconds * p.nbytes for p in parameters if self.updates(p))
+
+    def host_update_time(self, parameters: Sequence[nn.Parameter]) -> float | None:
+        """Return the seconds of updating `parameters` on the host's processor; None if it cannot."""
+        if not self.on_host(parameters):
+            return None
+        return sum(self._timed(p, _HOST).seconds * p.nbytes for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return what updating `parameters` takes beside them, their gradients and their states."""
@@ -150,38 +164,52 @@ class OptimizerProbe:
         """Return the state of a small parameter of the same kind; checks the optimizer first."""
         key = self._key(parameter)
         if key not in self._states:
-            shape = _PRIMES[: parameter.dim()]
-            optimizer, group = self._group[id(parameter)]
-            small = [_small(shape, parameter.dtype, seed) for seed in (1, 2)]
-            apart = [copy.deepcopy(p) for p in small]
-            for p, q in zip(small, apart, strict=True):
-                q.grad = None if p.grad is None else p.grad.clone()
-            both = self._stand_in(parameter, small)
-            one_by_one = self._stand_in(parameter, apart)
-            options = _options(both)
-            name, drew = type(optimizer).__name__, False
             try:
-                for _ in range(2):
-                    with _unchanged(both) as before:
-                        own_step(both)
-                        counts, drew = before.changed(), drew or before.drew()
-                    for p in apart:
-                        one_by_one.param_groups[0]["params"] = [p]
-                        with _unchanged(one_by_one):
-                            own_step(one_by_one)
-            except Exception as error:
-                raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
-            if drew:
-                raise OptionError(
-                    f"{name} draws random numbers in its step, and steps of groups of parameters would draw others than"
-                    " one step of all; give a mem_limit instead of a device_limit"
-                )
-            if {*map(id, both.state)} - {*map(id, small)} or counts:  # each group would count
-                raise OptionError(f"{name} keeps a state that belongs to no parameter; {_OTHER}")
-            if _options(both) != options or not all(map(torch.equal, small, apart)):
-                raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
-            self._states[key] = both.state[small[0]]
+                self._states[key] = self._checked_state(parameter, _HOST)
+            except OptionError:
+                if not is_accelerator(self._device):
+                    raise
+                # it may have kernels for the device alone, as with `capturable`, or for quantized states
+                self._states[key] = self._checked_state(parameter, self._device)
+                self._device_alone.add(key)
         return self._states[key]
+
+    def _checked_state(self, parameter: nn.Parameter, device: torch.device) -> dict[str, Any]:
+        """Return the state of a small parameter on `device`.
+
+        Raises:
+            OptionError: if the optimizer fails there, or does not update each parameter by itself.
+        """
+        shape = _PRIMES[: parameter.dim()]
+        small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2)]
+        apart = [copy.deepcopy(p) for p in small]
+        for p, q in zip(small, apart, strict=True):
+            q.grad = None if p.grad is None else p.grad.clone()
+        both = self._stand_in(parameter, small)
+        one_by_one = self._stand_in(parameter, apart)
+        options = _options(both)
+        name, drew = type(self._group[id(parameter)][0]).__name__, False
+        try:
+            for _ in range(2):
+                with _unchanged(both) as before:
+                    own_step(both)
+                    counts, drew = before.changed(), drew or before.drew()
+                for p in apart:
+                    one_by_one.param_groups[0]["params"] = [p]
+                    with _unchanged(one_by_one):
+                        own_step(one_by_one)
+        except Exception as error:
+            raise OptionError(f"{name} fails in a step on small parameters ({error}); {_OTHER}") from error
+        if drew:
+            raise OptionError(
+                f"{name} draws random numbers in its step, and steps of groups of parameters would draw others than"
+                " one step of all; give a mem_limit instead of a device_limit"
+            )
+        if {*map(id, both.state)} - {*map(id, small)} or counts:  # each group would count
+            raise OptionError(f"{name} keeps a state that belongs to no parameter; {_OTHER}")
+        if _options(both) != options or not all(map(torch.equal, small, apart)):
+            raise OptionError(f"{name} does not update each parameter by itself; {_OTHER}")
+        return both.state[small[0]]
 
     def _timed(self, parameter: nn.Parameter, device: torch.device) -> UpdateCosts:
         """Return what updating a byte of a parameter takes."""
@@ -190,27 +218,48 @@ class OptimizerProbe:
         if key not in self._times:
             self._state(parameter)
             try:
-                found = self._costs(parameter, _shape(parameter, elements), _shape(parameter, _TIMED), device)
+                found = UpdateCosts(0.0, *self._bytes(parameter, _shape(parameter, elements), device))
                 if parameter.dim() > 1:
-                    other = UpdateCosts(0.0, *self._bytes(parameter, _shape(parameter, elements, 64), device))
-                    same = math.isclose(sum(other[1:4]), sum(found[1:4]), rel_tol=0.001)
-                    found = found._replace(by_shape=not same)
+                    other = self._bytes(parameter, _shape(parameter, elements, 64), device)
+                    found = found._replace(by_shape=not math.isclose(sum(other), sum(found[1:4]), rel_tol=0.001))
+                if self._repeats and not found.by_shape:
+                    found = found._replace(seconds=self._seconds_of_a_byte(parameter, device))
             except RuntimeError:  # no memory, as for a square matrix of so many rows
                 found = UpdateCosts(0.0, 0.0, 0.0, 0.0, by_shape=True)
             self._times[key] = found
         if not (found := self._times[key]).by_shape:
             return found
         if (own := (*key, tuple(parameter.shape))) not in self._times:
-            sized, timed = (_scaled(parameter, most) for most in (_SIZED, _TIMED))
-            self._times[own] = self._costs(parameter, sized, timed, device)._replace(by_shape=True)
+            timed = _scaled(parameter, _LEAST_TIMED)
+            seconds = self._seconds(parameter, timed, device) if self._repeats else 0.0
+            sized = self._bytes(parameter, _scaled(parameter, _SIZED), device)
+            self._times[own] = UpdateCosts(seconds / (math.prod(timed) * parameter.itemsize), *sized, by_shape=True)
         return self._times[own]
 
-    def _costs(
-        self, parameter: nn.Parameter, sized: Sequence[int], timed: Sequence[int], device: torch.device
-    ) -> UpdateCosts:
-        """Return what updating a byte takes: bytes on parameters of the shape `sized`, seconds on one of `timed`."""
-        seconds = self._seconds(parameter, timed, device) if self._repeats else 0.0
-        return UpdateCosts(seconds, *self._bytes(parameter, sized, device))
+    def _seconds_of_a_byte(self, parameter: nn.Parameter, device: torch.device) -> float:
+        """Return the seconds that each byte of a parameter adds to its update: what an update takes whatever its size,
+        such as the launch of kernels, is shared by all parameters of a step."""
+        key = self._key(parameter)
+        alike = sum(one.numel() for one in self._parameters() if self._key(one) == key)
+        elements = min(max(alike // 4, _LEAST_TIMED), _MOST_TIMED)
+        while True:
+            try:
+                large, small = (
+                    self._seconds(parameter, _shape(parameter, n), device) for n in (elements, elements // 4)
+                )
+                break
+            except torch.OutOfMemoryError:
+                if elements == _LEAST_TIMED:
+                    raise
+                elements = max(elements // 4, _LEAST_TIMED)
+        # with a noisy clock updates must not seem to be free
+        return max(large - small, large / 10) / (elements * 3 // 4 * parameter.itemsize)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the optimizers."""
+        groups = {id(group): group for _, group in self._group.values()}
+        for group in groups.values():
+            yield from group["params"]
 
     def _bytes(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> tuple[float, float, float]:
         small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
@@ -223,17 +272,22 @@ class OptimizerProbe:
         return alone, two - alone, max(0.0, three - two)
 
     def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:
-        """Return the seconds of updating a byte of a parameter."""
+        """Return the seconds of updating a parameter of that shape, by the threads that will do it."""
         large = _small(shape, parameter.dtype, 1, device)
-        optimizer, seconds = self._stand_in(parameter, [large]), []
-        with _unchanged(optimizer):
-            for _ in range(1 + self._repeats):
-                finish(device)
-                began = time.perf_counter()
-                own_step(optimizer)
-                finish(device)
-                seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds[1:]) / large.nbytes
+        optimizer, seconds, threads = self._stand_in(parameter, [large]), [], torch.get_num_threads()
+        if device != self._device:
+            torch.set_num_threads(host_threads())
+        try:
+            with _unchanged(optimizer):
+                for _ in range(1 + self._repeats):
+                    finish(device)
+                    began = time.perf_counter()
+                    own_step(optimizer)
+                    finish(device)
+                    seconds.append(time.perf_counter() - began)
+        finally:
+            torch.set_num_threads(threads)
+        return statistics.median(seconds[1:])
 
     def _stand_in(self, parameter: nn.Parameter, small: list[nn.Parameter]) -> Optimizer:
         """Return a copy of the parameter's optimizer that updates `small` instead."""
@@ -322,10 +376,16 @@ _HOST = torch.device("cpu")
 
 
 def _small(shape: Sequence[int], dtype: torch.dtype, seed: int, device: torch.device = _HOST) -> nn.Parameter:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = [torch.empty(tuple(shape), dtype=torch.float32, device=_HOST).normal_(generator=generator) for _ in "pg"]
-    made = nn.Parameter(drawn[0].to(device, dtype))
-    made.grad = drawn[1].to(device, dtype)
+    """Return a parameter with a gradient; a large one repeats its first numbers, which are slow to draw."""
+    generator, count = torch.Generator().manual_seed(seed), math.prod(shape)
+    drawn = max(min(count, _LEAST_TIMED), 1)
+
+    def numbers() -> torch.Tensor:
+        own = torch.empty(drawn, dtype=torch.float32, device=_HOST).normal_(generator=generator).to(device, dtype)
+        return own.repeat(-(-count // drawn))[:count].view(tuple(shape))
+
+    made = nn.Parameter(numbers())
+    made.grad = numbers()
     return made
 
 

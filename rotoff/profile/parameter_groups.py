@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from ..accelerator import block_bytes
 from ..capture.unrepeatable import compiled, takes_fast_path
 from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placed_plan import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
 from ..tensors.stage import StageModule, shared_parameters
-from ..tensors.storage import block_bytes, rounded, storage_key
+from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .profile import Profile
 
@@ -124,7 +125,7 @@ def find_groups(
                 grad_bytes=nbytes if needs else 0,
                 state_bytes=sum(states) if needs else 0,  # those of frozen parameters lie on the host
                 update_time=probe.update_time(parameters),
-                host_update_time=probe.update_time(parameters, host=True) if host and needs else None,
+                host_update_time=probe.host_update_time(parameters) if host and needs else None,
                 update_transient_bytes=probe.update_bytes(parameters) if updated else 0,
                 name="..".join(dict.fromkeys(stages[i - 1].name for i in (stages_of[0], stages_of[-1]))),
             )

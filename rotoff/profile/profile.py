@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..accelerator import block_bytes
 from ..capture.partition.weight_casts import CastRegion
 from ..core.chain import Chain, Form, Stage
 from ..core.parameters import ParameterGroup
 from ..runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ..tensors.convolutions import Algorithms
 from ..tensors.stage import Behaviour, StageModule
-from ..tensors.storage import block_bytes, rounded
+from ..tensors.storage import rounded
 from .memory.eager_memory import FreedEarly, HeldLate
 from .memory.skips import Skip, behave_in_place, freed_in_place, keep_in_place
 from .provenance import OVERHEAD_TIMES

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerator import is_accelerator, name_of
 from ..tensors.tree import flatten
 from ..version import __version__
 from .estimate.devices import Device
@@ -41,6 +42,6 @@ def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> d
 
 def device_name(device: torch.device) -> str:
     """Return the device's name for people."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_accelerator(device):
+        return name_of(device)
     return f"{platform.machine()} {platform.processor()}".strip() if device.type == "cpu" else str(device)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..accelerator import is_accelerator
 from ..capture.collectives import CollectivesSeen, several_processes
 from ..capture.mutations import ChangedBuffers
 from ..capture.operations import OperationLog
@@ -97,7 +98,7 @@ class Meter(ByteMeter):
                 layouts of their tensors.
             timed: whether to measure times and smaller forms; if not, `times` does so later.
         """
-        if self.context.device.type == "cuda":
+        if is_accelerator(self.context.device):
             refuse_cuda_graphs(stage)
         tensors, rebuild = flatten(value)
         run = Run(stage, tensors, rebuild, last, any(gathers(module) for module in stage.modules))
@@ -131,7 +132,7 @@ class Meter(ByteMeter):
                 del edges
             del outputs, leaves
             run = self._require_one_plan(replace(run, collective=run.collective or seen.any))
-            if self.context.device.type == "cuda" and not run.collective:
+            if is_accelerator(self.context.device) and not run.collective:
                 self._replay(run)
             measured, outputs = self._costs(run, changes, alike)
             run = replace(run, outputs=outputs)

@@ -20,6 +20,7 @@ class Follower:
     inside: bool
     on_course: bool
     as_measured: bool
+    sets_flags: bool
     seen: bool
     dead: bool
     saved: list[Any]

@@ -34,7 +34,7 @@ cdef object _is_grad_enabled = torch.is_grad_enabled, _is_any_autocast_enabled =
 
 cdef bint _differ(tuple kernels_before):
     """Whether a flag that chooses kernels has another value than in `kernels_before`."""
-    for n in range(len(kernels_before)):
+    for n in range(len(_kernel_flags)):
         if _kernel_flags[n]() is not kernels_before[n]:
             return True
     return False
@@ -94,7 +94,7 @@ cdef bint _is_among(tensor, list tensors):
 cdef class Follower:
     """Follows calls; its attributes are those of `LiveForward` and `OnCourse` that each call reads."""
 
-    cdef public bint inside, on_course, as_measured, seen, dead, _unusual, _every
+    cdef public bint inside, on_course, as_measured, seen, dead, sets_flags, _unusual, _every
     cdef public Py_ssize_t _stage, _position, _next_entry, _within
     cdef public tuple _rows, _entries, _origin, _outside
     cdef public list _log, saved, dropped
@@ -212,7 +212,8 @@ cdef class Follower:
         if dead and self._made_for_nothing(made, stage, written):
             return result
         around = None
-        if not grad or self.autocast_before or _is_any_autocast_enabled() or _differ(self.kernels_before):
+        unlike = not grad or self.autocast_before or self.sets_flags
+        if unlike or _is_any_autocast_enabled() or _differ(self.kernels_before):
             around = self._settings(grad)
         call = function, named, named_kwargs, made, around, dead
         if flat and known.ordinary:

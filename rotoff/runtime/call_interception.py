@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.backends import ContextProp
 
 from ..capture.collectives import collectives_visible, several_processes
 from ..capture.interception import APPLIES, APPLY, ARRAYS_SEEN, SEEN_APPLY, Patches, without_checkpoints
 from ..capture.unrepeatable import derivatives_refused
+from ..tensors.kernel_flags import SETTERS
 
 if TYPE_CHECKING:
     from .live import LiveForward
@@ -81,9 +83,22 @@ def _script(call: Any) -> Any:
     return wrapped
 
 
+def _flag(setter: Any) -> Any:
+    """Have a forward that sets a flag compare all flags around each of its calls from then on."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if (live := _FOLLOWED.live) is not None:
+            live.sets_flags = True
+        return setter(*args, **kwargs)
+
+    return wrapped
+
+
 _SEEN = Patches(
     (_CALL, "__code__", lambda _: _call.__code__),
     (APPLIES, "now", _apply),
     (APPLY, "__code__", lambda _: SEEN_APPLY),
     (torch.jit.ScriptFunction, "__call__", _script),
+    (ContextProp, "__set__", _flag),
+    *((torch._C, name, _flag) for name in SETTERS),
 )

@@ -65,6 +65,7 @@ class Interpreter:
         self._placement = placement
         self._stages = stages
         self._behaviours = behaviours
+        self.device = device
         self._link = link
         self._done = done
         self._take = take

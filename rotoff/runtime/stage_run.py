@@ -81,6 +81,8 @@ class Backward(Protocol):
     """What autograd's hooks need from the step. They hold it, so that it lives as long as the graph; a `StageRun` never
     does."""
 
+    device: torch.device
+
     def advance_to(self, i: int) -> None:
         """Run all operations before ``B i``."""
 
@@ -174,7 +176,7 @@ class StageRun:
         kept_keys, whole = {current_key(given[n]) for n in staying}, [View.of(t) for t in given]
         live.saved, live.dropped = saved, dropped = self._saved, list[None]()
         resident, brought, for_nothing = live.reads.resident, self.brought, self._behaviour.for_nothing
-        staying_kinds, reference, keeps = self._behaviour.staying, weakref.ref, keep and recipe is None
+        staying_kinds, device, keeps = self._behaviour.staying, step.device, keep and recipe is None
 
         def pack(tensor: torch.Tensor) -> Packed:
             if not live.seen:  # no replay will run this code
@@ -188,11 +190,11 @@ class StageRun:
             except NotImplementedError:  # a sparse tensor
                 saved.append(None)
                 return _resident((tensor.detach(), tensor._version))
-            place = places.get(key)
-            kind = staying_kinds.get(n) if live.as_measured else None
-            if place is None and kind is None and not (key in resident or key in kept_keys or key in brought):
+            place, kind = places.get(key), staying_kinds.get(n) if live.as_measured else None
+            stays = key in resident or key in kept_keys or tensor.device != device  # such as a seed on the host
+            if place is None and kind is None and not (stays or key in brought):
                 slot = Slot(tensor.detach() if keeps and not (n in for_nothing and live.as_measured) else None)
-                saved.append((reference(slot), tensor.shape, tensor.dtype))
+                saved.append((weakref.ref(slot), tensor.shape, tensor.dtype))
                 if recipe is not None:
                     self._store(recipe, n, tensor.detach(), slot)
                 return slot
@@ -200,7 +202,7 @@ class StageRun:
             if key in brought:
                 return BroughtRef(brought[key], View.of(tensor), brought[key].version)
             if place is None:
-                self._taken |= not (key in resident or key in kept_keys)
+                self._taken |= not stays
                 if type(tensor) is torch.Tensor or not (tensor.is_leaf and isinstance(tensor, torch.nn.Parameter)):
                     tensor = tensor.detach()
                 if kind is SavedKind.KEPT or key in kept_keys:

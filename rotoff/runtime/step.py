@@ -224,7 +224,7 @@ class Step(BackwardPhase):
                 at = made.get(var, -1)
             outputs.append(tensor.detach())
             needs.append(tensor.requires_grad)
-            own.append(has_own_bytes(behaviour, at))
+            own.append(tensor.device == self.device and has_own_bytes(behaviour, at))
             run.tape.outputs.append(var)
             if at in behaviour.kept:
                 kept.append(n)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ..accelerator import finish
 from ..core.sequence import COMPUTES
 from ..core.simulator import Trace
 from ..errors import MeasureError
-from ..tensors.clock import finish, mark, seconds_between
+from ..tensors.clock import mark, seconds_between
 from .links.base import Link, Ticket
 
 

@@ -1,4 +1,4 @@
-"""How many bytes are allocated now, by PyTorch on CUDA, by the whole process on a CPU."""
+"""How many bytes are allocated now, by PyTorch on an accelerator, by the whole process on a CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import time
 
 import torch
+
+from .. import accelerator
 
 
 class _MallInfo(ctypes.Structure):
@@ -30,8 +32,8 @@ if _mallinfo is not None:
 def allocated_bytes(device: torch.device) -> int | None:
     """Return the bytes that are allocated now; None where nobody counts them, or counting them takes too long."""
     global _took
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+    if accelerator.is_accelerator(device):
+        return accelerator.allocated_bytes(device)
     if _mallinfo is None:
         return None
     if _took > _SLOW:

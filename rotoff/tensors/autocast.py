@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..accelerator import TYPES
+
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]  # (type of device, whether autocast is on, its dtype)
 
 
 def autocast_now() -> Autocast:
     """Return the present settings."""
     enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    return ("cpu", enabled("cpu"), dtype("cpu")), ("cuda", enabled("cuda"), dtype("cuda"))
+    return tuple([(kind, enabled(kind), dtype(kind)) for kind in TYPES])
 
 
 def in_region() -> bool:

@@ -1,4 +1,4 @@
-"""Time on a device: the host's clock for the CPU, events on the current stream for CUDA."""
+"""Time on a device: the host's clock for the CPU, events on the current stream for an accelerator."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from typing import Any
 
 import torch
 
+from ..accelerator import current_stream, is_accelerator, new_event
+
 
 def mark(device: torch.device) -> Any:
-    """Return a mark of the present moment; on CUDA, the device reaches it after the kernels launched before it."""
-    if device.type != "cuda":
+    """Return a mark of the present moment; an accelerator reaches it after the kernels launched before it."""
+    if not is_accelerator(device):
         return time.perf_counter()
-    event: Any = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
+    event = new_event(device, timed=True)
+    event.record(current_stream(device))
     return event
 
 
 def seconds_between(begin: Any, end: Any) -> float:
     """Return the seconds between two marks that the device has reached."""
     return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
-
-
-def finish(device: torch.device) -> None:
-    """Wait until the device has reached all marks."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

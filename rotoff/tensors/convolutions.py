@@ -27,6 +27,7 @@ import torch
 from torch.autograd.variable import Variable
 from torch.overrides import TorchFunctionMode
 
+from ..accelerator import is_accelerator
 from ..errors import OptionError
 
 NAMES = ("convolution", *(f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)))
@@ -55,7 +56,7 @@ def read_conv_algorithms(value: Any) -> bool:
 
 def other_algorithms(device: torch.device) -> tuple[Algorithms, ...]:
     """Return the alternatives to the present flags' choice on `device`; none on a CPU or if cuDNN is disabled."""
-    if device.type != "cuda" or not torch._C._get_cudnn_enabled():
+    if not is_accelerator(device) or not torch._C._get_cudnn_enabled():
         return ()
     if torch._C._get_cudnn_deterministic() or torch.are_deterministic_algorithms_enabled():
         return (Algorithms.NATIVE,)

@@ -8,6 +8,8 @@ from ctypes import string_at
 
 import torch
 
+from ..accelerator import generator_of
+
 RNG_BYTES = 5056  # of the CPU generator's state; a CUDA generator's is 16 bytes of host memory
 
 
@@ -28,10 +30,8 @@ class Generators:
     """The states of the generators that a stage on `device` may draw from: the CPU's and the device's own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._own = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._own.append(torch.cuda.default_generators[index])
+        own = generator_of(device)
+        self._own = [torch.default_generator] + ([] if own is None else [own])
         self._last: States = ()
 
     def states(self) -> States:

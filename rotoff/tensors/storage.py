@@ -166,14 +166,6 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return bytes_of(storage).clone().untyped_storage()
 
 
-CUDA_BLOCK = 512  # bytes; the caching allocator rounds every request up to a multiple
-
-
-def block_bytes(device: torch.device) -> int:
-    """Return the size in bytes to whose multiples the allocator of `device` rounds."""
-    return CUDA_BLOCK if device.type == "cuda" else 1
-
-
 def rounded(nbytes: int, block: int) -> int:
     """Return `nbytes` rounded up to a multiple of `block`."""
     return -(-nbytes // block) * block

@@ -23,6 +23,5 @@ def settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
         "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
         "region": in_region(),
         "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
-        "precision": torch.get_float32_matmul_precision(),
         "kernels": [*map(str, kernel_flags()), torch.is_autocast_cache_enabled()],
     }

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerator import TYPES
 from ..core.chain import Chain
 from ..io.cache import Cache, digest
 from ..module_proxy import ModuleProxy
@@ -58,7 +59,7 @@ def plan_key(
         "options": options,
         "device": [str(sorted(value.items()) if name == "flops" else value) for name, value in vars(device).items()],
         "asked": asked,
-        "torch": settings_of_torch(["cpu", "cuda"]),
+        "torch": settings_of_torch(TYPES),
         "versions": [__version__, torch.__version__, platform.python_version()],
     }
 

@@ -20,7 +20,7 @@ import torch
 from transfer_programs import TransferProgram, pattern
 
 import rotoff
-from rotoff.runtime.links import pinned as host_memory
+from rotoff import accelerator
 from rotoff.runtime.links.bandwidth import measure_bandwidth
 from rotoff.runtime.links.cuda import CudaLink, CudaStreams, StreamLink, StreamTicket
 from rotoff.runtime.links.half import STAGING_BYTES, CudaHalfLink
@@ -393,10 +393,9 @@ class TestMemory:
             def cudaHostRegister(self, *_: Any) -> int:
                 return 2
 
-        real = host_memory._cuda.cudart
-        monkeypatch.setattr(host_memory._cuda, "cudart", Refusing)
-        segment = PinnedSegment(MIB, device)
-        monkeypatch.setattr(host_memory._cuda, "cudart", real)
+        with monkeypatch.context() as refusing:
+            refusing.setattr(torch.cuda, "cudart", Refusing)
+            segment = PinnedSegment(MIB, device)
         assert segment.tensor.is_pinned()
         assert segment.tensor.numel() == MIB
         segment.close()
@@ -406,7 +405,7 @@ class TestMemory:
         segment = PinnedSegment(MIB, device)
         twice = torch.cuda.cudart().cudaHostRegister(segment.tensor.data_ptr(), MIB, 0)
         assert int(twice) != 0
-        host_memory._clear_last_error(device)
+        accelerator._clear_last_error(device)
         assert torch.ones(8, device=device).sum().item() == 8
         segment.close()
 
@@ -432,7 +431,7 @@ SMALLER = 32 if "STANDIN" in os.environ else 1  # the stand-in of tests/cuda_sta
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_values_come_back_rounded_within_the_staging_bytes(dtype: torch.dtype) -> None:
-    link = CudaHalfLink("cuda", dtype)
+    link, other = CudaHalfLink("cuda", dtype), CudaHalfLink("cuda", dtype)  # of two steps in flight
     floats = torch.randn(64 << 20, device="cuda")  # 256 MiB: 32 pieces
     link.reserve(4 * floats.numel())
     back = link.allocate(4 * floats.numel()).view(torch.float32)
@@ -442,11 +441,16 @@ def test_values_come_back_rounded_within_the_staging_bytes(dtype: torch.dtype) -
     into = link.copy_in([back], 0, out)
     link.wait(out)
     link.wait(into)
+    other.reserve(4 * (4 << 20))
+    last = other.copy_out([floats[: 4 << 20]], 0)
+    other.wait(other.copy_in([back[: 4 << 20]], 0, last))
+    other.wait(last)
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
     assert torch.equal(back, floats.to(dtype).float())
     assert reserved - before <= STAGING_BYTES
     link.close()
+    other.close()
 
 
 def test_a_step_with_values_in_half_precision() -> None:

@@ -268,6 +268,65 @@ def test_optimizers(optimizer: str, updates: str, record_property: Record) -> No
     compare("language", 0.5, updates, usual, OPTIMIZERS[optimizer], record_property)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("how", "updates"), [(usual, "after"), (usual, "during"), (given_up, "after"), (accumulated, "after")]
+)
+def test_an_optimizer_that_runs_on_the_device_alone_is_used_there(
+    how: Any, updates: str, share: float, record_property: Record
+) -> None:
+    """PyTorch refuses `capturable` on a host; so do quantizing optimizers, whose kernels are CUDA's."""
+    compare("language", share, updates, how, lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True), record_property)
+
+
+class NotingRuntime:
+    """CUDA's, which notes what it has registered, or refuses to, as under WSL."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.real, self.refuses = torch.cuda.cudart(), refuses
+        self.registered: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        code = 801 if self.refuses else int(self.real.cudaHostRegister(address, nbytes, flags))
+        if code == 0:
+            self.registered[address] = nbytes
+        return code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.pop(address, None)
+        return int(self.real.cudaHostUnregister(address))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_no_tensor_lies_across_two_pieces_of_pinned_memory(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    """A copy may not go from one registered range into the next. The pieces are smaller than most tensors here."""
+    runtime = NotingRuntime(refuses)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr("rotoff.runtime.links.pinned.SEGMENT_BYTES", 10_000)
+    monkeypatch.setenv("ROTOFF_HOST_MEMORY", "16 MiB")  # measuring the link takes no more
+    seen, kept = 0, []
+
+    def looked(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+        nonlocal seen
+        loss = usual(model, optimizers, n, batch)
+        if n == 1:
+            kept.extend(p.data for p in model.parameters())  # so that the next step takes other memory for them
+        states = [t for state in optimizers[0].state.values() for t in state.values() if t.numel() > 1]
+        for t in (*model.parameters(), *states) if isinstance(model, rotoff.Checkpointable) and not refuses else ():
+            if not t.is_cuda:
+                begin, end = t.data_ptr(), t.data_ptr() + t.nbytes
+                assert any(at <= begin and end <= at + size for at, size in runtime.registered.items())
+                seen += 1
+        return loss
+
+    compare("language", 0.0, "after", looked, OPTIMIZERS["AdamW"], record_property)
+    assert refuses or seen > 40
+    kept.clear()
+    assert not runtime.registered
+
+
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("frozen", [0, 5])

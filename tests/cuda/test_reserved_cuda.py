@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,16 @@ from models import ALL, fresh, move_masks
 from torch import nn
 
 import rotoff
+from rotoff import accelerator
 
 pytestmark = pytest.mark.cuda
 MIB = 1 << 20
 MODES = ("joint", "remat", "offload")
-EXPANDABLE = "expandable_segments:True" in os.environ.get(
-    "PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-)
+EXPANDABLE = "expandable_segments:True" in accelerator.allocator_options()
 CASES = [*itertools.product(ALL, (1, 100)), ("convolutional", 700)]
 # Reserved above the limit: a share of it, and beside that two pieces of 20 MiB and 2 MiB, for what is large and small.
-SHARES = {False: 0.45, True: 0.25}
-MORE = 22 * MIB
+SHARES = {False: accelerator.OVER_RESERVED, True: accelerator.OVER_RESERVED_EXPANDABLE}
+MORE = accelerator.OVER_RESERVED_BYTES
 STUB = 512  # a number that stands for what is gone, once for a type of numbers, which stays
 
 
@@ -38,9 +36,8 @@ class MeanSquare(nn.Module):
 
 def test_the_docs_say_so() -> None:
     text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
-    said = f"by up to {SHARES[False]:.0%} of the limit and {MORE // MIB} MiB; with `expandable_segments:True`, by up to"
-    said += f" {SHARES[True]:.0%} of it and {MORE // MIB} MiB"
-    assert said.replace("%", " %") in " ".join(text.split())
+    for option, share in (("none", SHARES[False]), ("`expandable_segments:True`", SHARES[True])):
+        assert f"| {option} | up to {share:.0%} and {MORE // MIB} MiB |".replace("%", " %") in text
 
 
 def on_the_device(batch: Any, times: int) -> Any:

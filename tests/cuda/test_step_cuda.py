@@ -182,6 +182,115 @@ def test_copies_overlap_compute() -> None:
     model.close()
 
 
+class Seeded(torch.autograd.Function):
+    """Saves a tensor of the host, as the memory-efficient attention saves the seed of its dropout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, seed)
+        return x * seed.item()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        x, seed = ctx.saved_tensors
+        assert (x.device.type, seed.device.type) == ("cuda", "cpu")
+        return gradients[0] * seed.item(), None
+
+
+class SometimesSeeded(nn.Module):
+    """Of its forwards only those with `seeded` have such a tensor, and a tensor of the host as an output."""
+
+    seeded = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        x, count = given
+        x = torch.tanh(self.up(x))
+        if not self.seeded:
+            x = torch.tanh(torch.tanh(torch.tanh(x)))  # what moves has room on the host for what the other course saves
+        else:
+            seed = x.detach().square().mean().cpu()
+            x, count = Seeded.apply(x, seed), 2 * seed
+        return torch.relu(self.down(x)) * count.item(), count
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_off_the_planned_course_what_lies_on_the_host_stays_there(mode: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[SometimesSeeded() for _ in range(6)]).cuda()
+    x, count = torch.randn(256, 32, device="cuda"), torch.ones(1)
+    model = rotoff.Checkpointable(module, stages=[*module], cache_directory=None)
+
+    def gradients_of(run: nn.Module) -> list[torch.Tensor]:
+        run.zero_grad()
+        run((x, count))[0].square().mean().backward()
+        return gradients(run)
+
+    model.measure((x, count))
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        model.compute_sequence(1, mode=mode)
+    model.compute_sequence(caught.value.min_mem_limit, mode=mode)
+    for seeded in (False, True, True, False):
+        for block in module:
+            block.seeded = seeded
+        assert all(map(torch.equal, gradients_of(model), gradients_of(module)))
+    model.close()
+
+
+def test_auto_takes_what_is_free_where_the_steps_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that has so little free that the steps must recompute, and a model that still has to move there from a
+    host with even less: no step runs out of memory, and none has the allocator try again."""
+    module, x = large()
+    measured = rotoff.Checkpointable(module, cache_directory=None).measure(x)
+    everything = measured.keep_all_memory
+    measured.close()
+    with_zero_gradients(module.cpu())
+    weights, total = sum(p.nbytes for p in module.parameters()), torch.cuda.get_device_properties(0).total_memory
+    free = int(1.45 * (0.5 * everything + 2 * weights)) + (22 << 20)
+    monkeypatch.setenv("ROTOFF_HOST_MEMORY", "1 MiB")
+    gc.collect()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + free
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _=None: (room - torch.cuda.memory_reserved(), total))
+    torch.cuda.set_per_process_memory_fraction(room / total)
+    model = rotoff.Checkpointable(module, device="cuda", cache_directory=None)
+    try:
+        model.compute_sequence("auto")
+        before = torch.cuda.memory_stats()
+        for _ in range(3):
+            step(model, x)
+        after = torch.cuda.memory_stats()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert model.mem_limit is not None
+    assert 0.4 * everything < model.mem_limit < 0.7 * everything
+    assert [after[name] - before[name] for name in ("num_alloc_retries", "num_ooms")] == [0, 0]
+    model.close()
+
+
+def test_an_allocator_that_has_to_try_again_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = large()
+    model = rotoff.Checkpointable(module, cache_directory=None).measure(x)
+    model.compute_sequence(int(model.keep_all_memory * 0.6))
+    statistics, more = torch.cuda.memory_stats_as_nested_dict, [0]
+    monkeypatch.setattr(
+        torch.cuda,
+        "memory_stats_as_nested_dict",
+        lambda device=None: (now := statistics(device)) | {"num_alloc_retries": now["num_alloc_retries"] + more[0]},
+    )
+    for more[0] in (0, 0, 3, 4):
+        step(model, x)
+    said = [record.getMessage() for record in caplog.records if "found no room" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith("rotoff: 3 times")
+    model.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_late_compute_changes_nothing(mode: str) -> None:
     """A sleep kernel before every stage's forward: a copy that waits for no compute would carry what is not there

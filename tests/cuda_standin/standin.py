@@ -177,6 +177,10 @@ def stand_in(library: str) -> None:
             device.standin_capacity(),
         ),
         "memory_stats": statistics,
+        "memory_stats_as_nested_dict": lambda _=None: {
+            "allocated_bytes": {"all": {"current": device.standin_allocated()}},
+            "num_alloc_retries": 0,
+        },
         "memory_allocated": lambda _=None: device.standin_allocated(),
         "memory_reserved": lambda _=None: device.standin_reserved(),
         "max_memory_allocated": lambda _=None: device.standin_allocated_peak(),

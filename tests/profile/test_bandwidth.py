@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rotoff.core.chain import LinkRates
 from rotoff.runtime.links import bandwidth
 from rotoff.runtime.links import pool as link_pool
 from rotoff.runtime.links.bandwidth import MOST_BYTES, PIECE_BYTES, WORK_BYTES, measure_bandwidth
-from rotoff.runtime.links.base import Link
+from rotoff.runtime.links.base import Link, Range
 from rotoff.runtime.links.cuda import CudaLink
 from rotoff.runtime.links.file import FileLink
 from rotoff.runtime.links.pool import LinkPool
@@ -55,7 +56,7 @@ class CachedLink(Link):
         self._warm: set[int] = set()
         self._seen: set[tuple[int, bool]] = set()
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
         if nbytes > self._room:
             raise rotoff.ExecutionError("no room")
         self.capacity = max(self.capacity, nbytes)

@@ -231,6 +231,24 @@ def test_estimated_chain_records_its_provenance(tmp_path: Path) -> None:
     assert meta["versions"]["torch"] == torch.__version__
 
 
+ASKED_FOR = """RTX 4080, RTX 5080, RTX 5090, RTX A6000, RTX 6000 Ada, A10, L4, L40S, A100 40GB, A100, H100, H100 PCIe, H100 NVL,
+H200, GH200, B200, GB200, MI250, MI300X, MI325X, MI350X"""
+
+
+@pytest.mark.parametrize("name", [name.strip() for name in ASKED_FOR.split(",")])
+def test_the_rates_of_a_device_are_dense_ones(name: str) -> None:
+    """Tensor cores double their rate from each type to the next one of half the bits: with a sparse rate in its row, a
+    type would be twice or half as far from its neighbours."""
+    device = find(name)
+    flops = device.flops
+    assert device.source
+    assert flops["float16"] == flops["bfloat16"]
+    assert flops.get("float8", 2 * flops["float16"]) == pytest.approx(2 * flops["float16"], rel=0.02)
+    assert flops.get("tf32", flops["float16"] / 2) == pytest.approx(flops["float16"] / 2, rel=0.02)
+    # no device computes so much for a byte of its memory without sparsity
+    assert flops["float16"] / device.memory_bandwidth < 420
+
+
 def test_unknown_device_error_lists_known_ones() -> None:
     with pytest.raises(rotoff.OptionError, match=r"device is 'H2000'; known ones are K40, Titan X, .*H200.*RTX 4090"):
         rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="H2000")

@@ -94,6 +94,29 @@ class Own(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad, alpha=0.01)
 
 
+class Launched(torch.optim.Optimizer):
+    """Its step takes 5 ms whatever it updates, and a nanosecond for each element."""
+
+    now = 0.0
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.sub_(parameter.grad)
+            Launched.now += 1e-9 * parameter.numel()
+        Launched.now += 5e-3
+
+
+def test_the_seconds_of_an_update_are_those_of_its_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rotoff.profile.optimizer_probe.time.perf_counter", lambda: Launched.now)
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((4000,), (50, 20))]
+    probe = OptimizerProbe([Launched(parameters)], torch.device("cpu"), {})
+    assert probe.update_time(parameters) == pytest.approx(5e-6, rel=1e-3)
+
+
 STATES: dict[str, tuple[Callable[[torch.Tensor], dict[str, Any]], int, int]] = {
     "in a list": (lambda p: {"moments": [torch.zeros_like(p), torch.zeros_like(p)]}, 0, 2 * 40 * 30 * 4),
     "flat": (lambda p: {"moment": torch.zeros(p.numel())}, 40 * 30 * 4, 0),

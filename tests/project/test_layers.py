@@ -20,6 +20,7 @@ FILES = {path.relative_to(ROOT): path for path in sorted(ROOT.rglob("*.py"))}
 # From the ground up. A folder or a file of the package may import what stands before it here, and its own.
 WITHOUT_TORCH = ["version", "errors", "io", "core", "_dp", "solver", "report", "plot"]
 WITH_TORCH = [
+    "accelerator",
     "tape",
     "tensors",
     "nn",

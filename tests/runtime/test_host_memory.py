@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import rotoff
+from rotoff import accelerator
 from rotoff.planning import planner as planning
 from rotoff.planning.planner import make_plan
 from rotoff.planning.request import Request
@@ -42,7 +43,7 @@ class FakeRuntime:
         self.refuses: Callable[[int, int], bool] = lambda nbytes, n: False
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        assert flags == host_memory._PORTABLE
+        assert flags == 1  # cudaHostRegisterPortable
         self.asked.append(nbytes)
         if self.refuses(nbytes, len(self.asked)):
             return 2
@@ -57,11 +58,11 @@ class FakeRuntime:
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     """The segments are small here, and the host has room for 100 MiB."""
     fake = FakeRuntime()
-    cuda = SimpleNamespace(cudart=lambda: fake)
-    monkeypatch.setattr(host_memory, "_cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(host_memory, "numa_node", lambda _: 0)
     monkeypatch.setattr(host_memory, "SEGMENT_BYTES", MIB)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(host_memory, "_clear_last_error", lambda _: None)
+    monkeypatch.setattr(accelerator, "_clear_last_error", lambda _: None)
     monkeypatch.setenv("ROTOFF_HOST_MEMORY", "100 MiB")
     yield fake
     assert fake.locked == {}
@@ -86,6 +87,29 @@ def test_segments_lie_one_after_another_in_the_slab(runtime: FakeRuntime) -> Non
         slab.add(segment)
     assert slab.nbytes == nbytes
     assert [piece.numel() for piece in slab.pieces(MIB - 10, MIB + 20)] == [10, MIB, 10]
+    slab.close()
+
+
+def test_what_must_be_whole_lies_in_one_segment(runtime: FakeRuntime) -> None:
+    """Small and large ranges that fill the memory, and some with others between."""
+    random, end, whole = Random(0), 0, []
+    while end < 40 * MIB:
+        size = random.choice([64, 5000, MIB // 3, MIB, 3 * MIB])
+        if random.random() < 0.7:
+            whole.append((end, size))
+        end += size
+    segments, slab = pin(end, DEVICE, whole), Slab()
+    for segment in segments:
+        slab.add(segment)
+    assert slab.nbytes == end
+    assert max(runtime.asked) <= 3 * MIB
+    registered = [(address, address + nbytes) for address, nbytes in runtime.locked.items()]
+    for first, size in whole:
+        tensor = slab.in_one_piece(first, size)
+        assert tensor.untyped_storage().nbytes() == size
+        begin, stop = tensor.data_ptr(), tensor.data_ptr() + size
+        assert any(low <= begin and stop <= high for low, high in registered)
+    del tensor
     slab.close()
 
 
@@ -161,6 +185,18 @@ def test_pages_are_there_before_they_are_locked(runtime: FakeRuntime, monkeypatc
     ):
         PinnedSegment(MIB, DEVICE)
     assert runtime.asked == [MIB]
+
+
+NUMA_MAPS = Path("/proc/self/numa_maps")
+
+
+@pytest.mark.skipif(not NUMA_MAPS.exists(), reason="needs Linux's /proc/self/numa_maps")
+def test_pages_lie_on_the_node_of_the_device(runtime: FakeRuntime) -> None:
+    segment = PinnedSegment(MIB, DEVICE)
+    policies = dict(line.split()[:2] for line in NUMA_MAPS.read_text().splitlines())
+    assert policies[f"{segment.tensor.data_ptr():08x}"].endswith(":0")
+    assert policies[f"{segment.tensor.data_ptr():08x}"].startswith("prefer")
+    segment.close()
 
 
 def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

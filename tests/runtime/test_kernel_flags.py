@@ -97,3 +97,103 @@ def test_a_step_under_other_flags_has_a_plan_of_its_own() -> None:
     with native():
         assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory() <= most
     wrapped.close()
+
+
+class Noting(torch.autograd.Function):
+    """Notes how precise the kernels are that it runs beside."""
+
+    noted: list[Any] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        Noting.noted.append(precisions())
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * ctx.saved_tensors[0]
+
+
+def precisions() -> tuple[Any, ...]:
+    cuda = torch.backends.cuda.matmul
+    kinds = [torch._C._get_fp32_precision_getter(kind, "matmul") for kind in ("cuda", "mkldnn")]
+    return *kinds, torch.backends.cudnn.conv.fp32_precision, cuda.allow_bf16_reduced_precision_reduction
+
+
+def legacy() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def fresh_api() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+
+
+def of_cudnn() -> None:
+    torch.backends.cudnn.allow_tf32 = False
+
+
+def of_sums() -> None:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
+class Precise(nn.Module):
+    """Each second layer, if `within`, runs as `chosen` has it."""
+
+    def __init__(self, chosen: Any, within: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.chosen, self.within = chosen, within
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.layers):
+            if self.within and n % 2:
+                self.chosen()
+            x = Noting.apply(layer(x).tanh())
+            if self.within and n % 2:
+                usual()
+        return x.square().mean()
+
+
+def usual() -> None:
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+
+
+@pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
+@pytest.mark.parametrize("chosen", [legacy, fresh_api, of_cudnn, of_sums])
+def test_a_replay_is_as_precise_as_the_first_run(chosen: Any, within: bool) -> None:
+    usual()
+    before = precisions()
+    x = torch.randn(4096, 16)
+    wrapped = rotoff.Checkpointable(Precise(chosen, within), stages=6, forms=False, cache_directory=None)
+    try:
+        if not within:
+            chosen()
+        limit = wrapped.measure(x).min_mem_limit("remat")
+        wrapped.compute_sequence(limit, mode="remat")
+        for _ in range(3):
+            if not within:
+                chosen()
+            Noting.noted.clear()
+            loss = wrapped(x)
+            first = len(Noting.noted)
+            usual()
+            loss.backward()
+            assert len(Noting.noted) > first  # some layers ran again
+            others = {noted for n, noted in enumerate(Noting.noted[:first]) if not within or n % 2}
+            assert others != {before}
+            assert {*Noting.noted[first:]} <= {*Noting.noted[:first]}
+            assert within or {*Noting.noted} == others
+            assert precisions() == before
+    finally:
+        usual()
+    torch.backends.fp32_precision = "tf32"  # what nobody has set for itself still follows this
+    assert torch.backends.mkldnn.matmul.fp32_precision == "tf32"
+    torch.backends.fp32_precision = "none"
+    wrapped.close()

@@ -472,7 +472,7 @@ class TestHostMemory:
     def test_available_memory_is_the_tightest_of_what_the_system_says(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host_memory, "_meminfo", lambda: 1000)
         monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([None, 300]))
-        assert host_memory.available_bytes() == 300
+        assert host_memory.available_bytes() == 285  # a twentieth is left to others
         monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([-5]))
         assert host_memory.available_bytes() == 0
         monkeypatch.setattr(host_memory, "_meminfo", lambda: None)
@@ -486,6 +486,34 @@ class TestHostMemory:
         monkeypatch.setenv("ROTOFF_HOST_MEMORY", "much")
         with pytest.raises(rotoff.LimitError, match="ROTOFF_HOST_MEMORY is 'much'"):
             host_memory.available_bytes()
+
+    @pytest.mark.parametrize(
+        ("groups", "files"),
+        [
+            ("0::/job/step\n", {"memory.max": "max", "job/memory.max": "9000", "job/step/memory.max": "max"}),
+            ("5:cpu:/other\n4:memory,x:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "9000"}),
+            (
+                "4:memory:/docker/1\n",
+                {"memory/memory.limit_in_bytes": "9000"},
+            ),  # the container sees its own as the root
+            ("0::/../../job\n", {"memory.max": "9000"}),
+        ],
+    )
+    def test_a_job_has_what_its_own_group_leaves_it(
+        self, groups: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.delenv("ROTOFF_HOST_MEMORY", raising=False)
+        monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
+        monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path / "fs")
+        (tmp_path / "groups").write_text(groups)
+        for name, content in files.items():
+            file = tmp_path / "fs" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(content)
+            for used in ("memory.current", "memory.usage_in_bytes"):
+                (file.parent / used).write_text("2000")
+            (file.parent / "memory.stat").write_text("inactive_file 500\nactive_file 100\nanon 7\n")
+        assert host_memory.available_bytes() == int(0.95 * (9000 - 2000 + 600))
 
     def test_this_machine_says(self):
         available = host_memory.available_bytes()

@@ -19,7 +19,7 @@ import torch
 from order_checker import HOST, Recording
 
 import rotoff
-from rotoff.runtime.links.base import Link, Offset
+from rotoff.runtime.links.base import Link, Offset, Range
 from rotoff.runtime.links.cuda import StreamLink
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
@@ -145,7 +145,7 @@ class RecordingStreams:
         self.recording.allocate(self.current().name, self.recording.buffer(data.untyped_storage()), nbytes)
         return data
 
-    def pin(self, nbytes: int) -> Sequence[RecordingSegment]:
+    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[RecordingSegment]:
         return [RecordingSegment(nbytes, self.recording)]
 
     def _perhaps_run(self) -> None:
@@ -234,8 +234,8 @@ class RecordingFileLink(FileLink):
         self._copies = 0
         self._host: int | None = None
 
-    def reserve(self, nbytes: int) -> None:
-        super().reserve(nbytes)
+    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
+        super().reserve(nbytes, whole)
         if self._host is None:
             self._host = self.log.new_buffer("the host's file")
         self.log.allocate(HOST, self._host, self.capacity)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...accelerator import BLOCK
 from ...capture import strategy
 from ...capture.backward_roots import BackwardFrom, read_backward_from
 from ...capture.mutations import ChangedBuffers
@@ -23,7 +24,6 @@ from ...runtime.overhead import NO_OVERHEAD, OverheadTimes
 from ...tensors.convolutions import Algorithms
 from ...tensors.rng import RNG_BYTES
 from ...tensors.stage import Behaviour
-from ...tensors.storage import CUDA_BLOCK
 from ..measure import measure
 from ..measured import Measured
 from ..memory.allocator import AllocationLog
@@ -95,7 +95,7 @@ class TimedAllocator(FakeAllocator):
         if device.capability is None:
             super().__init__(1, cpu_temporaries.steps)
         else:
-            super().__init__(CUDA_BLOCK)
+            super().__init__(BLOCK)
         self._mode = mode
         self._roofline = roofline
         self.seconds: list[dict[str, float]] = []

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from ...tensors.kernel_flags import matmuls_in_tf32
 from ...tensors.storage import pieces
 from ...tensors.tree import leaves
 from .devices import Device
@@ -56,7 +57,7 @@ class Roofline:
         found = next((_TYPES[t.dtype] for t in tensors if t.dtype in _TYPES), "float32")
         if found == "float32" and "tf32" in self._device.flops:
             name = func.overloadpacket.__name__
-            if name.startswith(_CONVOLUTIONS) or torch.get_float32_matmul_precision() != "highest":
+            if name.startswith(_CONVOLUTIONS) or matmuls_in_tf32():
                 return "tf32"
         return found
 

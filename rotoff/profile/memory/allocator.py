@@ -20,15 +20,14 @@ import torch
 from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 
+from ...accelerator import ENLARGING, UNSPLIT, allocator_options, block_bytes, events_are_of, is_accelerator
 from ...errors import MeasureError
-from ...tensors.storage import block_bytes, local, rounded
+from ...tensors.storage import local, rounded
 
 logger = logging.getLogger("rotoff")
 T = TypeVar("T")
 _MARK = "rotoff::mark "
 _WHOLE = "rotoff::record"
-ENLARGING = ("max_split_size_mb", "roundup_power2_divisions")
-UNSPLIT = 1 << 20  # the CUDA allocator does not split this remainder off a block above 1 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class DeviceAllocator:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda" and device not in _checked:
+        if is_accelerator(device) and device not in _checked:
             _, log = record(lambda: torch.empty(1, device=device), device)
             if not log.events:
                 raise MeasureError(
@@ -188,15 +187,14 @@ class DeviceAllocator:
         return rounded(nbytes, block_bytes(self._device))
 
     def as_requested(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
-        if self._device.type != "cuda":
+        if not is_accelerator(self._device):
             return log
         return log.sized({self.address(t): self.rounded(t.untyped_storage().nbytes()) for t in tensors})
 
 
 def _warn_of_larger_blocks() -> None:
     """Warn if the allocator is configured to allocate blocks larger than rotoff counts."""
-    options = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    if found := [option for option in ENLARGING if option in options]:
+    if found := [option for option in ENLARGING if option in allocator_options()]:
         logger.warning(
             "rotoff: the allocator's option %s makes blocks larger than rotoff counts, so steps may exceed their limit;"
             " leave it out of PYTORCH_ALLOC_CONF, or lower the limit by what docs/runtime.md says",
@@ -257,7 +255,7 @@ def _walk(roots: Iterable[Any], device: torch.device) -> Iterable[tuple[int, All
         tag = node.tag  # reading a field is slow
         if tag == _EventType.Allocation:
             fields = node.extra_fields
-            if fields.device.type == device.type and (
+            if events_are_of(fields.device.type, device) and (
                 device.index is None or fields.device.index in (device.index, -1)
             ):
                 yield node.start_time_ns, Allocation(fields.ptr, fields.alloc_size)

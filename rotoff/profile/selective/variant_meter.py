@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...accelerator import is_accelerator
 from ...capture.operations import OperationLog
 from ...core.chain import Form, Stage
 from ...runtime.replay import ReplayState
@@ -111,7 +112,7 @@ class FormMeter:
         known = {one.identity: one.seconds for one in times or ()}
         key = structure(log, behaviour.saved), frozenset(known), self.estimates
         shared = self._shared.get(key)
-        blocks = len(behaviour.saved) + len(log.operations) if self.context.device.type == "cuda" else 0
+        blocks = len(behaviour.saved) + len(log.operations) if is_accelerator(self.context.device) else 0
         if shared is not None and _alike(shared[0], costs, blocks * UNSPLIT):
             return _shifted(shared[1], costs.backward_time - shared[0].backward_time)
         graph = StageGraph(log, behaviour.saved)

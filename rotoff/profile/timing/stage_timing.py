@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...tensors.clock import finish, mark, seconds_between
+from ...accelerator import finish, is_accelerator
+from ...tensors.clock import mark, seconds_between
 from ...tensors.saved_tensors import watch_saved
 from ...tensors.tree import flatten
 from .convergence import Repeats, Series
@@ -31,7 +32,7 @@ class Clock:
         self._host: list[float] = []  # empty if the host is the device
 
     def tick(self) -> None:
-        if self._device.type == "cuda":
+        if is_accelerator(self._device):
             self._host.append(time.perf_counter())
         self._marks.append(mark(self._device))
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 Ticket = Any  # what a link returns for a copy that it has started; opaque to the interpreter
+Range = tuple[int, int]  # of host bytes: the first, and how many
 Offset = int | Sequence[int]  # the first host byte of each tensor, or of the first if they are packed one after another
 
 
@@ -50,9 +51,10 @@ class Link(ABC):
     typed = False  # whether copies take tensors that hold only float32 as float32, not as bytes
 
     @abstractmethod
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
         """Secure at least `nbytes` bytes of host memory until `close`; called within a step only for values that its
-        data made larger than measured.
+        data made larger than measured. whole: those of the new bytes that `host_bytes` will be asked for, each in one
+        piece.
 
         Raises:
             rotoff.ExecutionError: if the host cannot give them.

@@ -1,4 +1,4 @@
-"""The link for CUDA: a side stream for each direction, pinned host memory of exact size, ordered by events alone.
+"""The link for an accelerator: a side stream for each direction, pinned host memory of exact size, events for order.
 
 For each copy, an event is recorded on the compute stream at issue and the copy's stream waits for it, because until
 then the source is not written, or the target still in use. A copy back also waits for the copy out that filled its host
@@ -6,8 +6,8 @@ bytes. `wait` makes the compute stream wait for the copy's own event. After that
 which reuses it in the order of the compute stream. So the allocator needs no `record_stream`, which would return blocks
 late, and the host never waits within a step.
 
-`StreamLink` does all of this through the interface `Streams`. `CudaStreams` implements it for CUDA, and the tests have
-an implementation for tensors on the CPU, so that they check the order of the code that runs.
+`StreamLink` does all of this through the interface `Streams`. `CudaStreams` implements it by `rotoff.accelerator`, and
+the tests have an implementation for tensors on the CPU, so that they check the order of the code that runs.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
-from .base import Link, Offset, first_bytes
+from ...accelerator import Event, Stream, copy_on, current_stream, indexed, named, new_event, new_stream
+from .base import Link, Offset, Range, first_bytes
 from .pinned import Segment, Slab, pin
-
-Stream = Any
-Event = Any
-_cuda: Any = torch.cuda  # its classes are typed in part only
 
 
 class Streams(Protocol):
@@ -60,31 +57,29 @@ class Streams(Protocol):
     def empty(self, nbytes: int) -> torch.Tensor:
         """Allocate `nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
 
-    def pin(self, nbytes: int) -> Sequence[Segment]:
-        """Return `nbytes` bytes of pinned host memory, in one piece or more."""
+    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
+        """Return `nbytes` bytes of pinned host memory, in one piece or more, each of the ranges `whole` in one."""
 
 
 class CudaStreams:
-    """`Streams` of a CUDA device."""
+    """`Streams` of an accelerator."""
 
     timed = False
 
     def __init__(self, device: torch.device | str | int) -> None:
-        device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self.device = torch.device("cuda", index)
+        self.device = indexed(named(device))
 
     def current(self) -> Stream:
         # Asked anew each time: backward runs on another thread, and the user may be on a stream of their own.
-        return torch.cuda.current_stream(self.device)
+        return current_stream(self.device)
 
     def side(self) -> Stream:
         # torch hands its 32 streams of a priority out in turn; users take theirs from the other priority, so that a
         # copy does not end up in the queue of a user's compute.
-        return _cuda.Stream(self.device, priority=-1)
+        return new_stream(self.device, priority=-1)
 
     def event(self) -> Event:
-        return _cuda.Event(enable_timing=self.timed)
+        return new_event(self.device, self.timed)
 
     def record(self, event: Event, stream: Stream) -> None:
         event.record(stream)
@@ -99,17 +94,13 @@ class CudaStreams:
         event.synchronize()
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        # Contiguous bytes on both sides: torch issues one cudaMemcpyAsync each, which is asynchronous because the
-        # driver knows the host side as pinned; torch itself does not look.
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
+        copy_on(stream, self.device, pairs)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def pin(self, nbytes: int) -> Sequence[Segment]:
-        return pin(nbytes, self.device)
+    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
+        return pin(nbytes, self.device, whole)
 
 
 class StreamTicket:
@@ -165,9 +156,9 @@ class StreamLink(Link):
         self._pool: list[Event] = []  # events that may be used again
         self._end = weakref.finalize(self, _end, os.getpid(), streams, (self._outward, self._inward), self._slab)
 
-    def reserve(self, nbytes: int) -> None:
-        if nbytes > self.capacity:
-            for segment in self._streams.pin(nbytes - self.capacity):
+    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
+        if (had := self.capacity) < nbytes:
+            for segment in self._streams.pin(nbytes - had, [(first - had, size) for first, size in whole]):
                 self._slab.add(segment)
             self.capacity = self._slab.nbytes
 
@@ -257,7 +248,7 @@ class StreamLink(Link):
 
 
 class CudaLink(StreamLink):
-    """The link of a CUDA device, such as "cuda" or torch.device("cuda", 1)."""
+    """The link of an accelerator, such as "cuda" or torch.device("cuda", 1)."""
 
     def __init__(self, device: torch.device | str | int) -> None:
         super().__init__(CudaStreams(device))

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import ExecutionError
-from .base import Link, Offset, first_bytes
+from .base import Link, Offset, Range, first_bytes
 from .host_file import HostFile, check_directory, choose_directory
 
 
@@ -104,7 +104,7 @@ class FileLink(Link):
         self._worker: _Worker | None = None
         self._mapping: mmap.mmap | None = None
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
         if nbytes <= self.capacity:
             return
         self._live_worker().file.reserve(nbytes)

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 
 import torch
 
+from ...accelerator import SEGMENT, Stream
 from ...errors import OptionError
 from .base import Offset, first_bytes
 from .cuda import CudaStreams, StreamLink, Streams
 
 PIECE = 2 << 20  # elements that are converted at a time
 # Each direction's stream has one piece in 16 bits at a time: the allocator gives it back to the same stream, in order,
-# and rounds what it takes for a stream of its own up to 20 MiB at most.
-STAGING_BYTES = 2 * (20 << 20)
+# and rounds what it takes for a stream of its own up to a segment at most.
+STAGING_BYTES = 2 * SEGMENT
 DTYPES = (torch.float16, torch.bfloat16)
 
 
@@ -63,8 +64,21 @@ class HalfLink(StreamLink):
         return pieces[0].view(self._dtype)
 
 
+class _SharedStreams(CudaStreams):
+    """All links of a device copy on the same two streams, so that together they have one piece for each direction."""
+
+    _sides: dict[torch.device, tuple[Stream, Stream]] = {}
+    _taken = 0
+
+    def side(self) -> Stream:
+        if self.device not in self._sides:
+            self._sides[self.device] = super().side(), super().side()
+        self._taken += 1
+        return self._sides[self.device][self._taken - 1]
+
+
 class CudaHalfLink(HalfLink):
     """The link of a CUDA device with values in `dtype` on the host."""
 
     def __init__(self, device: torch.device | str | int, dtype: torch.dtype) -> None:
-        super().__init__(CudaStreams(device), dtype)
+        super().__init__(_SharedStreams(device), dtype)

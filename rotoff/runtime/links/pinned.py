@@ -5,25 +5,28 @@ PyTorch's own pinned allocator rounds a request up to a power of two and never g
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
+import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from ...accelerator import is_accelerator, numa_node, register, unregister
 from ...core.sizes import parse_bytes
 from ...errors import ExecutionError
+from .base import Range
 
-_cuda: Any = torch.cuda  # typed in part only
-_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
 SEGMENT_BYTES = 1 << 30  # what is locked at once: a driver may refuse one range of tens of GiB that it takes in pieces
+LEFT = 0.05  # of what a system says that it has, for what grows meanwhile: page tables, stacks, other processes
+CGROUPS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _CURE = (
     'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the'
     " environment that there is more (ROTOFF_HOST_MEMORY)"
@@ -68,17 +71,12 @@ class Slab:
         """The bytes from `offset` on as one tensor with a storage of its own, which keeps them.
 
         Raises:
-            rotoff.ExecutionError: where they are not all inside of the slab, or lie in several pieces of memory.
+            rotoff.ExecutionError: where they are not all inside of one segment.
         """
-        first, *others = self.pieces(offset, nbytes)
-        storage = first.untyped_storage()
-        gaps = any(b.data_ptr() != a.data_ptr() + a.numel() for a, b in pairwise((first, *others)))
-        if gaps or storage.nbytes() < first.storage_offset() + nbytes:
-            raise ExecutionError(
-                f"{nbytes} bytes of host memory could not be pinned in one piece, and a parameter needs that; {_CURE}"
-            )
-        whole = first.new_empty(0).set_(storage, first.storage_offset(), (nbytes,), (1,))
-        return torch.from_numpy(whole.numpy())
+        piece, *others = self.pieces(offset, nbytes)
+        if others:
+            raise ExecutionError(f"host bytes {offset} to {offset + nbytes} lie in several pieces of memory")
+        return torch.from_numpy(piece.numpy())
 
     def close(self) -> None:
         """Give all segments back; closing twice is harmless."""
@@ -93,19 +91,27 @@ class Slab:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def pin(nbytes: int, device: torch.device) -> list[Segment]:
-    """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES` that lie one after another in one
-    piece of memory, unless they cannot be registered; all of them or none.
+def pin(nbytes: int, device: torch.device, whole: Sequence[Range] = ()) -> list[Segment]:
+    """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES`, but for a range of `whole` that is
+    larger: none of those lies in two. All segments or none.
+
+    A copy may not cross from one registered range into the next, and where memory cannot be registered its segments lie
+    apart.
 
     Raises:
         rotoff.ExecutionError: where the host cannot give or lock them.
     """
     _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
     segments: list[Segment] = []
+    start = 0
     try:
-        pages = _mapped(nbytes)
-        for start in range(0, nbytes, SEGMENT_BYTES):
-            segments.append(PinnedSegment(min(SEGMENT_BYTES, nbytes - start), device, pages, start))
+        while start < nbytes:
+            stop = min(start + SEGMENT_BYTES, nbytes)
+            for first, size in whole:
+                if first < stop < first + size:
+                    stop = first if first > start else first + size
+            segments.append(PinnedSegment(stop - start, device))
+            start = stop
     except BaseException:
         for segment in segments:
             segment.close()
@@ -116,32 +122,26 @@ def pin(nbytes: int, device: torch.device) -> list[Segment]:
 class PinnedSegment:
     """`nbytes` bytes of page-locked memory that `device` copies from and to at full speed and without the host's help.
 
-    Args:
-        pages: of which it locks those from byte `start` on; None for new ones.
-
     Raises:
         rotoff.ExecutionError: where the host cannot give or lock them.
     """
 
-    def __init__(self, nbytes: int, device: torch.device, pages: mmap.mmap | None = None, start: int = 0) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
         self._address = self._taken = 0
         _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
-        pages = _mapped(nbytes) if pages is None else pages
+        pages = _mapped(nbytes)
+        self.tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping, and the mapping goes with it
+        _prefer(numa_node(device), self.tensor)
         try:
-            _populate(pages, start, nbytes)
+            pages.madvise(_POPULATE_WRITE)
         except OSError as error:
-            raise _none(nbytes, error) from error
-        whole = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the mapping, and the mapping goes with it
-        self.tensor = whole[start : start + nbytes]
-        del whole
-        with torch.cuda.device(device):
-            code = int(_cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), nbytes, _PORTABLE))
-            if code == 0:
-                self._address = self.tensor.data_ptr()
-                self._count(nbytes)
-                return
-            _clear_last_error(device)
+            if error.errno != errno.EINVAL:  # an older kernel does not know the advice; registering brings the pages
+                raise _none(nbytes, error) from error
+        if (code := register(self.tensor, device)) == 0:
+            self._address = self.tensor.data_ptr()
+            self._count(nbytes)
+            return
         del self.tensor  # or the host would hold these bytes twice
         rounded = 1 << (nbytes - 1).bit_length()  # what PyTorch's allocator takes for them
         _check_room(
@@ -165,9 +165,7 @@ class PinnedSegment:
         """Unlock the memory and let it go; no copy may be under way."""
         address, self._address = self._address, 0
         if address:
-            with torch.cuda.device(self._device):
-                if int(_cuda.cudart().cudaHostUnregister(address)) != 0:
-                    _clear_last_error(self._device)
+            unregister(address, self._device)
         self.tensor = _NOTHING
         self._count(0)
 
@@ -188,7 +186,7 @@ def room_for_plan(device: torch.device) -> int | None:
     among the processes of this host. None where the device's host tier is no memory of the host's, or the system does
     not say.
     """
-    free = available_bytes() if device.type == "cuda" else None
+    free = available_bytes() if is_accelerator(device) else None
     return None if free is None else free // local_processes() + _pinned
 
 
@@ -208,7 +206,7 @@ def available_bytes() -> int | None:
         return max(parse_bytes(said, "ROTOFF_HOST_MEMORY") - _pinned, 0)
     figures = [_meminfo(), *_cgroup_room()]
     known = [figure for figure in figures if figure is not None]
-    return max(min(known), 0) if known else None
+    return max(int(min(known) * (1 - LEFT)), 0) if known else None
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
@@ -234,23 +232,20 @@ def _none(nbytes: int, error: Exception) -> ExecutionError:
     return ExecutionError(f"the host cannot give {nbytes} bytes of memory ({error}); {_CURE}")
 
 
-def _populate(pages: mmap.mmap, start: int, nbytes: int) -> None:
-    """Have pages now, so that a host without room for them says so here and not to the driver.
-
-    Raises:
-        OSError: where there is no room.
-    """
-    try:
-        pages.madvise(_POPULATE_WRITE, start, nbytes)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # an older kernel does not know the advice; registering brings the pages too
-            raise
+_MBIND = {"x86_64": 237, "aarch64": 235}  # its number as a system call, which the C library does not export
+_PREFERRED = 1  # MPOL_PREFERRED: other nodes are used where this one has no room
 
 
-def _clear_last_error(device: torch.device) -> None:
-    """CUDA keeps a failed call's error and raises it at the next kernel launch; launch one here that may fail."""
-    with suppress(RuntimeError):
-        torch.empty(1, dtype=torch.uint8, device=device).fill_(1)
+def _prefer(node: int | None, host: torch.Tensor) -> None:
+    """Have the pages of `host`, of which none is there yet, on a node of the host's memory, if possible."""
+    call = _MBIND.get(platform.machine())
+    if node is not None and call is not None:
+        mask = (ctypes.c_ulong * (node // 64 + 1))()
+        mask[node // 64] = 1 << node % 64
+        nodes = ctypes.c_ulong(64 * len(mask) + 1)  # the kernel takes one less
+        ctypes.CDLL(None).syscall(
+            call, ctypes.c_void_p(host.data_ptr()), ctypes.c_ulong(host.numel()), _PREFERRED, mask, nodes, 0
+        )
 
 
 def _meminfo() -> int | None:
@@ -262,16 +257,28 @@ def _meminfo() -> int | None:
 
 
 def _cgroup_room() -> Iterator[int | None]:
-    """What the process's control group has left, by version 2's files or version 1's; its page cache counts as free."""
-    for folder, limit, used in (
-        (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        try:
-            total, now = int((folder / limit).read_text()), int((folder / used).read_text())
-            rows = (folder / "memory.stat").read_text().splitlines()
-        except (OSError, ValueError):  # no such group, or "max"
+    """What the process's control group and those around it have left, by version 2's files or version 1's; their page
+    cache counts as free. A job of a cluster has a group of its own within that of the machine or the container."""
+    try:
+        rows = [row.split(":", 2) for row in CGROUPS.read_text(encoding="ascii").splitlines()]
+    except (OSError, ValueError):
+        return
+    for _, controllers, path in rows:
+        if controllers and "memory" not in controllers.split(","):
             continue
-        stat = {words[0]: int(words[1]) for words in map(str.split, rows) if len(words) == 2 and words[1].isdigit()}
-        cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
-        yield total - now + cache
+        top = CGROUP_ROOT / "memory" if controllers else CGROUP_ROOT
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        own = top / path.lstrip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(top))):
+            yield _left_in(folder, *names)
+
+
+def _left_in(folder: Path, limit: str, used: str) -> int | None:
+    try:
+        total, now = int((folder / limit).read_text()), int((folder / used).read_text())
+        rows = (folder / "memory.stat").read_text().splitlines()
+    except (OSError, ValueError):  # no such group, or "max"
+        return None
+    stat = {words[0]: int(words[1]) for words in map(str.split, rows) if len(words) == 2 and words[1].isdigit()}
+    cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return total - now + cache

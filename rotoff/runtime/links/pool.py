@@ -8,6 +8,7 @@ import threading
 
 import torch
 
+from ...accelerator import TYPES, is_accelerator
 from ...core.chain import LinkRates
 from ...errors import ExecutionError, OptionError
 from .bandwidth import bidirectional_shares, measure_bandwidth
@@ -125,7 +126,7 @@ def new_link(
     Raises:
         ExecutionError: if there is none for such a device. OptionError: if it does not support `half`.
     """
-    if device.type == "cuda" and half is not None:
+    if is_accelerator(device) and half is not None:
         return CudaHalfLink(device, half)
     if half is not None:
         raise OptionError(
@@ -133,6 +134,8 @@ def new_link(
         )
     if device.type == "cpu":
         return FileLink(directory)
-    if device.type == "cuda":
+    if is_accelerator(device):
         return CudaLink(device)
-    raise ExecutionError(f"there is no link for a device of type {device.type!r}; rotoff moves values on cpu and cuda")
+    raise ExecutionError(
+        f"there is no link for a device of type {device.type!r}; rotoff moves values on {' and '.join(TYPES)}"
+    )

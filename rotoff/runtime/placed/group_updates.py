@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...core.sequence import Op, OpKind, g, o, w
 from ...errors import ExecutionError
 from .groups import PlacedGroups
-from .tensor import prefetch, settle
+from .tensor import prefetch, remember, settle
 from .updates import Chunks, HostLane, counts_changes
 
 
@@ -48,10 +48,13 @@ class GroupUpdates:
 
     def finish(self, planned: bool) -> None:
         """End the update of `begin`. planned: whether the plan's operations have run; otherwise all groups are updated
-        now."""
+        now, on the host if it can run the optimizers."""
+        here = self._groups.plan.on_host
         for k in self._groups.numbers:
             if k not in self.begun:
-                self.update(Op(OpKind.H, k))
+                self.update(Op(OpKind.H if here else OpKind.U, k))
+                for tensor in () if here else self._groups.tensors(w(k)) + self._groups.tensors(o(k)):
+                    tensor.release()
         self.host.join()
         self._chunks[0].step()  # what belongs to no group
         self.end(planned)
@@ -69,6 +72,7 @@ class GroupUpdates:
                 for tensor in groups.tensors(v):
                     tensor.hand_over()
                     tensor.rest(True, v in groups.plan.on_both)
+                remember(groups.tensors(v))
         if self._in_backward:
             self.gone = {key for one in self._chunks for key in one.updated}
         self._chunks, self._in_backward = [], False

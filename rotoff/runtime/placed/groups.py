@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ from .tensor import (
     PlacedTensor,
     placeable,
     prefetch,
+    remember,
     room_of,
     settle,
 )
@@ -124,8 +126,9 @@ class PlacedGroups:
         self.base = max(self.base, self.fresh.end)
         if new and self.base:  # so that each lies in bytes that were secured at once
             self.base = max(self.base, rounded(self.link.capacity, ALIGNMENT))
-        end = self.base + sum(room_of(p) * (1 + p.requires_grad) + state for p, state in new)
-        self.link.reserve(end + host_bytes)
+        sizes = [size for p, state in new for size in (room_of(p), room_of(p) * p.requires_grad, state)]
+        *firsts, end = itertools.accumulate(sizes, initial=self.base)
+        self.link.reserve(end + host_bytes, [*zip(firsts, sizes, strict=True)])
         for parameter, state in new:
             self.places[id(parameter)] = places = ParameterPlaces(parameter, state, self.link, self.base, self.fresh)
             self.base = places.end
@@ -143,6 +146,7 @@ class PlacedGroups:
                 for v in sorted(values, key=lambda v: v in resident):
                     for tensor in self.tensors(v):
                         tensor.rest(v in resident, v in on_both)
+            self._remember()
             return
         for parameter in self.plan.outside:
             move(parameter, self.link.device)
@@ -156,7 +160,11 @@ class PlacedGroups:
                 places.gradient.rest(here)
                 if beginning and not here and w(k) in resident | self.plan.early:
                     prefetch([places.weight])
+        self._remember()
         self.link.drain()
+
+    def _remember(self) -> None:
+        remember(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
 
     def give_back(self) -> None:
         """Put everything on the device; there is no plan then."""

@@ -40,6 +40,7 @@ class PlacedPlan:
     outside: parameters that stay on the device.
     during: whether groups are updated within the backward.
     room: bytes for parameters on the device, in a forward that saves nothing.
+    on_host: whether the host's processor can run the optimizers.
     """
 
     groups: tuple[PlacedGroup, ...]
@@ -53,6 +54,7 @@ class PlacedPlan:
     during: bool = False
     room: int = 0
     before: tuple[PlacedGroup, ...] = ()
+    on_host: bool = True
 
     @property
     def every(self) -> tuple[PlacedGroup, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,10 @@ class FreshBytes:
         if self._next + nbytes > self.end:
             first, size = rounded(self._link.capacity, ALIGNMENT), max(nbytes, self._secured)
             try:
-                self._link.reserve(first + size)
+                self._link.reserve(first + size, [(first, size)])
             except ExecutionError:
                 size = nbytes
-                self._link.reserve(first + size)
+                self._link.reserve(first + size, [(first, size)])
             self._next, self.end, self._secured = first, first + size, self._secured + size
         self._next += nbytes
         return self._next - nbytes
@@ -221,10 +221,12 @@ class PlacedTensor(ABC):
         if self.look() and self.device is not None:
             if self.on_host:
                 self._put_on_device(self.device)
-            self._remember(counted)
+            if self._valid and self._same is None:
+                self._same = self._content(counted)
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
-        """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`."""
+        """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`;
+        `remember` then notes what it is."""
         self.settle()
         if not self.look():
             return
@@ -241,7 +243,6 @@ class PlacedTensor(ABC):
         if on_both and not self._valid:
             offload([self])
             self.settle()
-        self._remember()
 
     def _warn_of_sharing(self) -> None:
         """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left."""
@@ -265,10 +266,6 @@ class PlacedTensor(ABC):
         """Whether hooks of the caller's may change it within the backward, through ``.data``."""
         return False
 
-    def _remember(self, counted: bool = False) -> None:
-        if self._valid and self._same is None and self.device is not None:
-            self._same = self._content(counted)
-
     def _content(self, counted: bool) -> tuple[int, ...]:
         """What changes with the caller's tensor: its checksum and version, or, if `counted`, the tensor and that."""
         tensor = self.get()
@@ -276,7 +273,7 @@ class PlacedTensor(ABC):
         if counted and not tensor.is_inference():
             return id(tensor), tensor._version
         assert self.device is not None
-        return (hash((_sum(self.device), version_of(tensor))),)
+        return (hash((_sums([self.device])[0], version_of(tensor))),)
 
     def _have_host(self, like: torch.Tensor) -> torch.Tensor:
         if self.host is None or View.of(self.host) != View.of(like):
@@ -336,18 +333,34 @@ def _is_kept(own: torch.Tensor) -> bool:
     return uses_of(own) > 2  # `own`, and that call's
 
 
-def _sum(tensor: torch.Tensor) -> int:
-    """Return a checksum of a tensor. It also shows changes that autograd's version counter does not count, such as
-    ``parameter.data.mul_``; of those that only move numbers, it shows moves between its blocks."""
-    content = bytes_of(tensor.untyped_storage())
-    whole = content.numel() // (8 * BLOCKS) * 8 * BLOCKS
-    blocks = content[:whole].view(torch.int64).view(BLOCKS, -1).sum(1)
-    return int(blocks.cumsum_(0).sum()) + int(content[whole : tensor.nbytes].sum())
+def remember(tensors: Iterable[PlacedTensor]) -> None:
+    """Note what those are that rest on the device and on the host; an accelerator makes the host wait for each read, so
+    many are read at once."""
+    new = [one for one in tensors if one._valid and one._same is None and one.device is not None]
+    for begin in range(0, len(new), BLOCKS):
+        some = new[begin : begin + BLOCKS]
+        for one, number in zip(some, _sums([one.device for one in some if one.device is not None]), strict=True):
+            tensor = one.get()
+            assert tensor is not None
+            one._same = (hash((number, version_of(tensor))),)
+
+
+def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a checksum of each of at most `BLOCKS` tensors. It also shows changes that autograd's version counter does
+    not count, such as ``parameter.data.mul_``; of those that only move numbers, it shows moves between its blocks."""
+    found = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    for n, tensor in enumerate(tensors):
+        content = bytes_of(tensor.untyped_storage())
+        whole = content.numel() // (8 * BLOCKS) * 8 * BLOCKS
+        blocks = content[:whole].view(torch.int64).view(BLOCKS, -1).sum(1)
+        found[n] += blocks.cumsum_(0).sum()
+        found[n] += content[whole : tensor.nbytes].sum()
+    return list(map(int, found.tolist()))
 
 
 def checksum_bytes(block: int) -> int:
-    """The bytes on the device that making a checksum takes, if the allocator hands out blocks of `block` bytes."""
-    return rounded(8 * BLOCKS, block) + rounded(8, block)
+    """The bytes on the device that making checksums takes, if the allocator hands out blocks of `block` bytes."""
+    return 2 * rounded(8 * BLOCKS, block) + rounded(8, block)
 
 
 class PlacedParameter(PlacedTensor):

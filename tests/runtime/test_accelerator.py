@@ -1,0 +1,38 @@
+"""What rotoff asks of a device, on a machine without one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._profiler import _EventType
+
+from rotoff.profile.memory.allocator import Allocation, _walk
+from rotoff.tensors.rng import Generators
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_generators_are_there_before_anything_has_run_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.cuda.default_generators`` is empty until CUDA is initialised."""
+    own = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(torch.cuda, "default_generators", ())
+    monkeypatch.setattr(torch.cuda, "init", lambda: monkeypatch.setattr(torch.cuda, "default_generators", (own,)))
+    generators = Generators(CUDA)
+    before = generators.states()
+    torch.rand(3, generator=own)
+    assert generators.states() != before
+
+
+@pytest.mark.parametrize("kind", ["cuda", "hip"])
+def test_memory_events_of_amds_devices_are_theirs_by_either_name(kind: str) -> None:
+    """Some builds report them as of "hip", though their tensors say "cuda"."""
+
+    def event(kind: str, index: int, ptr: int) -> SimpleNamespace:
+        fields = SimpleNamespace(device=SimpleNamespace(type=kind, index=index), ptr=ptr, alloc_size=512)
+        return SimpleNamespace(children=[], tag=_EventType.Allocation, extra_fields=fields, start_time_ns=ptr)
+
+    events = [event(kind, 0, 1), event(kind, 1, 2), event("cpu", -1, 3)]
+    assert [found for _, found in _walk(events, CUDA)] == [Allocation(1, 512)]
+    assert [found for _, found in _walk(events, torch.device("cpu"))] == [Allocation(3, 512)]
