@@ -18,7 +18,8 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
-from ..tape.contents import Content, Slot, bytes_in
+from ..runtime.links.spill import Away, Spill
+from ..tape.contents import Content, Slot
 from ..tape.tape import Known, Operation, Tape
 from ..tape.verify import Verified
 
@@ -78,7 +79,8 @@ class RecordedStep(Verified):
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
-        self._host: dict[Content, tuple[torch.device, torch.Tensor]] = {}
+        self._spill = Spill()
+        self._away: dict[Content, Away] = {}
         self._profile: profile | None = None
         self._queued = False
         self._clock = 0.0
@@ -119,8 +121,8 @@ class RecordedStep(Verified):
         with own(), torch._C._DisableTorchDispatch():
             super().enter(stage)
             for content in self.segments[-1].saved:
-                if (storage := content.storage(seen=True)) is not None and content not in self._host:
-                    self._host[content] = storage.device, bytes_in(storage).to("cpu", copy=True)
+                if (storage := content.storage(seen=True)) is not None and content not in self._away:
+                    self._away[content] = self._spill.put(storage)
             self._borders = []  # or what has died would be alive still
             self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
 
@@ -187,13 +189,12 @@ class RecordedStep(Verified):
         return tensor
 
     def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
-        there = {c: self._host[c] for c in self.saved_contents(stage) if c in self._host}
-        return {c: data.to(device, copy=True).untyped_storage() for c, (device, data) in there.items()}
+        return {c: self._spill.get(self._away[c]) for c in self.saved_contents(stage) if c in self._away}
 
     def _ended(self) -> None:
         with record_function(MARK + END):
             self.waits.append(time.perf_counter() - self._clock)
-        self._host.clear()
+        self._away.clear()
         self.complete = True
 
     def trust_stages(self, begins: Sequence[int]) -> None:

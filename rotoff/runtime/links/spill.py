@@ -1,0 +1,66 @@
+"""Where a step without a plan keeps what it moves off the device: bytes of a file if that is the CPU, else memory of the
+host."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+from ...tape.contents import bytes_in
+from .host_file import HostFile, check_directory, choose_directory
+
+GROWTH = 64 << 20  # bytes that the file gets at a time
+
+
+@dataclass(frozen=True)
+class Away:
+    """What was moved: `copy` on the host, or bytes of the file from `offset` on."""
+
+    device: torch.device
+    nbytes: int
+    copy: torch.Tensor | None
+    offset: int
+
+
+class Spill:
+    """Keeps storages until it is collected.
+
+    directory: of the file; None: the first of the usual temporary directories that is on a disk.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
+        self._directory = directory
+        self._file: HostFile | None = None
+        self._end = 0
+
+    def put(self, storage: torch.UntypedStorage) -> Away:
+        """Copy a storage.
+
+        Raises:
+            rotoff.ExecutionError: if the disk has no room for it, or no directory is on one.
+        """
+        data, nbytes = bytes_in(storage), storage.nbytes()
+        if storage.device.type != "cpu":
+            return Away(storage.device, nbytes, data.cpu(), 0)
+        if self._file is None:
+            chosen = choose_directory() if self._directory is None else check_directory(self._directory)
+            self._file = HostFile(chosen)
+            weakref.finalize(self, self._file.close)
+        if self._end + nbytes > self._file.capacity:
+            self._file.reserve(self._end + max(nbytes, GROWTH))
+        away = Away(storage.device, nbytes, None, self._end)
+        self._file.write(data.numpy().data, away.offset)
+        self._end += nbytes
+        return away
+
+    def get(self, away: Away) -> torch.UntypedStorage:
+        """Return a storage with these bytes, on the device where they were."""
+        if away.copy is not None:
+            return away.copy.to(away.device).untyped_storage()
+        data = torch.empty(away.nbytes, dtype=torch.uint8)
+        assert self._file is not None
+        self._file.read(data.numpy().data, away.offset)
+        return data.untyped_storage()
