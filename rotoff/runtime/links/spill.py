@@ -1,5 +1,5 @@
-"""Where a step without a plan keeps what it moves off the device: bytes of a file if that is the CPU, else memory of the
-host."""
+"""Where a step without a plan keeps what it moves off the device: in a file if that is the CPU, else in the memory of
+the host."""
 
 from __future__ import annotations
 
