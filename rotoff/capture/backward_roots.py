@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.modes import as_tuple
 from ..errors import ExecutionError, MeasureError, OptionError
+from ..tensors.stage import StageModule
 from ..tensors.tree import flatten
 
 BackwardFrom = str | int | Iterable[str | int] | None
@@ -114,6 +115,12 @@ class BackwardStarts(nn.Module):
                 " (for example with labels), or name the output that the backward starts from"
             )
         return tensors
+
+
+def without_backward(last: StageModule) -> tuple[int, ...]:
+    """Return the outputs of the `last` stage, as it ran last, from which no backward starts, as the user says."""
+    module = last.modules[-1] if last.modules else None
+    return module.others if isinstance(module, BackwardStarts) else ()
 
 
 def _uses(storage: StorageWeakRef) -> int:

@@ -112,11 +112,12 @@ def make_plan(
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = _choice(sequence)
-    chosen = profile.keeping(kept, compact)
-    if not sequence.meta.get(PLAIN):
+    plain = bool(sequence.meta.get(PLAIN))
+    chosen = profile.keeping(kept, compact, request.lets_go and not plain)
+    if not plain:
         chosen = chosen.with_overhead()
-    plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, request.in_flight)
-    plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
+    how = kept, compact, request.in_flight, request.lets_go
+    plan = replace(compile_sequence(chosen.chain, sequence, sequence.mem_limit, *how), keeps_all=plain)
     _report(profile, request, plan, time.perf_counter() - began)
     return plan
 
@@ -248,9 +249,10 @@ def useful_forms(profile: Profile, request: Request) -> list[UsedForm] | None:
 def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False, in_flight: int = 1) -> ExecutionPlan:
     """The plan that keeps everything, with the choice of skip connections that is charged least. plain: whether the
     plain model runs. lets_go, in_flight: as for `Request`."""
-    chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight) for kept, chain in chains.items()]
-    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
+    chains = {kept: profile.keeping(kept, False, lets_go and not plain).chain for kept in choices(profile.skips)}
+    how = {"in_flight": in_flight, "lets_go": lets_go}
+    plans = [compile_sequence(chain, keep_all(chain), kept=kept, **how) for kept, chain in chains.items()]
+    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain)
 
 
 def _everything(profile: Profile, request: Request) -> ExecutionPlan:
@@ -303,7 +305,7 @@ def _variants(profile: Profile, request: Request) -> list[PlanVariant]:
     for kept, compact in choice if request.policy is None else [((), False)]:
         if compact and profile.compact is None:
             continue
-        chosen = profile.keeping(kept, compact).with_overhead()
+        chosen = profile.keeping(kept, compact, request.lets_go).with_overhead()
         offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
         variant = PlanVariant(kept, compact, chosen.chain, request, more, forms)
@@ -394,7 +396,7 @@ def _best_within(room: int | None, profile: Profile, request: Request, variants:
 
 
 def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
-    return slab_bytes(profile.keeping(*_choice(sequence)).chain, sequence)
+    return slab_bytes(profile.keeping(*_choice(sequence)).chain, sequence)  # what is let go never moves
 
 
 def _no_room(

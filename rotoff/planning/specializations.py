@@ -188,8 +188,8 @@ class Specializations(MeasuredCourses):
         return course
 
     def _look_at_loop(self, course: Specialization) -> None:
-        """Update `lets_go` from the last backward, and drop the course's plan if that changes whether keeping
-        everything fits."""
+        """Update `lets_go` from the last backward, and drop the course's plan if that changes its bytes, or whether
+        keeping everything fits."""
         starts = course.captured.starts
         assert self.request is not None
         if starts is None or starts.lets_go is None or self._group is not None or self.request.planner is not None:
@@ -199,7 +199,7 @@ class Specializations(MeasuredCourses):
             self.request = replace(self.request, lets_go=self.lets_go)
         if course.plan is None or course.plan.lets_go == self.lets_go or self.request.policy is not None:
             return
-        if fits(course.profile, self.request) != course.plan.keeps_all:
+        if not course.plan.keeps_all or not fits(course.profile, self.request):
             if not self.lets_go:
                 logger.warning(
                     "rotoff: this loop holds outputs beside the one that backward_from names, and the steps before it"

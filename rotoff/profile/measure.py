@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..capture.aliasing import merge_aliases
-from ..capture.backward_roots import BackwardStarts
+from ..capture.backward_roots import without_backward
 from ..capture.unsaved import merge_unsaved
 from ..core.chain import Chain, LinkRates, Stage
 from ..errors import MeasureError
@@ -193,7 +193,7 @@ def _profile(
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips(runs),
         freed_early=find_freed_early(runs, walk.stages),
-        returned=find_returned(runs, _outputs_without_backward(walk.stages[-1])),
+        returned=find_returned(runs, without_backward(walk.stages[-1])),
         held_late=find_held_late(walk.prefix, walk.stages, meter.allocator.rounded),
         spare_bytes=tuple(m.aliasing.spare for m in measured),
         output_retention=tuple(one.output_retention for one in chain),
@@ -319,12 +319,6 @@ def _unmanaged_bytes(walk: Walk, meter: Meter) -> int:
     held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
     shared = sum(parameter.nbytes for parameter in shared_parameters(walk.stages))
     return sum(m.held_bytes for m in walk.measured) + held + shared + _casts(walk.measured)
-
-
-def _outputs_without_backward(last: StageModule) -> tuple[int, ...]:
-    """Return the outputs of the last stage from which no backward starts, as the user says."""
-    module = last.modules[-1]
-    return module.others if isinstance(module, BackwardStarts) else ()
 
 
 def merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:

@@ -91,6 +91,7 @@ class Step(BackwardPhase):
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
             self.more_bytes = max(self.more_bytes, self._held.device_bytes(self._kept()) - self._plan.held_bytes)
+            self._let_result_go()
             return result
         except BaseException:
             self._give_up()
