@@ -21,6 +21,12 @@ from ..errors import ExecutionError, MeasureError, OptionError
 from ..tensors.stage import StageModule
 from ..tensors.tree import flatten
 
+
+class LossAlone(str):
+    """The key of the loss in a loop that holds none of the model's other outputs when the backward begins. Of a tuple
+    the loss is the first, as trainers have it."""
+
+
 BackwardFrom = str | int | Iterable[str | int] | None
 
 
@@ -129,6 +135,8 @@ def _uses(storage: StorageWeakRef) -> int:
 
 
 def _part(output: Any, name: str | int) -> Any:
+    if isinstance(name, LossAlone) and isinstance(output, (tuple, list)):
+        name = 0
     if isinstance(name, int):
         return (list(output.values()) if isinstance(output, Mapping) else _places(output))[name]
     return output[name] if isinstance(output, Mapping) else _fields(output)[name]

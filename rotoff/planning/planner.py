@@ -250,8 +250,10 @@ def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False,
     """The plan that keeps everything, with the choice of skip connections that is charged least. plain: whether the
     plain model runs. lets_go, in_flight: as for `Request`."""
     chains = {kept: profile.keeping(kept, False, lets_go and not plain).chain for kept in choices(profile.skips)}
-    how = {"in_flight": in_flight, "lets_go": lets_go}
-    plans = [compile_sequence(chain, keep_all(chain), kept=kept, **how) for kept, chain in chains.items()]
+    plans = [
+        compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight, lets_go=lets_go)
+        for kept, chain in chains.items()
+    ]
     return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain)
 
 
@@ -444,16 +446,22 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
     if not logger.isEnabledFor(logging.INFO):
         return  # a new size of input should cost little
     trace, base = plan.trace, profile.chain.compute_time
+    everything = format_bytes(reported_bytes(profile, _everything(profile, request)))
+    limit = "there is no limit" if request.mem_limit >= NO_LIMIT else f"the limit is {format_bytes(request.mem_limit)}"
     if not profile.timed:
-        held = format_bytes(expected_bytes(profile, plan))
-        logger.info("rotoff: planned %s, predicted peak %s: everything is kept, so no stage is timed", request, held)
+        logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)
         return
     logger.info(
-        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s"
-        " offloaded, %.4g s recomputed; %s%s",
+        "rotoff: keeping everything takes %s, the smallest limit %s is %s, and %s",
+        everything,
         request,
+        format_bytes(least_limit(profile, request)),
+        limit,
+    )
+    logger.info(
+        "rotoff: planned in %.1f s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        " %.4g s recomputed; %s%s",
         seconds,
-        "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
         round(100 * (trace.makespan / base - 1), 1) + 0.0 if base else 0.0,  # never -0.0

@@ -154,8 +154,8 @@ class Profile:
         return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))
 
     def letting_go(self) -> Profile:
-        """Return this for a caller that drops before the backward what the model returns beside its loss: no value holds
-        what the last stage makes of it. What earlier stages make of it stays charged, since replays read it."""
+        """Return this for a caller that drops before the backward what the model returns beside its loss: no value
+        holds what the last stage makes of it. What earlier stages make of it stays charged, since replays read it."""
         nbytes = sum(one.nbytes for one in self.returned if one.first == len(self.chain))
 
         def less(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
