@@ -60,10 +60,12 @@ class PlacedBackward(NamedTuple):
     Attributes:
         spare: bytes of these that do not come on top of the stage's transient bytes.
         freed: bytes by which ``B`` then stays below what the machine charges (`Profile.freed_before_backward`).
+        waiting: bytes of these in the stage's `grad_bytes`.
     """
 
     spare: int
     freed: int
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,9 @@ class Profile:
             whole = placed.spare if self.device.type == "cpu" else 0
             spare = [whole if recipe.algorithms is None else 0 for recipe in behaviour.forms]
             forms = tuple(map(charged, stage.forms, spare))
-            stages.append(replace(charged(stage, whole), forms=forms))
+            assert stage.grad_bytes is not None
+            grad_bytes = stage.grad_bytes - placed.waiting
+            stages.append(replace(charged(stage, whole), forms=forms, grad_bytes=grad_bytes))
         return replace(
             self,
             chain=replace(self.chain, stages=tuple(stages), parameters=parameters),

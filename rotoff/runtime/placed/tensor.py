@@ -249,7 +249,7 @@ class PlacedTensor(ABC):
         assert self.device is not None
         if _is_kept(self.device):
             warnings.warn(
-                "rotoff: another tensor, as in a state dict that was kept, shares the memory of a parameter or optimizer"
+                "rotoff: another tensor, as in a kept state dict, shares the memory of a parameter or optimizer"
                 " state that has moved to the host. It stays on the device and does not follow updates; clone such"
                 " tensors, or drop them",
                 RuntimeWarning,
