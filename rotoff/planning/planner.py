@@ -460,7 +460,7 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
     )
     logger.info(
         "rotoff: planned in %.1f s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
-        " %.4g s recomputed; %s%s",
+        " %.4g s recomputed; %s%s%s",
         seconds,
         format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
@@ -471,4 +471,5 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
         f"; {len(plan.kept)} skip connections stay on the device ({format_bytes(profile.kept_bytes(plan.kept))})"
         if plan.kept
         else "",
+        "" if (times := profile.chain.meta.get("times", "measured")) == "measured" else f"; times were {times}",
     )
