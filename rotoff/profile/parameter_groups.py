@@ -132,10 +132,10 @@ def find_groups(
         first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if here else 0)
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
     outside_bytes = sum(buffers.values()) + probe.unplaced_bytes(every)
-    outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
-    updates = probe.update_bytes(outside), probe.update_bytes(every)
     shared = users_of_parameters(stages)  # autograd holds their gradients beside what `.grad` holds
-    outside_bytes += sum(p.nbytes for p in shared if p.requires_grad and any(p is other for other in outside))
+    for p in outside:
+        outside_bytes += p.nbytes * (1 + p.requires_grad * (1 + (p in shared))) + probe.state_bytes(p)
+    updates = probe.update_bytes(outside), probe.update_bytes(every)
     groups = tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside)
     return FoundGroups(*groups, _before(profile.prefix, probe, (p for p in movable if id(p) not in grouped)))
 

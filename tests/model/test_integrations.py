@@ -250,7 +250,7 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: f
 
     def gpt() -> Any:
         torch.manual_seed(0)
-        sizes = {"n_layer": 3, "n_embd": 16, "n_head": 2, "vocab_size": 3000, "n_positions": 16, "use_cache": False}
+        sizes = {"n_layer": 8, "n_embd": 16, "n_head": 2, "vocab_size": 3000, "n_positions": 16, "use_cache": False}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
     batch = {name: torch.stack([Text()[n][name] for n in range(ROWS)]) for name in Text()[0]}
