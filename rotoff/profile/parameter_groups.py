@@ -133,8 +133,7 @@ def find_groups(
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
     outside_bytes = sum(buffers.values()) + probe.unplaced_bytes(every)
     shared = users_of_parameters(stages)  # autograd holds their gradients beside what `.grad` holds
-    for p in outside:
-        outside_bytes += p.nbytes * (1 + p.requires_grad * (1 + (p in shared))) + probe.state_bytes(p)
+    outside_bytes += sum(p.nbytes * (1 + p.requires_grad * (1 + (p in shared))) + probe.state_bytes(p) for p in outside)
     updates = probe.update_bytes(outside), probe.update_bytes(every)
     groups = tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside)
     return FoundGroups(*groups, _before(profile.prefix, probe, (p for p in movable if id(p) not in grouped)))
