@@ -18,7 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.modes import as_tuple
 from ..errors import ExecutionError, MeasureError, OptionError
+from ..tensors.stage import StageModule
 from ..tensors.tree import flatten
+
+
+class LossAlone(str):
+    """The key of the loss in a loop that holds none of the model's other outputs when the backward begins. Of a tuple
+    the loss is the first, as trainers have it."""
+
 
 BackwardFrom = str | int | Iterable[str | int] | None
 
@@ -116,12 +123,20 @@ class BackwardStarts(nn.Module):
         return tensors
 
 
+def without_backward(last: StageModule) -> tuple[int, ...]:
+    """Return the outputs of the `last` stage, as it ran last, from which no backward starts, as the user says."""
+    module = last.modules[-1] if last.modules else None
+    return module.others if isinstance(module, BackwardStarts) else ()
+
+
 def _uses(storage: StorageWeakRef) -> int:
     """Return how many tensors share the storage."""
     return torch._C._storage_Use_Count(storage.cdata)
 
 
 def _part(output: Any, name: str | int) -> Any:
+    if isinstance(name, LossAlone) and isinstance(output, (tuple, list)):
+        name = 0
     if isinstance(name, int):
         return (list(output.values()) if isinstance(output, Mapping) else _places(output))[name]
     return output[name] if isinstance(output, Mapping) else _fields(output)[name]

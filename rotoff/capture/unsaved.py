@@ -19,6 +19,7 @@ from ..tensors.saved_tensors import watch_saved
 from ..tensors.stage import StageModule, stage_inputs
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
+from .backward_roots import without_backward
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,8 @@ def _look(stage: StageModule, value: Any, device: torch.device) -> tuple[Any, Gr
     leaves = stage_inputs(given, [t.requires_grad for t in given])
     with preserved(list(stage.buffers()), device), torch.enable_grad(), watch_saved(note):
         outputs, rebuild_output = flatten(stage.run(rebuild(leaves)))
+    for n in without_backward(stage):  # the caller may hold them or not
+        outputs[n] = outputs[n].new_empty(0)
     made = {storage_key(t): _Storage.of(t) for t in outputs}
     result = [t.detach().requires_grad_(t.requires_grad) for t in outputs]
     del outputs  # frees the graph

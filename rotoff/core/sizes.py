@@ -25,6 +25,23 @@ def is_auto(value: Any) -> bool:
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
+def parse_share(value: Any) -> float | None:
+    """The part of a whole that text such as ``"50%"`` means, for limits that a trainer takes; None for anything else.
+
+    Raises:
+        LimitError: if it is not above 0 and at most 100 %.
+    """
+    if not isinstance(value, str) or not value.strip().endswith("%"):
+        return None
+    try:
+        share = float(value.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise LimitError(f'mem_limit is {value!r}; give a share of keeping everything such as "50%", or {_HOW[7:]}')
+    return share
+
+
 def parse_bytes(value: Any, what: str = "mem_limit") -> int:
     """The bytes that `value` means: an int, a float above 1 (rounded down), or text.
 

@@ -14,15 +14,15 @@ try:
 except ModuleNotFoundError:  # the older name of the package
     from pytorch_lightning import Callback, LightningModule, Trainer
 
-from ..checkpointable import Checkpointable
+from ..checkpointable import ATTACHED, Checkpointable
 from ..errors import OptionError
-from ..tools.attach import attach_for_trainer, detach, warn_if_unused
+from ..tools.attach import Attachment, attach_for_trainer, detach, warn_if_unused
 from ..tools.config import RotoffConfig, read_settings
 
 
 class RotoffCallback(Callback):  # type: ignore[misc]
     """Trains a submodule of the LightningModule inside `mem_limit` or `device_limit`, from the start of ``fit`` to its
-    end.
+    end. Another ``fit`` of the same module goes on with the plan.
 
     Args:
         mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
@@ -48,10 +48,14 @@ class RotoffCallback(Callback):  # type: ignore[misc]
         self._steps_before = 0  # of the trainer, when training began
         self._module = module
         self.planned: Checkpointable | None = None
+        self._left: tuple[dict[str, Any], Attachment] | None = None  # by an earlier fit, with its options
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         several = {"process_group": True} if trainer.world_size > 1 and "device_limit" not in self._options else {}
-        self.planned, self._later = attach_for_trainer(self._target(pl_module), {**several, **self._options})
+        target, options = self._target(pl_module), {**several, **self._options}
+        left = self._left[1] if self._left is not None and self._left[0] == options else None
+        self.planned, self._later = attach_for_trainer(target, options, left)
+        self._left = options, vars(target)[ATTACHED]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps_before = trainer.global_step

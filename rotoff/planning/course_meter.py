@@ -6,6 +6,7 @@ The bytes of keeping everything are measured first. If those suffice, no stage i
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -175,7 +176,9 @@ class CourseMeter:
                     if self.group is not None or self.links.share is not None:
                         profile = self._agreed(lambda: one.with_link(whole))
         what = "stages" if profile.timed else "stages' bytes"
-        logger.info("rotoff: measured %d %s in %.1f s", len(profile.chain), what, time.perf_counter() - began)
+        stages, took = profile.chain.stages, time.perf_counter() - began
+        names = stages[0].name, stages[-1].name
+        logger.info("rotoff: measured %d %s (%s to %s) in %.1f s", len(stages), what, *names, took)
         return one.captured, profile
 
     def _agreed(self, measure: Callable[[], Profile]) -> Profile:
@@ -332,7 +335,7 @@ class _Measurement:
         """The profile without times, or a cached one with times."""
         captured, kept = self.captured, self._kept
         if kept is not None and self._kept_holds:
-            self._say_kept("profile" if kept.timed else "bytes", kept)
+            self._say_kept("bytes and times" if kept.timed else "bytes", kept)
             return self._described(kept)
         with _unchanged(self._of.model, captured):
             self._walk, profile = measure_bytes(
@@ -345,9 +348,10 @@ class _Measurement:
     def whole(self) -> Profile:
         """The profile with times and smaller forms."""
         kept = self._kept if self._kept is not None and self._kept.timed else None
+        busy = busy_with_others() if self._device.type == "cpu" else ""
         between = self._known.times if self._known is not None and kept is None else None
         if kept is not None:
-            self._say_kept("profile" if self._kept_holds else "times", kept)
+            self._say_kept("bytes and times" if self._kept_holds else "times", kept)
         if kept is not None and self._kept_holds:
             return self._described(kept)
         try:
@@ -355,8 +359,8 @@ class _Measurement:
         except TimesChanged as changed:
             logger.info("rotoff: times from the cache are not used, since %s", changed)
             kept, profile = None, self._measured(None)
-        if between is not None:
-            profile = replace(profile, chain=replace(profile.chain, meta={"times": BETWEEN}))
+        if times := BETWEEN if between is not None else busy if kept is None else kept.chain.meta.get("times"):
+            profile = replace(profile, chain=replace(profile.chain, meta={"times": times}))
         if kept is None:
             # with times of other sizes, it has those forms alone that plans for this limit use
             key = self._key_for_limit if profile.formed_for or between is not None else self._key
@@ -411,8 +415,11 @@ class _Measurement:
         return () if self._known is None else self._known.names
 
     def _say_kept(self, what: str, kept: Profile) -> None:
-        directory = self._of.cache.directory
-        logger.info("rotoff: %s of %d stages from the cache in %s", what, len(kept.chain), directory)
+        stages = kept.chain.stages
+        first, last, directory = stages[0].name, stages[-1].name, self._of.cache.directory
+        logger.info(
+            "rotoff: %s of %d stages (%s to %s) from the cache in %s", what, len(stages), first, last, directory
+        )
 
     def _described(self, profile: Profile) -> Profile:
         """Add to `profile` the bytes that a step holds outside of its stages, and the provenance."""
@@ -430,6 +437,12 @@ class _Measurement:
         kept = (HeldLate(one.first - 1, one.last, one.unsaved) for one in course.casts if one.unsaved)
         profile = replace(profile, held_late=(*profile.held_late, *kept))
         return replace(profile, unmanaged_bytes=stuck).described(type(self._of.model).__name__, meta)
+
+
+def busy_with_others() -> str:
+    """What to say of times measured now, if other programs use the processors, too; otherwise nothing."""
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return f"measured while the machine was busy (load {load:.1f} on {cores} cores)" if load > cores else ""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..capture.backward_roots import LossAlone
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache
@@ -88,7 +89,7 @@ class MeasuredCourses:
     Attributes:
         request: the request for every plan; None: none yet.
         latest: the course measured, planned or taken last.
-        lets_go: as for `Request`, as the last backward showed.
+        lets_go: as for `Request`, as the last backward showed, or as a trainer's callback knows.
         update_times: optimizers' update times, measured by `PlacedPlanner`.
         meter: measures courses.
 
@@ -107,7 +108,7 @@ class MeasuredCourses:
     ) -> None:
         self.request: Request | None = None
         self.latest: Specialization | None = None
-        self.lets_go = False
+        self.lets_go = isinstance(options.backward_from, LossAlone)
         self.update_times: dict[Any, UpdateCosts] = {}
         self.meter = CourseMeter(root, model, options, links, group, cache)
         self._model = model

@@ -47,8 +47,10 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     open_stage = 0
     levels = []
     carried = [skip for n, skip in enumerate(profile.skips) if n not in plan.kept]
-    chosen = profile.keeping(plan.kept, plan.compact)
+    chosen = profile.keeping(*plan.choices)
     shared = shared_bytes(chosen.chain, carried, plan.sequence)
+    without = profile.letting_go().chain if plan.choices[2] else profile.chain
+    still_held = profile.chain.output_bytes(L) - without.output_bytes(L)
     for n, event in enumerate(plan.trace.events):
         op, less = event.op, shared[n]
         if op.kind is OpKind.B:
@@ -69,6 +71,8 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
         if plan.keeps_all:
             less += _passed(profile, op) + (_let_go(profile, op) if plan.lets_go else 0)
             less += profile.outside_bytes[op.stage - 1] if profile.outside_bytes and op.kind in FORWARDS else 0
+        if made and n < plan.forward_end:
+            less -= still_held  # by the caller, until the forward has returned
         made = made or (op.kind in FORWARDS and op.stage == L)
         levels.append(event.memory - less)
     return _in_user_terms(profile, plan, levels)

@@ -153,7 +153,7 @@ class PlacedPlanner:
     def keep_all_bytes(self, profile: Profile) -> int:
         """The smallest limit at which the plain model and optimizer run unplanned."""
         groups = self.groups(profile, host=False)
-        step = reported_bytes(profile, plan_everything(profile, plain=True)) + groups.twice_bytes
+        step = reported_bytes(profile, plan_everything(profile, plain=True))
         return groups.placed_bytes + _beside(profile, groups) + max(step, groups.update_bytes)
 
     def expected_bytes(self, profile: Profile, plan: ExecutionPlan) -> int:
@@ -197,7 +197,7 @@ def _beside(profile: Profile, groups: FoundGroups, during: bool = False) -> int:
     block = block_bytes(profile.device)
     scalars = 2 + during * sum(p.requires_grad for p in every)
     small = scalars * rounded(8, block) + checksum_bytes(block)
-    return groups.staying_bytes - groups.twice_bytes + profile.batch_bytes + small
+    return groups.staying_bytes + profile.batch_bytes + small
 
 
 def _constant(profile: Profile, request: Request, groups: FoundGroups) -> int:

@@ -112,11 +112,12 @@ def make_plan(
 
     sequence = decide() if group is None else agree_on_sequence(decide, group)
     kept, compact = _choice(sequence)
-    chosen = profile.keeping(kept, compact)
-    if not sequence.meta.get(PLAIN):
+    plain = bool(sequence.meta.get(PLAIN))
+    chosen = profile.keeping(kept, compact, request.lets_go and not plain)
+    if not plain:
         chosen = chosen.with_overhead()
-    plan = compile_sequence(chosen.chain, sequence, sequence.mem_limit, kept, compact, request.in_flight)
-    plan = replace(plan, keeps_all=bool(sequence.meta.get(PLAIN)), lets_go=request.lets_go)
+    how = kept, compact, request.in_flight, request.lets_go
+    plan = replace(compile_sequence(chosen.chain, sequence, sequence.mem_limit, *how), keeps_all=plain)
     _report(profile, request, plan, time.perf_counter() - began)
     return plan
 
@@ -248,9 +249,12 @@ def useful_forms(profile: Profile, request: Request) -> list[UsedForm] | None:
 def plan_everything(profile: Profile, plain: bool = True, lets_go: bool = False, in_flight: int = 1) -> ExecutionPlan:
     """The plan that keeps everything, with the choice of skip connections that is charged least. plain: whether the
     plain model runs. lets_go, in_flight: as for `Request`."""
-    chains = {kept: profile.keeping(kept).chain for kept in choices(profile.skips)}
-    plans = [compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight) for kept, chain in chains.items()]
-    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain, lets_go=lets_go)
+    chains = {kept: profile.keeping(kept, False, lets_go and not plain).chain for kept in choices(profile.skips)}
+    plans = [
+        compile_sequence(chain, keep_all(chain), kept=kept, in_flight=in_flight, lets_go=lets_go)
+        for kept, chain in chains.items()
+    ]
+    return replace(min(plans, key=lambda plan: simulated_bytes(profile, plan)), keeps_all=plain)
 
 
 def _everything(profile: Profile, request: Request) -> ExecutionPlan:
@@ -303,7 +307,7 @@ def _variants(profile: Profile, request: Request) -> list[PlanVariant]:
     for kept, compact in choice if request.policy is None else [((), False)]:
         if compact and profile.compact is None:
             continue
-        chosen = profile.keeping(kept, compact).with_overhead()
+        chosen = profile.keeping(kept, compact, request.lets_go).with_overhead()
         offset = chosen.resident_input_bytes - chosen.unmanaged_bytes - chosen.snapshot_bytes
         more = offset - chosen.replay_bytes if request.replays else offset
         variant = PlanVariant(kept, compact, chosen.chain, request, more, forms)
@@ -394,7 +398,7 @@ def _best_within(room: int | None, profile: Profile, request: Request, variants:
 
 
 def _slab_bytes(profile: Profile, sequence: Sequence) -> int:
-    return slab_bytes(profile.keeping(*_choice(sequence)).chain, sequence)
+    return slab_bytes(profile.keeping(*_choice(sequence)).chain, sequence)  # what is let go never moves
 
 
 def _no_room(
@@ -442,16 +446,22 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
     if not logger.isEnabledFor(logging.INFO):
         return  # a new size of input should cost little
     trace, base = plan.trace, profile.chain.compute_time
+    everything = format_bytes(reported_bytes(profile, _everything(profile, request)))
+    limit = "there is no limit" if request.mem_limit >= NO_LIMIT else f"the limit is {format_bytes(request.mem_limit)}"
     if not profile.timed:
-        held = format_bytes(expected_bytes(profile, plan))
-        logger.info("rotoff: planned %s, predicted peak %s: everything is kept, so no stage is timed", request, held)
+        logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)
         return
     logger.info(
-        "rotoff: planned %s in %.1f s, limit %s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s"
-        " offloaded, %.4g s recomputed; %s%s",
+        "rotoff: keeping everything takes %s, the smallest limit %s is %s, and %s",
+        everything,
         request,
+        format_bytes(least_limit(profile, request)),
+        limit,
+    )
+    logger.info(
+        "rotoff: planned in %.1f s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        " %.4g s recomputed; %s%s%s",
         seconds,
-        "none" if request.mem_limit >= NO_LIMIT else format_bytes(request.mem_limit),
         format_bytes(expected_bytes(profile, plan)),
         trace.makespan,
         round(100 * (trace.makespan / base - 1), 1) + 0.0 if base else 0.0,  # never -0.0
@@ -461,4 +471,5 @@ def _report(profile: Profile, request: Request, plan: ExecutionPlan, seconds: fl
         f"; {len(plan.kept)} skip connections stay on the device ({format_bytes(profile.kept_bytes(plan.kept))})"
         if plan.kept
         else "",
+        "" if (times := profile.chain.meta.get("times", "measured")) == "measured" else f"; times were {times}",
     )

@@ -58,7 +58,7 @@ class Specialization:
     profile: Profile
     captured: strategy.Captured
     plan: ExecutionPlan | None = None
-    _planned: tuple[tuple[tuple[int, ...], bool], Profile] | None = None
+    _planned: tuple[tuple[tuple[int, ...], bool, bool], Profile] | None = None
     hint: str = ""
     measure_again: bool = False
     no_more_courses: bool = False
@@ -79,7 +79,7 @@ class Specialization:
     @property
     def planned(self) -> Profile:
         """The profile under the plan's choices: which skip connections stay in place, and if gradients are copied."""
-        seen = (self.plan.kept, self.plan.compact) if self.plan is not None else ((), False)
+        seen = self.plan.choices if self.plan is not None else ((), False, False)
         if self._planned is None or self._planned[0] != seen:
             self._planned = seen, self.profile.keeping(*seen)
         return self._planned[1]

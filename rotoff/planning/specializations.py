@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..runtime.step import Step
 from ..runtime.taped_forward import TapedForward
-from ..tensors.tree import flatten
+from ..tensors.tree import flatten, leaves
 from .course_meter import MeasureRequest
 from .known_sizes import SEVERAL, fits, lacks_times
 from .measured_courses import OF_ONE_SIGNATURE, MeasuredCourses, untimed_if
@@ -172,7 +173,7 @@ class Specializations(MeasuredCourses):
                     "it cannot be measured while a profiler is active; measure before, by model.measure(*sample)"
                 )
                 return None
-            self._say_new(key)
+            self._say_new(key, value)
             course = measured_here()
         self._known.move_to_end(key)
         self._look_at_loop(course)
@@ -188,8 +189,8 @@ class Specializations(MeasuredCourses):
         return course
 
     def _look_at_loop(self, course: Specialization) -> None:
-        """Update `lets_go` from the last backward, and drop the course's plan if that changes whether keeping
-        everything fits."""
+        """Update `lets_go` from the last backward, and drop the course's plan if that changes its bytes, or whether
+        keeping everything fits."""
         starts = course.captured.starts
         assert self.request is not None
         if starts is None or starts.lets_go is None or self._group is not None or self.request.planner is not None:
@@ -199,7 +200,7 @@ class Specializations(MeasuredCourses):
             self.request = replace(self.request, lets_go=self.lets_go)
         if course.plan is None or course.plan.lets_go == self.lets_go or self.request.policy is not None:
             return
-        if fits(course.profile, self.request) != course.plan.keeps_all:
+        if not course.plan.keeps_all or not fits(course.profile, self.request):
             if not self.lets_go:
                 logger.warning(
                     "rotoff: this loop holds outputs beside the one that backward_from names, and the steps before it"
@@ -226,9 +227,11 @@ class Specializations(MeasuredCourses):
                 [list(one) for one in sizes],
             )
 
-    def _say_new(self, key: Any) -> None:
+    def _say_new(self, key: Any, value: Any) -> None:
         """Log that an input of a new kind or size is measured and, once, how to measure less often."""
-        told = ", ".join(f"{dtype.removeprefix('torch.')} {list(shape)}" for shape, dtype, *_ in key[0])
+        names = self._names(value)
+        rows = zip(names, key[0], strict=True)
+        told = ", ".join(f"{name} {dtype.removeprefix('torch.')} {list(shape)}" for name, (shape, dtype, *_) in rows)
         logger.info("rotoff: measuring, since the model gets an input of a new kind or size: %s", told)
         family, sizes = family_of(key)
         known = self._sizes.sizes(family)
@@ -240,13 +243,21 @@ class Specializations(MeasuredCourses):
             (n, d) for n, shape in enumerate(sizes) for d in range(len(shape)) if len({one[n][d] for one in every}) > 1
         ]
         told = "; ".join(
-            f"dimension {d} of tensor {n}: {', '.join(str(one[n][d]) for one in every)}" for n, d in varying[:4]
+            f"dimension {d} of {names[n]}: {', '.join(str(one[n][d]) for one in every)}" for n, d in varying[:4]
         )
         logger.warning(
             "rotoff: the input's sizes vary (%s). Most are planned from those that were measured; larger ones may have"
             " to be measured, too, so pass the largest once, to compute_sequence(limit, up_to=largest)",
             told,
         )
+
+    def _names(self, value: Any) -> list[str]:
+        """For each tensor of the chain's input, the argument of the model's forward that has it."""
+        args, kwargs = value
+        parameters = [*inspect.signature(self._model.forward).parameters]
+        parameters += [f"argument {n}" for n in range(len(parameters), len(args))]
+        named = [*zip(parameters, args, strict=False), *kwargs.items()]
+        return [name for name, given in named for leaf in leaves(given) if isinstance(leaf, torch.Tensor)]
 
     def ran_plain(self, course: Specialization, value: Any, grown: int) -> None:
         """Record that the forward for `value` ran as the plain model, whose allocated bytes have `grown`."""

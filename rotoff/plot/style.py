@@ -7,6 +7,7 @@ well, so that pictures stay readable in grey and with every kind of colour blind
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from dataclasses import dataclass
@@ -71,9 +72,18 @@ def time_unit(most: float) -> tuple[str, float]:
     return next(((name, size) for name, size in _SECONDS if most >= size), _SECONDS[-1])
 
 
+class Picture(Figure):  # type: ignore[misc]
+    """A figure that notebooks show, although it belongs to no window."""
+
+    def _repr_png_(self) -> bytes:
+        made = io.BytesIO()
+        self.savefig(made, format="png", dpi=100)
+        return made.getvalue()
+
+
 def new_figure(width: float, height: float) -> Figure:
     """A figure with a constrained layout; sizes in inches."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return Picture(figsize=(width, height), layout="constrained")
 
 
 def quiet(axes: Axes, grid: str = "y") -> None:

@@ -54,7 +54,7 @@ class ChargedStage:
         return self._highest(self.measured.levels)
 
     def _highest(self, levels: Sequence[Levels]) -> int:
-        return max(one.peak((), self.measured.adding) for one in levels)
+        return max(one.peak(self.measured.waiting, self.measured.adding) for one in levels)
 
     @property
     def freed_before_backward(self) -> int:
@@ -65,14 +65,18 @@ class ChargedStage:
     def placed(self) -> PlacedBackward:
         """What changes if the machine charges parameters' gradients from the ``B`` that makes them first."""
         spare, freed = [], []
+        made = self.made.nbytes - self.made.waiting  # the rest is in the gradients that the machine charges
         for levels in self.measured.levels:
             first = levels.sizes.keys() - self.measured.adding
             charged = sum(levels.sizes[n] for n in first)
             peak = levels.peak(first, self.measured.adding)
             spare.append(charged + max(0, levels.peak((), self.measured.adding)) - max(0, peak))
             freed.append(charged - peak - self._beside)
-        machine = max(self.made.nbytes, self._machine_bytes - min(spare))
-        return PlacedBackward(min(spare), max(0, machine + min(freed)))
+        alone = max(levels.peak((), self.measured.adding) for levels in self.measured.levels)
+        transient = max(0, self._while_copying(max(0, alone)) + self._beside - made)
+        machine = max(made, made + transient - min(spare))
+        less = min(spare) - transient + self.costs.backward_transient_bytes
+        return PlacedBackward(less, max(0, machine + min(freed)), self.own.waiting)
 
     @property
     def output_retention(self) -> int:

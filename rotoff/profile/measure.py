@@ -18,13 +18,13 @@ import torch
 
 from ..accelerator import block_bytes, empty_cache, is_accelerator
 from ..capture.aliasing import merge_aliases
-from ..capture.backward_roots import BackwardStarts
+from ..capture.backward_roots import without_backward
 from ..capture.unsaved import merge_unsaved
 from ..core.chain import Chain, LinkRates, Stage
 from ..errors import MeasureError
 from ..runtime.overhead import NO_OVERHEAD
 from ..tensors.buffers import preserved
-from ..tensors.stage import StageModule, shared_parameters
+from ..tensors.stage import StageModule, users_of_parameters
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .charged import charged_stages
@@ -193,7 +193,7 @@ def _profile(
         no_forms=tuple(m.no_forms for m in measured),
         skips=find_skips(runs),
         freed_early=find_freed_early(runs, walk.stages),
-        returned=find_returned(runs, _outputs_without_backward(walk.stages[-1])),
+        returned=find_returned(runs, without_backward(walk.stages[-1])),
         held_late=find_held_late(walk.prefix, walk.stages, meter.allocator.rounded),
         spare_bytes=tuple(m.aliasing.spare for m in measured),
         output_retention=tuple(one.output_retention for one in chain),
@@ -293,7 +293,12 @@ def _gradients(walk: Walk, meter: Meter, compact: bool = False) -> list[Charge]:
     """Return what δ_0 to δ_L keep alive. compact: whether gradients that wait in a part of a storage are copied."""
     charges = charge([(m.gradients, m.own_gradient_bytes) for m in walk.measured], compact)
     nbytes = max(charges[0].nbytes, meter.gradient_bytes(walk.starts))
-    return [charges[0]._replace(nbytes=nbytes), *charges[1:]]
+    charges = [charges[0]._replace(nbytes=nbytes), *charges[1:]]
+    for parameter, users in users_of_parameters(walk.stages).items():
+        size = meter.gradient_bytes([parameter])
+        for i in range(users[0], users[-1]):
+            charges[i] = charges[i]._replace(nbytes=charges[i].nbytes + size, waiting=charges[i].waiting + size)
+    return charges
 
 
 def _compact(walk: Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compact | None, float | None]:
@@ -317,14 +322,7 @@ def _compact(walk: Walk, meter: Meter, known: KnownTimes | None) -> tuple[Compac
 def _unmanaged_bytes(walk: Walk, meter: Meter) -> int:
     """Return what stays throughout a step whatever is dropped, without a loss that the model returns."""
     held = sum(meter.allocator.rounded(one.nbytes) for g in (*walk.prefix, *walk.stages) for one in g.lives.held)
-    shared = sum(parameter.nbytes for parameter in shared_parameters(walk.stages))
-    return sum(m.held_bytes for m in walk.measured) + held + shared + _casts(walk.measured)
-
-
-def _outputs_without_backward(last: StageModule) -> tuple[int, ...]:
-    """Return the outputs of the last stage from which no backward starts, as the user says."""
-    module = last.modules[-1]
-    return module.others if isinstance(module, BackwardStarts) else ()
+    return sum(m.held_bytes for m in walk.measured) + held + _casts(walk.measured)
 
 
 def merged_as(stages: Sequence[StageModule], names: Sequence[str]) -> list[StageModule]:
@@ -383,16 +381,15 @@ def _with_buffers_read(measured: Sequence[Measured], stages: Sequence[StageModul
 
 
 def _with_sums(measured: Sequence[Measured], stages: Sequence[StageModule]) -> list[Measured]:
-    """Return `measured` with the parameters whose gradients are added to those of later stages. Autograd adds the first
-    two into a third tensor; others to that one in place, unless they are sparse or those of a cast, which it adds up
-    first."""
-    later: set[torch.nn.Parameter] = set()
-    found = []
-    for one, stage in zip(reversed(measured), reversed(stages), strict=True):
-        own = stage.parameters()
-        found.append(replace(one, adding=frozenset(n for n, parameter in enumerate(own) if parameter in later)))
-        later.update(own)
-    return found[::-1]
+    """Return `measured` with the parameters whose gradients are added to those of later stages, and those that wait for
+    earlier ones. Autograd adds the first two into a third tensor; others to that one in place, unless they are sparse
+    or those of a cast, which it adds up first."""
+    users, found = users_of_parameters(stages), []
+    for i, (one, stage) in enumerate(zip(measured, stages, strict=True), start=1):
+        shared = [(n, users[parameter]) for n, parameter in enumerate(stage.parameters()) if parameter in users]
+        adding, waiting = (frozenset(n for n, by in shared if by[end] != i) for end in (-1, 0))
+        found.append(replace(one, adding=adding, waiting=waiting))
+    return found
 
 
 def _casts(measured: Sequence[Measured]) -> int:

@@ -57,7 +57,8 @@ class Measured:
         aliasing: which tensors share storages.
         levels, staying: of the backward, as in `BackwardBytes`.
         other_layout_bytes: what the backward holds more if it receives gradients in another layout than their tensors'.
-        adding: numbers of the parameters whose gradients it adds to those of later stages.
+        adding: numbers of the parameters whose gradients it adds to those of later stages. waiting: of those whose
+            gradients wait for parts from earlier stages.
         held_bytes: what stays whatever a plan drops (`dropped`).
         holds_others: whether inputs or outputs are among those.
         no_forms: why the stage has no smaller forms; empty if it has some.
@@ -78,6 +79,7 @@ class Measured:
     staying: tuple[Levels, ...]
     other_layout_bytes: int = 0
     adding: frozenset[int] = frozenset()
+    waiting: frozenset[int] = frozenset()
     held_bytes: int = 0
     holds_others: bool = False
     no_forms: str = ""

@@ -13,7 +13,7 @@ from ..capture.unrepeatable import compiled, takes_fast_path
 from ..core.parameters import ParameterGroup, in_parts
 from ..runtime.placed.placed_plan import PlacedGroup
 from ..runtime.placed.tensor import placeable, room_of
-from ..tensors.stage import StageModule, shared_parameters
+from ..tensors.stage import StageModule, users_of_parameters
 from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .profile import Profile
@@ -32,7 +32,6 @@ class FoundGroups:
         first_bytes: for each group, the most that the first update of one of its parameters takes and leaves behind; 0
             unless host and device are one.
         outside: the parameters that stay on the device.
-        twice_bytes: of gradients to which several stages add; they are also in the profile's `unmanaged_bytes`.
         before: of `outside`, the frozen parameters of layers before the chain.
         streamed: those of `before` that lie on the host between their uses.
     """
@@ -44,7 +43,6 @@ class FoundGroups:
     update_bytes: int
     first_bytes: tuple[int, ...]
     outside: tuple[nn.Parameter, ...]
-    twice_bytes: int
     before: tuple[PlacedGroup, ...] = ()
     streamed: tuple[PlacedGroup, ...] = ()
 
@@ -135,10 +133,10 @@ def find_groups(
         first.append(max(probe.update_bytes([p]) + n for p, n in zip(parameters, states, strict=True)) if here else 0)
     buffers = {storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}
     outside_bytes = sum(buffers.values()) + probe.unplaced_bytes(every)
-    outside_bytes += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
+    shared = users_of_parameters(stages)  # autograd holds their gradients beside what `.grad` holds
+    outside_bytes += sum(p.nbytes * (1 + p.requires_grad * (1 + (p in shared))) + probe.state_bytes(p) for p in outside)
     updates = probe.update_bytes(outside), probe.update_bytes(every)
-    twice = sum(p.nbytes for p in shared_parameters(stages) if not any(p is other for other in outside))
-    groups = tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside), twice
+    groups = tuple(costs), tuple(placed), outside_bytes, *updates, tuple(first), tuple(outside)
     return FoundGroups(*groups, _before(profile.prefix, probe, (p for p in movable if id(p) not in grouped)))
 
 

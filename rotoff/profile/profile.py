@@ -61,10 +61,12 @@ class PlacedBackward(NamedTuple):
     Attributes:
         spare: bytes of these that do not come on top of the stage's transient bytes.
         freed: bytes by which ``B`` then stays below what the machine charges (`Profile.freed_before_backward`).
+        waiting: bytes of these in the stage's `grad_bytes`.
     """
 
     spare: int
     freed: int
+    waiting: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,13 +156,41 @@ class Profile:
         times = {OVERHEAD_TIMES: self.overhead_times._asdict()}
         return replace(self, chain=replace(self.chain, name=name, meta={**meta, **times}))
 
-    def keeping(self, kept: Collection[int], compact: bool = False) -> Profile:
+    def letting_go(self) -> Profile:
+        """Return this for a caller that drops before the backward what the model returns beside its loss: no value
+        holds what the last stage makes of it. What earlier stages make of it stays charged, since replays read it."""
+        nbytes = sum(one.nbytes for one in self.returned if one.first == len(self.chain))
+
+        def less(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+            last = stages[-1]
+            assert last.checkpoint_transient_bytes is not None
+            last = replace(
+                last,
+                output_bytes=last.output_bytes - nbytes,
+                saved_bytes=last.saved_bytes - nbytes,
+                forward_transient_bytes=last.forward_transient_bytes + nbytes,
+                checkpoint_transient_bytes=last.checkpoint_transient_bytes + nbytes,
+            )
+            return (*stages[:-1], last)
+
+        if not nbytes or self.chain.stages[-1].forms:
+            return self
+        return replace(
+            self,
+            chain=replace(self.chain, stages=less(self.chain.stages)),
+            compact=self.compact and self.compact._replace(stages=less(self.compact.stages)),
+        )
+
+    def keeping(self, kept: Collection[int], compact: bool = False, lets_go: bool = False) -> Profile:
         """Return this with the `skips` of the indices `kept` kept in place: they are a constant of the step, and in no
         value.
 
         Args:
             compact: whether waiting gradients are copied.
+            lets_go: as for `letting_go`.
         """
+        if lets_go:
+            return self.letting_go().keeping(kept, compact)
         if compact and self.compact is not None:
             copying = zip(self.behaviours, self.compact.copied, strict=True)
             return replace(
@@ -197,7 +227,9 @@ class Profile:
             whole = placed.spare if self.device.type == "cpu" else 0
             spare = [whole if recipe.algorithms is None else 0 for recipe in behaviour.forms]
             forms = tuple(map(charged, stage.forms, spare))
-            stages.append(replace(charged(stage, whole), forms=forms))
+            assert stage.grad_bytes is not None
+            grad_bytes = stage.grad_bytes - placed.waiting
+            stages.append(replace(charged(stage, whole), forms=forms, grad_bytes=grad_bytes))
         return replace(
             self,
             chain=replace(self.chain, stages=tuple(stages), parameters=parameters),

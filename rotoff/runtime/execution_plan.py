@@ -32,7 +32,8 @@ class ExecutionPlan:
     host: index of each ``offload`` -> its range in the host slab; host_bytes: size of the slab.
     trace: the predicted step.
     keeps_all: whether the plain model runs.
-    lets_go: whether the caller holds only those outputs from which the backward starts.
+    lets_go: whether the caller holds only those outputs from which the backward starts; the chain of a plan that does
+        not keep everything then has no others (`Profile.letting_go`).
     kept: numbers of the profile's skip connections that stay in place; the chain does not contain their bytes.
     compact: whether waiting gradients are copied out of larger storages.
     in_flight: number of micro-batches that share the limit; resting_bytes: what each holds between its forward and its
@@ -55,6 +56,11 @@ class ExecutionPlan:
     in_flight: int = 1
     resting_bytes: int = 0
     placed: PlacedPlan | None = None
+
+    @property
+    def choices(self) -> tuple[tuple[int, ...], bool, bool]:
+        """The arguments of `Profile.keeping` that give the plan's chain."""
+        return self.kept, self.compact, self.lets_go and not self.keeps_all
 
     @cached_property
     def held_bytes(self) -> int:
@@ -82,20 +88,22 @@ def compile_sequence(
     kept: tuple[int, ...] = (),
     compact: bool = False,
     in_flight: int = 1,
+    lets_go: bool = False,
 ) -> ExecutionPlan:
     """Check `sequence` on the machine and lay out its host memory.
 
-    kept, compact, in_flight: as of `ExecutionPlan`. With several micro-batches, nothing is prefetched before the
-    backward.
+    kept, compact, in_flight, lets_go: as of `ExecutionPlan`. With several micro-batches, and if the caller lets go of
+    outputs before the backward, nothing is prefetched until then.
 
     Raises:
         InvalidSequenceError: if the machine refuses it.
     """
     plan = replace(_laid_out(chain, sequence, simulate(chain, sequence, mem_limit)), kept=kept, compact=compact)
+    if in_flight > 1 or lets_go:
+        plan = replace(plan, forward_end=turn(sequence.ops, len(chain)), lets_go=lets_go)
     if in_flight == 1:
         return plan
-    resting = resting_bytes(chain, sequence.ops)
-    return replace(plan, forward_end=turn(sequence.ops, len(chain)), in_flight=in_flight, resting_bytes=resting)
+    return replace(plan, in_flight=in_flight, resting_bytes=resting_bytes(chain, sequence.ops))
 
 
 def compile_placed(chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan) -> ExecutionPlan:

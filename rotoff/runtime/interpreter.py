@@ -176,6 +176,8 @@ class Interpreter:
             own = self._runs[i].own if outputs else ()
             self._held[v] = Held((v, self._stage_name(i)), outputs, own, self._runs[i].saved() if keep else [])
         self._held.touch(op, [source], [v])
+        if i == self._last and self._live is None:
+            self._let_result_go()
 
     # -- before and after an operation
 
@@ -234,6 +236,12 @@ class Interpreter:
             self._checker.after(op, self._held, self._kept())
 
     # -- small things
+
+    def _let_result_go(self) -> None:
+        """Hold nothing of what the model returns: only the caller needs it, who may drop it before the backward."""
+        for v in (a(self._last), abar(self._last)):
+            for slot in self._held[v].outputs if v in self._held else ():
+                slot.put(None)
 
     def _let_go(self, k: int) -> None:
         """Free the bytes of the forward's copies of the parameters of group k, which leave the device."""

@@ -90,7 +90,10 @@ class Step(BackwardPhase):
                 self._before.clear()
             while self._next < self._plan.forward_end:
                 self._execute_or_skip()
+            if self._plan.lets_go:  # the caller's part is not charged
+                self._let_result_go()
             self.more_bytes = max(self.more_bytes, self._held.device_bytes(self._kept()) - self._plan.held_bytes)
+            self._let_result_go()
             return result
         except BaseException:
             self._give_up()

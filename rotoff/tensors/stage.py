@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -163,8 +162,11 @@ class Behaviour:
         return [kind is SavedKind.OWN for kind in self.saved]
 
 
-def shared_parameters(stages: Iterable[StageModule]) -> set[nn.Parameter]:
-    """Return the parameters that several stages use. Autograd holds the gradient of each from its first part to its
-    last."""
-    users = Counter(parameter for stage in stages for parameter in stage.parameters())
-    return {parameter for parameter, count in users.items() if count > 1}
+def users_of_parameters(stages: Iterable[StageModule]) -> dict[nn.Parameter, list[int]]:
+    """Return the parameters that several stages use, with the numbers of those from 1 on. Autograd holds the gradient
+    of each from its first part to its last."""
+    users: dict[nn.Parameter, list[int]] = {}
+    for i, stage in enumerate(stages, start=1):
+        for parameter in stage.parameters():
+            users.setdefault(parameter, []).append(i)
+    return {parameter: by for parameter, by in users.items() if len(by) > 1}

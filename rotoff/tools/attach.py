@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..checkpointable import ATTACHED, Checkpointable
+from ..core.sizes import parse_share
 from ..errors import OptionError
 from ..planning.options import check_module
 from ..report.rotor_names import NO_LIMIT
@@ -38,8 +39,9 @@ def attach(
     the model without a plan; attach it again after loading.
 
     Args:
-        mem_limit: as for `Checkpointable.compute_sequence`; or a `RotoffConfig`, whose fields `mode` and `options`
-            override. None: "auto", unless there is a ``device_limit``.
+        mem_limit: as for `Checkpointable.compute_sequence`; or a share such as ``"50%"`` of what keeping everything
+            takes on the first training batch; or a `RotoffConfig`, whose fields `mode` and `options` override. None:
+            "auto", unless there is a ``device_limit``.
         mode: as for `Checkpointable.compute_sequence`. None: the configuration's, or "joint".
         options: as for `Checkpointable.compute_sequence`, such as ``device_limit`` and ``optimizer``, and for
             `Checkpointable` itself, such as ``stages`` or ``forms``.
@@ -53,17 +55,21 @@ def attach(
         raise OptionError("the model is attached already; call rotoff.detach(model) first")
     given = read_settings(mem_limit, options if mode is None else {**options, "mode": mode})
     wrapper = {name: given.pop(name) for name in _OF_THE_WRAPPER if name in given}
-    planned = Checkpointable(model, **wrapper).compute_sequence(**given)
-    attachment = _Attachment(model, planned, wrapper)
-    model.__dict__[ATTACHED] = attachment
-    model.forward = MethodType(attachment.function, model)
+    share = parse_share(given.get("mem_limit"))
+    planned = Checkpointable(model, **wrapper)
+    planned.compute_sequence(**(given if share is None else {**given, "mem_limit": NO_LIMIT}))
+    attachment = Attachment(model, planned, wrapper)
+    attachment.share = None if share is None else (share, given)
+    attachment.begin()
     return planned
 
 
-def attach_for_trainer(model: nn.Module, options: dict[str, Any]) -> tuple[Checkpointable, dict[str, Any]]:
+def attach_for_trainer(
+    model: nn.Module, options: dict[str, Any], left: Attachment | None = None
+) -> tuple[Checkpointable, dict[str, Any]]:
     """`attach`, for a callback; what another callback has attached is replaced. A ``device_limit`` needs an optimizer,
     which comes later: also returns the arguments for `Checkpointable.compute_sequence`, to be called before the first
-    forward."""
+    forward. left: from an earlier training with these options; it goes on if it is this model's."""
     known = model.__dict__.get(ATTACHED)
     if known is not None and known.by_callback:
         detach(model)
@@ -72,6 +78,9 @@ def attach_for_trainer(model: nn.Module, options: dict[str, Any]) -> tuple[Check
         later = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
         options = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
         options["mem_limit"] = NO_LIMIT
+    if left is not None and left.model is model and left.original == model.forward:
+        left.begin()
+        return left.planned, later
     planned = attach(model, **options)
     model.__dict__[ATTACHED].by_callback = True
     return planned, later
@@ -112,12 +121,14 @@ def attached(model: nn.Module) -> Checkpointable | None:
     return None if attachment is None else attachment.planned
 
 
-class _Attachment:
+class Attachment:
     """One model with a planned forward. original: the forward that it had. wrapper: the options of its
-    `Checkpointable`. by_callback: whether another callback may replace it.
+    `Checkpointable`. by_callback: whether another callback may replace it. share: of what keeping everything takes, and
+    the arguments of `Checkpointable.compute_sequence`; until the first step has shown how much that is.
     """
 
     by_callback = False
+    share: tuple[float, dict[str, Any]] | None = None
 
     def __init__(self, model: nn.Module, planned: Checkpointable, wrapper: dict[str, Any]) -> None:
         self.model = model
@@ -129,6 +140,11 @@ class _Attachment:
         self._wrapper = wrapper
         self._inside = False
         planned._specializations.meter.plain = self.its_own
+
+    def begin(self) -> None:
+        """Give the model its planned forward."""
+        self.model.__dict__[ATTACHED] = self
+        self.model.forward = MethodType(self.function, self.model)
 
     @property
     def planned(self) -> Checkpointable:
@@ -152,6 +168,12 @@ class _Attachment:
             with nullcontext() if self._planned is None else self._planned.streamed():
                 return self.original(*args, **kwargs)
         self.planned.training = True
+        if self.share is not None:
+            share, asked = self.share
+            self._within(self.planned.measure, args, kwargs)
+            limit = max(1, int(share * self.planned.keep_all_memory))
+            self.planned.compute_sequence(**{**asked, "mem_limit": limit})
+            self.share = None
         return self._within(self.planned.forward, args, kwargs)
 
     def its_own(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,16 +199,16 @@ class _Attachment:
         """Pickle as None. The planned ``forward`` is pickled by name, so a loaded model has its class's forward."""
         return _nothing, ()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Attachment:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """An attachment for the model's deep copy, with the same request; it is measured and planned again."""
         model = memo[id(self.model)]
-        twin = object.__new__(_Attachment)
+        twin = object.__new__(Attachment)
         memo[id(self)] = twin
         request = self.planned._specializations.request
         twin.model, twin._planned = model, None
         twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
-        twin.by_callback, twin.function = self.by_callback, self.function
+        twin.by_callback, twin.function, twin.share = self.by_callback, self.function, self.share
         twin.original = (
             MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
         )

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..capture.backward_roots import read_backward_from
 from ..capture.strategy import named
-from ..core.sizes import is_auto, parse_bytes
+from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
 from ..io.cache import Cache
 from ..io.json_file import parse_nested
@@ -34,7 +34,7 @@ class RotoffConfig:
     `Checkpointable` and its `compute_sequence`.
 
     Args:
-        mem_limit: bytes or a size that a step may allocate, or "auto". None: "auto", unless device_limit is given.
+        mem_limit: as for `rotoff.attach`. None: "auto", unless device_limit is given.
         device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
         offload_dtype: as text, such as "float16".
         process_group: True: all processes follow one plan; the callbacks decide this by themselves.
@@ -69,7 +69,7 @@ class RotoffConfig:
         limit = "auto" if self.mem_limit is None and self.device_limit is None else self.mem_limit
         updates = None if self.mem_limit is None else self.updates  # a device_limit may still come, from the caller
         check_limits(limit, self.device_limit, policy=self.policy, in_flight=self.in_flight, updates=updates)
-        if limit is not None and not is_auto(limit):
+        if limit is not None and not is_auto(limit) and parse_share(limit) is None:
             parse_bytes(limit)
         if self.device_limit is not None:
             parse_bytes(self.device_limit, "device_limit")

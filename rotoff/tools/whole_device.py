@@ -73,7 +73,7 @@ def with_parameters(profile: Profile, device: Device, optimizer: str, host_bandw
 
     chain = profile.placing(tuple(timed(group) for group in found.costs)).chain
     unused = profile.chain.meta["parameter_bytes"] - sum(p.nbytes for p in model.parameters())
-    constant = found.outside_bytes + found.outside_update_bytes + max(0, unused) - found.twice_bytes
+    constant = found.outside_bytes + found.outside_update_bytes + max(0, unused)
     constant += profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
     return chain, constant, found.outside_bytes - found.streaming(math.inf).staying_bytes
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision_operators
+from allocated import peak_bytes
 from models import same
 from planned_steps import smallest
 from torch import nn
@@ -232,6 +233,51 @@ def test_trainer_of_a_language_model(tmp_path: Path) -> None:
     assert same(list(again.parameters()), list(plain.model.parameters()))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: float) -> None:
+    """With the model's own loss, what the usual flag takes is enough; with another loss, gradients of logits count."""
+    torchvision_operators.declare()
+    transformers = pytest.importorskip("transformers")
+    from rotoff.integrations.transformers import RotoffCallback
+
+    class Text(torch.utils.data.Dataset):
+        def __len__(self) -> int:
+            return 4 * ROWS
+
+        def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+            ids = torch.randint(0, 3000, (12,), generator=torch.Generator().manual_seed(n))
+            return {"input_ids": ids, "labels": ids}
+
+    def gpt() -> Any:
+        torch.manual_seed(0)
+        sizes = {"n_layer": 8, "n_embd": 16, "n_head": 2, "vocab_size": 3000, "n_positions": 16, "use_cache": False}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+    batch = {name: torch.stack([Text()[n][name] for n in range(ROWS)]) for name in Text()[0]}
+
+    def step(model: nn.Module) -> None:
+        model(**batch)["loss"].backward()
+
+    usual = gpt()
+    usual.gradient_checkpointing_enable()
+    step(usual)
+    flag = peak_bytes(lambda: step(usual))
+    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(), label_smoothing_factor=smoothing)
+    plain.train()
+    callback = RotoffCallback("90%" if smoothing else flag, refine=False)
+    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(), label_smoothing_factor=smoothing)
+    trainer.train()
+    planned = callback.planned
+    assert works_hard(planned)
+    assert losses(trainer) == losses(plain)
+    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    if smoothing:
+        assert planned.chain.grad_bytes(len(planned.chain)) >= batch["labels"].numel() * 3000 * 4
+    else:
+        step(trainer.model)
+        assert peak_bytes(lambda: step(trainer.model)) <= planned.get_expected_memory() <= flag
+
+
 def test_trainers_checkpoints_interchange(
     tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -341,8 +387,32 @@ def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
     trainer.add_callback(RotoffCallback("1 GiB"))
     with pytest.raises(OptionError, match="give it to the constructor"):
         trainer.train()
-    with pytest.raises(OptionError, match="gradient_checkpointing"):
-        hugging_face(tmp_path, RotoffCallback("1 GiB"), gradient_checkpointing=True)
+    for wrong in ("0%", "101%", "half%"):
+        with pytest.raises(LimitError, match="a share of keeping everything such as"):
+            hugging_face(tmp_path, RotoffCallback(wrong))
+
+
+def test_trainer_s_gradient_checkpointing_is_a_wish_for_less_memory(
+    tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    from rotoff.integrations.transformers import RotoffCallback
+
+    said = {"offload": False, "every_n_layers": 2, "colour": "red", "use_reentrant": False}
+    callback = RotoffCallback("50%", refine=False)
+    with caplog.at_level("INFO", logger="rotoff"):
+        trainer = hugging_face(tmp_path, callback, gradient_checkpointing=True, gradient_checkpointing_kwargs=said)
+        trainer.train()
+    assert "is read as a wish for less memory" in caplog.text
+    assert "gradient_checkpointing_kwargs has colour, which" in caplog.text
+    planned = callback.planned
+    everything, limit = planned.keep_all_memory, planned.mem_limit
+    assert limit == int(0.5 * everything)
+    told = [rotoff.format_bytes(n) for n in (everything, planned.min_mem_limit("remat"), limit)]
+    first = next(record.message for record in caplog.records if "keeping everything takes" in record.message)
+    assert [first.find(one) > 0 for one in told] == [True] * 3
+    assert works_hard(planned)
+    assert not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
+    assert losses(trainer) == losses(plainly(bf16=False))
 
 
 # -- Accelerate
@@ -509,6 +579,27 @@ def test_lightning_twice_by_the_same_callback(tmp_path: Path, lightning: Any, pl
     for _ in range(2):
         fit(lightning, lit(lightning), tmp_path, callback)
         assert not any(stage.forms for stage in callback.planned.chain.stages)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_lightning_fits_a_module_again_by_the_plan_that_it_has(
+    tmp_path: Path, lightning: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    from rotoff.integrations.lightning import RotoffCallback
+
+    module, callback = lit(lightning), RotoffCallback("50%", refine=False, cache_directory=None)
+    fit(lightning, module, tmp_path, callback)
+    planned = callback.planned
+    with caplog.at_level("INFO", logger="rotoff"):
+        fit(lightning, module, tmp_path, callback)
+    assert callback.planned is planned
+    assert not [record.message for record in caplog.records if record.name == "rotoff"]
+    assert works_hard(planned)
+    plain = lit(lightning)
+    for _ in range(2):
+        fit(lightning, plain, tmp_path)
+    assert module.seen == plain.seen
+    assert attached(module.net) is None
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -261,7 +261,7 @@ def test_the_third_size_that_is_measured_is_said_once(caplog: pytest.LogCaptureF
             step(wrapped, rows(size))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "the input's sizes vary (dimension 0 of tensor 0: 16, 40, 500)" in said[0]
+    assert "the input's sizes vary (dimension 0 of x: 16, 40, 500)" in said[0]
 
 
 class Table(nn.Module):

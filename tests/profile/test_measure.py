@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
@@ -437,3 +438,11 @@ def test_backward_is_timed_on_nonconstant_gradients(monkeypatch: pytest.MonkeyPa
     rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 16), repeats=1).close()
     assert given
     assert all(len(gradient.unique()) > 1 for gradient in given)
+
+
+@pytest.mark.parametrize("load", [0.0, 1e6])
+def test_times_measured_beside_other_programs_are_marked(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    model, batch = fresh("residual")
+    times = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1).chain.meta["times"]
+    assert ("while the machine was busy (load 1000000.0 on" in times) == bool(load)

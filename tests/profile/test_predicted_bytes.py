@@ -99,9 +99,11 @@ def test_casts_of_shared_weights_are_charged_once() -> None:
             wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
         casts = sum(wrapped.profile.behaviours[0].cast_bytes for _ in layers)
         assert casts == 4 * 2 * (64 * 64 + 64)
-        charged.append(wrapped.profile.unmanaged_bytes)
-    waiting = 4 * (64 * 64 + 64)
-    assert charged == [casts, casts // 4 + waiting]
+        charged.append((wrapped.profile.unmanaged_bytes, [wrapped.chain.grad_bytes(i) for i in range(1, 5)]))
+    (of_apart, gradients), (of_tied, with_waiting) = charged
+    assert (of_apart, of_tied) == (casts, casts // 4)
+    waiting = 4 * (64 * 64 + 64)  # until the first layer has added its part
+    assert with_waiting == [*(nbytes + waiting for nbytes in gradients[:3]), gradients[3]]
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
     assert not any(b.cast_bytes for b in wrapped.profile.behaviours)

@@ -130,6 +130,16 @@ def test_lines_are_at_most_120_characters_long() -> None:
             assert len(line) <= 120 or line.startswith("|") or "](" in line, f"{page.name}: {line}"
 
 
+def test_code_is_at_most_88_characters_wide() -> None:
+    """Wider code is cut off, or scrolls, on the site and on GitHub."""
+    shown = {page.name: [code for language, _, code in blocks(page) if language in RUN] for page in PAGES}
+    cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    shown["tour.ipynb"] = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for name, codes in shown.items():
+        for line in "\n".join(codes).splitlines():
+            assert len(line) <= 88, f"{name}: {line}"
+
+
 def test_the_readme_can_be_read_in_a_minute() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1300
 
@@ -155,10 +165,17 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.05)
     cells = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     assert not any(cell.get("outputs") for cell in cells)  # the site runs it
-    names: dict[str, object] = {"__name__": "tour"}
+    names: dict[str, Any] = {"__name__": "tour"}
+    pictures = []
     for n, cell in enumerate(cells):
         if cell["cell_type"] == "code":
-            exec(compile("".join(cell["source"]), f"cell {n}", "exec"), names)
+            *most, last = ast.parse("".join(cell["source"])).body
+            shows = isinstance(last, ast.Expr)  # a notebook shows the value of a cell's last line
+            exec(compile(ast.Module([*most, *([] if shows else [last])], []), f"cell {n}", "exec"), names)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), f"cell {n}", "eval"), names)
+                pictures += [value._repr_png_()] if value is not None else []
+    assert [picture[:4] for picture in pictures] == [b"\x89PNG"] * 2
     assert names["plain"] == names["planned"]
     assert names["model"].get_expected_memory() <= names["everything"] // 2
     assert "fits: parameters" in capsys.readouterr().out
@@ -188,7 +205,9 @@ def test_the_site_is_built_without_a_warning_and_has_every_page_and_public_name(
         if not name.startswith("_") and callable(getattr(rotoff, name)):
             assert f'id="rotoff.{name}"' in reference
     assert 'id="rotoff.Checkpointable.record_step"' in reference
-    assert "keeping everything takes" in (tmp_path / "tour.html").read_text(encoding="utf-8")
+    tour = (tmp_path / "tour.html").read_text(encoding="utf-8")
+    assert "keeping everything takes" in tour
+    assert len(re.findall(r'<img[^>]* src="[^"]*\.png"', tour)) == 2  # the curve and the timeline
 
 
 def test_literal_blocks_of_docstrings_are_indented() -> None:

@@ -69,7 +69,11 @@ def estimate_profile(
         copied = fake_copy(model, mode).train()
         value = fake_copy(strategy.chain_input(model, args, kwargs), mode)
         captured = strategy.capture(copied, value, _CPU, wanted).starting(read_backward_from(backward_from))
-        stages = [replace(s, modules=tuple(InMode(m, mode) for m in s.modules)) for s in captured.stages]
+
+        def within(module: nn.Module) -> nn.Module:
+            return module if module is captured.starts else InMode(module, mode)
+
+        stages = [replace(s, modules=tuple(map(within, s.modules))) for s in captured.stages]
         meter = FakeMeter(device, mode, read_forms(forms))
         named = bool(strategy.named(copied, wanted))
         _, profile = measure(stages, value, meter, lambda *_: link(device), named=named)

@@ -55,8 +55,9 @@ class Levels(NamedTuple):
         gone, most = 0, self.spans[0][0]
         for top, end, n in self.spans:
             most = max(most, top - gone)
+            if n is not None and n in summed:
+                most = max(most, end - gone + self.sizes.get(n, 0))
             if n is not None and n not in staying:
-                most = max(most, end - gone + self.sizes.get(n, 0)) if n in summed else most
                 gone += self.sizes.get(n, 0)
         return most
 

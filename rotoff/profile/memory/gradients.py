@@ -73,6 +73,8 @@ class Charge(NamedTuple):
         layout: the worst layout of a gradient that the next backward reads. A mean's gradient is expanded, and those
             before it may be; kernels that need contiguous input copy it first.
         alike: whether all gradients, read or not, have the layouts of their tensors.
+        waiting: those of gradients of parameters that several stages use, which autograd holds from the first part to
+            the last.
     """
 
     nbytes: int
@@ -82,6 +84,7 @@ class Charge(NamedTuple):
     fresh_bytes: int = 0
     layout: Layout = Layout.ALIKE
     alike: bool = True
+    waiting: int = 0
 
 
 Stages = Sequence[tuple[Sequence[GradientPlace | None], Sequence[int]]]

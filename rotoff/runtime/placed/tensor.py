@@ -245,13 +245,14 @@ class PlacedTensor(ABC):
             self.settle()
 
     def _warn_of_sharing(self) -> None:
-        """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left."""
+        """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left. The text
+        is the same for all, so that Python shows it once for a whole state dict."""
         assert self.device is not None
         if _is_kept(self.device):
             warnings.warn(
-                "rotoff: another tensor shares the memory of a parameter, or optimizer state, of shape"
-                f" {tuple(self.device.shape)} that has moved to the host: it keeps that memory on the device and does"
-                " not follow the updates; clone it, or drop it",
+                "rotoff: another tensor, as in a kept state dict, shares the memory of a parameter or optimizer"
+                " state that has moved to the host. It stays on the device and does not follow updates; clone such"
+                " tensors, or drop them",
                 RuntimeWarning,
                 stacklevel=2,
             )
