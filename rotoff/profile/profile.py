@@ -234,6 +234,7 @@ class Profile:
             self,
             chain=replace(self.chain, stages=tuple(stages), parameters=parameters),
             freed_before_backward=tuple(one.freed for one in self.placed),
+            placed=tuple(one._replace(waiting=0) for one in self.placed),  # no longer in `grad_bytes`
         )
 
     def with_overhead(self) -> Profile:

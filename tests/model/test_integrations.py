@@ -196,7 +196,7 @@ def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool, pla
     trainer.train()
     assert (moves_parameters if placed else works_hard)(callback.planned)
     assert placed or not any(op.kind is rotoff.OpKind.OFFLOAD for op in callback.planned.sequence)
-    assert len(callback.planned.chain) == 5
+    assert len(callback.planned.chain) in (4, 5)  # what makes the logits and the loss may be one
     assert losses(trainer) == losses(plain)
     assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
 
