@@ -138,12 +138,42 @@ def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: 
     assert (data["device"], data["complete"]) == ("cuda:0", True)
     assert found["versions"]["device"] == "stand-in"
     seconds = {"pin": 0, "unpin": 0}
-    assert found["host bytes"] | seconds == {"nbytes": 25 << 20, "segments": 1, "registered": 1, **seconds}
-    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"])
+    assert found["host bytes"] | seconds == {
+        "nbytes": 25 << 20,
+        "segments": 1,
+        "registered": 1,
+        "across": True,
+        **seconds,
+    }
+    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"] + found["odd steps"]["rows"])
+    assert [row["kind"] for row in found["odd steps"]["rows"]] == ["late copies", "bfloat16", "a skipped block"]
+    assert done.stdout.splitlines()[-1].startswith("WORKS")
     assert all(row["asked"] <= row["predicted"] <= row["limit"] for row in found["peak bytes"]["rows"])
     assert all(row["given"] <= row["limit"] + row["slack"] for row in found["peak bytes"]["rows"])
     assert [row["waits"] for row in found["host waits"]["rows"]] == [0, 0, 0]
     assert found["overlap"]["moved"] > 0
+
+
+FORGETFUL = """
+import torch
+from rotoff.runtime.links.cuda import CudaStreams, StreamLink
+from rotoff.tools.doctor import model, training
+
+model.SIZES = (model.Size(layers=4, width=32, heads=2, context=16, batch=2),)
+model.speed = lambda _: 0.0
+small = model.SmallModel(torch.device("cuda", 0), 0.0, 1)
+print(training.odd_steps(small).verdict)
+StreamLink.wait, wait = lambda self, ticket: ticket.settle(), StreamLink.wait
+print(training.odd_steps(small).verdict)
+StreamLink.wait = wait
+small.close()
+"""
+
+
+def test_the_doctor_sees_a_wait_that_is_left_out(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", f"import standin\n{FORGETFUL}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["ok", "failed"], done.stderr
 
 
 SECOND = """
