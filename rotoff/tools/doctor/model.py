@@ -45,6 +45,7 @@ class Size:
 
 
 SIZES = (Size(8, 1024, 16, 1024, 8), Size(8, 512, 8, 512, 8), Size(6, 256, 4, 128, 4))  # the last is for CPUs
+PLACED = Size(6, 128, 4, 64, 4)  # of steps under a `device_limit`
 
 
 class Block(nn.Module):
@@ -169,11 +170,11 @@ class SmallModel:
             block.skipped = False
 
     def trained(self, updates: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The parameters of the smallest model after three steps with AdamW, and figures: `step`, the seconds of the
+        """The parameters of a model of size `PLACED` after three steps with AdamW, and figures: `step`, the seconds of the
         last one, `update`, those of its updates alone, and the `limit` and the `predicted` ones of both.
 
         updates: of a plan under a `device_limit` 1.3 times the smallest; None for plain steps."""
-        size, model = SIZES[-1], made(SIZES[-1])
+        size, model = PLACED, made(PLACED)
         batch = torch.randn(size.batch, size.context, size.width).to(self.device)
         run: Any = (
             model.to(self.device)
