@@ -170,7 +170,7 @@ class SmallModel:
             block.skipped = False
 
     def trained(self, updates: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The parameters of a model of size `PLACED` after three steps with AdamW, and figures: `step`, the seconds of the
+        """The parameters of a model of size `PLACED` after three AdamW steps, and figures: `step`, the seconds of the
         last one, `update`, those of its updates alone, and the `limit` and the `predicted` ones of both.
 
         updates: of a plan under a `device_limit` 1.3 times the smallest; None for plain steps."""
