@@ -111,9 +111,12 @@ def odd_steps(small: SmallModel) -> Finding:
         with within():
             plain = small.gradients(small.model)
             rows.append({"kind": kind, "limit": limit, **difference(small.gradients(small.planned), plain)})
-    most = {"bfloat16": 100 * ROUNDING}
-    bad = [row["kind"] for row in rows if row["largest"] is None or row["largest"] > most.get(row["kind"], ROUNDING)]
-    bad += [row["kind"] for row in rows if cpu and not row["bit_for_bit"] and row["kind"] not in bad]
+
+    def wrong(row: dict[str, Any]) -> bool:
+        most = ROUNDING * (100 if row["kind"] == "bfloat16" else 1)
+        return row["largest"] is None or row["largest"] > most or (cpu and not row["bit_for_bit"])
+
+    bad = [row["kind"] for row in rows if wrong(row)]
     if bad:
         said = f"other gradients than a plain step's with {', '.join(bad)}; do not train with rotoff here, {REPORT}"
         return Finding(FAILED, said, {"rows": rows})
