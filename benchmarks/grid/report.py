@@ -20,7 +20,11 @@ from . import workloads
 from .aims import EVERYTHING, ITSELF, MIB, Aim, Run, judge, read, timed
 from .pictures import draw
 
-COMMANDS = {"cpu": "scripts/cpu_results.sh grid", "cuda": "scripts/gpu_check.sh OUT grid", "tiny": "make test-all"}
+COMMANDS = {
+    "cpu": "scripts/cpu_results.sh grid",
+    "cuda": "python -m benchmarks.grid.run --suite cuda",
+    "tiny": "make test-all",
+}
 
 
 def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> str:

@@ -25,7 +25,7 @@ def _seconds(text: str) -> float:
 def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)")
     parser.add_argument(
-        "--seconds", type=_seconds, metavar="N", help="duration of the timed steps at each of three limits (default: 4)"
+        "--seconds", type=_seconds, metavar="N", help="duration of the timed steps at each of three limits (default: 2)"
     )
     parser.add_argument(
         "-o", "--output", default="doctor.json", metavar="FILE", help="write the findings here (default: doctor.json)"
@@ -65,6 +65,7 @@ def _doctor(options: argparse.Namespace) -> int:
             "Is this hardware new to rotoff? Please attach the file to an issue: it is used to check rotoff's"
             " predictions."
         )
+        print(report.conclusion(options.output))
     return 1 if report.verdict == FAILED else 0
 
 

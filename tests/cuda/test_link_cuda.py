@@ -8,8 +8,10 @@ from __future__ import annotations
 import gc
 import os
 import statistics
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -86,6 +88,99 @@ class DeafCopies(SlowStreams):
         CudaStreams.copy(self, stream, pairs)
 
 
+class Forgetful(CudaStreams):
+    """Leaves out the waits of one kind of a `StreamLink`. waits: how many there were of each."""
+
+    def __init__(self, device: torch.device, kind: str | None) -> None:
+        super().__init__(device)
+        self.kind = kind
+        self.waits: Counter[str] = Counter()
+        self.sides: list[Any] = []
+        self.last: Any = None
+
+    def side(self) -> Any:
+        self.sides.append(super().side())
+        return self.sides[-1]
+
+    def record(self, event: Any, stream: Any) -> None:
+        self.last = event
+        super().record(event, stream)
+
+    def wait(self, stream: Any, event: Any) -> None:
+        kind = sys._getframe(1).f_code.co_name
+        if kind == "_start":
+            kind = "written" if event is not self.last else "source" if stream == self.sides[0] else "target"
+        if kind == "wait" and stream != self.current():
+            kind = "allocator"
+        self.waits[kind] += 1
+        if kind != self.kind:
+            super().wait(stream, event)
+
+
+def holds(tensor: torch.Tensor, seed: int) -> bool:
+    torch.cuda.synchronize()
+    return torch.equal(tensor.cpu(), pattern(MIB, seed))
+
+
+def stored(link: Any, seed: int, device: torch.device) -> None:
+    link.reserve(MIB)
+    link.wait(link.copy_out([pattern(MIB, seed, device)], 0))
+    torch.cuda.synchronize()
+
+
+def there_and_back(link: Any, device: torch.device) -> bool:
+    stored(link, 9, device)
+    torch.cuda._sleep(SLEEP)
+    out = link.copy_out([pattern(MIB, 5, device)], 0)
+    target = link.allocate(MIB)
+    link.wait(link.copy_in([target], 0, out))
+    got = target.clone()
+    link.wait(out)
+    return holds(got, 5)
+
+
+def recycled(link: Any, device: torch.device) -> bool:
+    """A copy back goes into memory that compute still uses."""
+    stored(link, 5, device)
+    torch.cuda._sleep(SLEEP)
+    held = pattern(MIB, 7, device)
+    seen = held.clone()
+    del held
+    target = link.allocate(MIB)
+    link.wait(link.copy_in([target], 0))
+    return holds(seen, 7) and holds(target, 5)
+
+
+def awaited_elsewhere(link: Any, device: torch.device) -> bool:
+    """The memory that a copy reads goes back to another stream than the one that waits."""
+    link.reserve(MIB)
+    out = link.copy_out([pattern(MIB, 5, device)], 0)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        link.wait(out)
+    target = link.allocate(MIB)
+    link.wait(link.copy_in([target], 0, out))
+    return holds(target, 5)
+
+
+def abandoned(link: Any, device: torch.device) -> bool:
+    stored(link, 5, device)
+    target = link.allocate(MIB)
+    ticket = link.copy_in([target], 0)
+    del target, ticket
+    return holds(pattern(MIB, 7, device), 7)
+
+
+def overwritten(link: Any, device: torch.device) -> bool:
+    """The next step's copy to the host, on another stream, beside a copy from there."""
+    stored(link, 5, device)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        target = link.allocate(MIB)
+        link.wait(link.copy_in([target], 0))
+    link.begin()
+    link.wait(link.copy_out([pattern(MIB, 7, device)], 0))
+    return holds(target, 5)
+
+
 class LateProgram(TransferProgram):
     """A program whose compute comes late."""
 
@@ -146,8 +241,30 @@ class TestOrder:
             for seed in range(6):
                 assert LateProgram(link, seed, elsewhere=elsewhere, sizes=SIZES).run(80) == []
 
+    @pytest.mark.parametrize(
+        ("forgotten", "scene"),
+        [
+            ("source", "there_and_back"),
+            ("written", "there_and_back"),
+            ("wait", "there_and_back"),
+            ("target", "recycled"),
+            ("allocator", "awaited_elsewhere"),
+            ("__del__", "abandoned"),
+            ("begin", "overwritten"),
+        ],
+    )
+    def test_each_wait_is_needed(self, forgotten: str, scene: str, device: torch.device):
+        """source, target: a copy's, for compute; written: a copy back's, for the copy out; wait: compute's; allocator:
+        that of the stream whose memory it is; __del__: for a copy that nobody awaited; begin: a step's, for the last
+        one. On a GPU a copy may happen to come in time."""
+        for kind in (None, *([forgotten] if "STANDIN" in os.environ else [])):
+            streams = Forgetful(device, kind)
+            with opened(StreamLink(streams)) as link:
+                right = [globals()[scene](link, device) for _ in range(20)]
+            assert streams.waits[forgotten] > 0
+            assert all(right) == (kind is None)
+
     @pytest.mark.parametrize("deaf", [DeafCompute, DeafCopies])
-    @pytest.mark.concurrent
     @pytest.mark.alone
     def test_these_programs_would_show_a_missing_wait(self, deaf: type[CudaStreams], device: torch.device):
         wrong = 0
@@ -315,7 +432,6 @@ class TestSpeed:
 
 
 class TestMemory:
-    @pytest.mark.concurrent
     def test_pinned_bytes_are_exact_and_go_with_the_link(self, device: torch.device):
         nbytes = 5 * MIB + 123
         link = CudaLink(device)
@@ -387,7 +503,6 @@ class TestMemory:
             link.reserve(MIB)
             link.wait(link.copy_out([pattern(MIB, 1, device)], 0))
 
-    @pytest.mark.concurrent
     def test_where_registering_fails_torch_pins(self, device: torch.device, monkeypatch: pytest.MonkeyPatch):
         class Refusing:
             def cudaHostRegister(self, *_: Any) -> int:
@@ -400,7 +515,6 @@ class TestMemory:
         assert segment.tensor.numel() == MIB
         segment.close()
 
-    @pytest.mark.concurrent
     def test_a_failed_registration_is_not_the_next_kernels_error(self, device: torch.device):
         segment = PinnedSegment(MIB, device)
         twice = torch.cuda.cudart().cudaHostRegister(segment.tensor.data_ptr(), MIB, 0)

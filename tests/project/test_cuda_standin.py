@@ -1,4 +1,4 @@
-"""The tests for CUDA, on a device that is none: what they need of a GPU but its time (`cuda_standin/standin.py`)."""
+"""The tests for CUDA, on a device that is none: what they need of a GPU but its speed (`cuda_standin/standin.py`)."""
 
 from __future__ import annotations
 
@@ -50,6 +50,82 @@ def test_expandable_segments_keep_the_limit_too(environment: dict[str, str]) -> 
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
 
 
+STRADDLING = """
+import mmap
+import pytest
+import torch
+
+pages = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
+assert not torch.cuda.is_initialized()
+data = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
+assert torch.cuda.is_initialized()
+half, cudart = 1 << 19, torch.cuda.cudart()
+assert not cudart.cudaHostRegister(pages.data_ptr(), half, 0)
+assert not cudart.cudaHostRegister(pages.data_ptr() + half, half, 0)
+pages[:half].copy_(data[:half], non_blocking=True)
+torch.cuda.synchronize()
+assert pages[:half].all()
+with pytest.raises(RuntimeError, match="invalid argument"):
+    pages.copy_(data, non_blocking=True)
+"""
+
+
+def test_a_copy_that_leaves_its_registration_is_refused(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", f"import standin\n{STRADDLING}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_where_the_driver_registers_no_memory(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", f"import standin\n{SECOND}"]
+    told = environment | {"STANDIN_DEVICE": "1", "STANDIN_REGISTERS": "no", "STANDIN_SEED": "1"}
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+ATTENTION = """
+import torch
+from torch import nn
+import rotoff
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
+        return x + mixed.transpose(1, 2).reshape(2, 8, 16)
+
+def gradients(run):
+    torch.manual_seed(3)
+    for p in model.parameters():
+        p.grad = None
+    run(x).square().mean().backward()
+    return [p.grad.cpu() for p in model.parameters()]
+
+torch.manual_seed(0)
+model = nn.Sequential(*[Attention() for _ in range(6)]).cuda()
+x = torch.randn(2, 8, 16, device="cuda")
+expected = gradients(model)
+planned = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+for mode in ("joint", "remat", "offload"):
+    for least in (True, False):
+        limit = planned.min_mem_limit(mode) if least else planned.keep_all_memory * 3 // 4
+        planned.compute_sequence(max(limit, planned.min_mem_limit(mode)), mode=mode)
+        for _ in range(2):
+            assert all(map(torch.equal, gradients(planned), expected)), (mode, least)
+planned.close()
+"""
+
+
+def test_an_operation_that_saves_a_number_on_the_host(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", f"import standin\n{ATTENTION}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     run = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
@@ -62,12 +138,42 @@ def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: 
     assert (data["device"], data["complete"]) == ("cuda:0", True)
     assert found["versions"]["device"] == "stand-in"
     seconds = {"pin": 0, "unpin": 0}
-    assert found["host bytes"] | seconds == {"nbytes": 25 << 20, "segments": 1, "registered": 1, **seconds}
-    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"])
+    assert found["host bytes"] | seconds == {
+        "nbytes": 25 << 20,
+        "segments": 1,
+        "registered": 1,
+        "across": True,
+        **seconds,
+    }
+    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"] + found["odd steps"]["rows"])
+    assert [row["kind"] for row in found["odd steps"]["rows"]] == ["late copies", "bfloat16", "a skipped block"]
+    assert done.stdout.splitlines()[-1].startswith("WORKS")
     assert all(row["asked"] <= row["predicted"] <= row["limit"] for row in found["peak bytes"]["rows"])
     assert all(row["given"] <= row["limit"] + row["slack"] for row in found["peak bytes"]["rows"])
     assert [row["waits"] for row in found["host waits"]["rows"]] == [0, 0, 0]
     assert found["overlap"]["moved"] > 0
+
+
+FORGETFUL = """
+import torch
+from rotoff.runtime.links.cuda import CudaStreams, StreamLink
+from rotoff.tools.doctor import model, training
+
+model.SIZES = (model.Size(layers=4, width=32, heads=2, context=16, batch=2),)
+model.speed = lambda _: 0.0
+small = model.SmallModel(torch.device("cuda", 0), 0.0, 1)
+print(training.odd_steps(small).verdict)
+StreamLink.wait, wait = lambda self, ticket: ticket.settle(), StreamLink.wait
+print(training.odd_steps(small).verdict)
+StreamLink.wait = wait
+small.close()
+"""
+
+
+def test_the_doctor_sees_a_wait_that_is_left_out(environment: dict[str, str]) -> None:
+    command = [sys.executable, "-c", f"import standin\n{FORGETFUL}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["ok", "failed"], done.stderr
 
 
 SECOND = """

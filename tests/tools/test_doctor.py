@@ -64,6 +64,8 @@ def test_a_cpu_from_end_to_end(
     monkeypatch.setattr(model, "SIZES", (size,))
     monkeypatch.setattr(training, "OFF", 10.0)  # other tests may run beside this one
     monkeypatch.setattr(training, "LATE", 1.0)
+    monkeypatch.setattr(host_tier, "BESIDE", (0.0, float("inf")))
+    monkeypatch.setattr(machine, "LOADED", float("inf"))
     threads = torch.get_num_threads()
     assert main(["doctor", "--device", "cpu", "--seconds", "0"]) == 0
     said = capsys.readouterr().out
@@ -92,7 +94,12 @@ def test_a_cpu_from_end_to_end(
     assert found["overlap"]["moved"] > 0
     assert 0 <= found["overlap"]["measured"] <= 1
     assert torch.get_num_threads() == threads
-    assert "10 ok, 0 attention, 0 failed" in said
+    assert [row["kind"] for row in found["odd steps"]["rows"]] == ["bfloat16", "a skipped block"]
+    assert [row["updates"] for row in found["optimizer steps"]["rows"]] == [None, "after", "during"]
+    for row in found["odd steps"]["rows"] + found["optimizer steps"]["rows"][1:]:
+        assert row["bit_for_bit"]
+    assert "13 ok, 0 attention, 0 failed" in said
+    assert said.splitlines()[-1] == "WORKS"
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
 
 
@@ -111,22 +118,22 @@ SOURCES = {
     "host bytes": (host_tier, "choose_directory"),
     "bandwidth": (host_tier, "measure_bandwidth"),
     "small model": (model, "Checkpointable"),
-    "gradients": (training, "difference"),
     "peak bytes": (model, "record"),
     "step time": (training.statistics, "median"),
     "overlap": (training, "hidden"),
+    "optimizer steps": (SmallModel, "trained"),
 }
 
 
-@pytest.mark.parametrize("name", [*SOURCES, "host waits"])
+@pytest.mark.parametrize("name", [*SOURCES, "host waits", "gradients", "odd steps"])
 @pytest.mark.grid
 def test_a_check_that_raises_is_said_and_the_others_run(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    if name in ("versions", "memory", "host bytes", "bandwidth", "peak bytes", "small model", "gradients"):
+    if name in ("versions", "memory", "host bytes", "bandwidth", "peak bytes", "small model", "optimizer steps"):
         where, what = SOURCES[name]
     else:  # these need what others need too
-        where, what = training, {"step time": "step_time", "host waits": "host_waits", "overlap": "overlap"}[name]
+        where, what = training, name.replace(" ", "_")
 
     def broken(*_: Any, **__: Any) -> Any:
         raise RuntimeError("it is broken\nin two lines")
@@ -296,11 +303,13 @@ def test_pages_that_the_driver_does_not_register(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(host_tier, "pin", pin)
     monkeypatch.setattr(host_tier, "available_bytes", lambda: 4 << 30)
-    for address, verdict in ((1, OK), (0, ATTENTION)):
+    came = [True, True, False]
+    monkeypatch.setattr(host_tier, "device_bytes_across", lambda *_: came.pop(0))
+    for address, verdict in ((1, OK), (0, ATTENTION), (1, FAILED)):
         finding = host_tier.host_bytes(torch.device("cuda", 0))
         assert finding.verdict == verdict
         assert finding.figures["registered"] == 1 + address
-    assert taken == [1 << 30] * 2  # a quarter of what is free
+    assert taken == [1 << 30] * 3  # a quarter of what is free
 
 
 def test_a_slow_link_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,6 +318,38 @@ def test_a_slow_link_to_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = host_tier.bandwidth(torch.device("cuda", 0))
     assert finding.verdict == ATTENTION
     assert "out 3 GB/s, in 12 GB/s; both at once 2 GB/s and 9 GB/s" in finding.sentence
+
+
+@pytest.mark.parametrize(("out", "beside"), [(24e9, 0.4e9), (24e9, 60e9), (5e15, 5e15), (24e9, float("inf"))])
+def test_bandwidths_that_cannot_be_right(monkeypatch: pytest.MonkeyPatch, out: float, beside: float) -> None:
+    rates = {"out": out, "in": out, "out_beside_in": beside, "in_beside_out": beside}
+    monkeypatch.setattr(host_tier, "bandwidths", lambda *_: rates)
+    for device in (CPU, torch.device("cuda", 0)):
+        finding = host_tier.bandwidth(device)
+        assert (finding.verdict, "that cannot be right" in finding.sentence) == (ATTENTION, True)
+
+
+@pytest.mark.parametrize(("load", "verdict"), [(0.4, OK), (3.0, ATTENTION)])
+def test_a_busy_machine_is_told_so(monkeypatch: pytest.MonkeyPatch, load: float, verdict: str) -> None:
+    monkeypatch.setattr(machine.os, "getloadavg", lambda: (load, load, load))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    assert machine.load().verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "said"),
+    [
+        ({}, "WORKS"),
+        ({"memory": ATTENTION}, "WORKS"),
+        ({"overlap": ATTENTION, "load": ATTENTION}, "WORKS, SLOWER THAN PREDICTED (see load, overlap)"),
+        ({"overlap": ATTENTION, "gradients": FAILED}, "DO NOT USE (send doctor.json)"),
+    ],
+)
+def test_the_last_line(verdicts: dict[str, str], said: str) -> None:
+    report = Report("cpu", [Finding(verdicts.get(name, OK), "", check=name) for name in CHECKS], complete=True)
+    assert report.conclusion("doctor.json") == said
+    report.complete = False
+    assert report.conclusion("doctor.json") == "DO NOT USE (send doctor.json)"
 
 
 def test_both_directions_of_a_file_share_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +388,27 @@ def test_other_gradients_than_the_plain_models(
     assert finding.verdict == FAILED
     assert "at limits 100%, 70%, 45%" in finding.sentence
     json.dumps(finding.figures, allow_nan=False)
+
+
+@pytest.mark.parametrize("by", [lambda g: 1.1 * g, lambda g: g * float("nan"), lambda g: g + 1e-9])
+def test_other_gradients_in_odd_steps(
+    small: SmallModel, monkeypatch: pytest.MonkeyPatch, by: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    changed(by, monkeypatch)
+    finding = training.odd_steps(small)
+    assert finding.verdict == FAILED
+    assert "with bfloat16, a skipped block" in finding.sentence
+
+
+def test_other_parameters_after_updates(small: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = SmallModel.trained
+
+    def trained(self: SmallModel, updates: str | None) -> Any:
+        found, figures = real(self, updates)
+        return [p + 0.01 * (updates == "during") for p in found], figures
+
+    monkeypatch.setattr(SmallModel, "trained", trained)
+    assert training.optimizer_steps(small).verdict == FAILED
 
 
 def test_gradients_to_rounding_are_enough_on_a_gpu(small: SmallModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,17 +17,19 @@ from . import host_tier, machine, training
 from .findings import FAILED, Finding, Report
 from .model import SmallModel
 
-SECONDS = 4.0  # duration of the timed steps at each limit
+SECONDS = 2.0  # duration of the timed steps at each limit
 MEASURING = "small model"
 _MODEL = {
     MEASURING: "measured",
     "gradients": "gradients",
+    "odd steps": "odd_steps",
+    "optimizer steps": "optimizer_steps",
     "peak bytes": "peak_bytes",
     "step time": "step_time",
     "host waits": "host_waits",
     "overlap": "overlap",
 }
-CHECKS = ("versions", "memory", "host bytes", "bandwidth", *_MODEL)
+CHECKS = ("versions", "load", "memory", "host bytes", "bandwidth", *_MODEL)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -64,6 +66,7 @@ def examine(
     small = SmallModel(device, seconds, machine.cores())
     checks: dict[str, Callable[[], Finding]] = {
         "versions": partial(machine.versions, device),
+        "load": machine.load,
         "memory": partial(machine.memory, device),
         "host bytes": partial(host_tier.host_bytes, device),
         "bandwidth": partial(host_tier.bandwidth, device),

@@ -9,6 +9,7 @@ from typing import Any
 from ...io.json_file import save_json
 from ...version import __version__
 
+TIMES = ("load", "bandwidth", "step time", "host waits", "overlap")  # checks that may say that steps are slower
 OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to worst
 
 
@@ -44,6 +45,13 @@ class Report:
     def verdict(self) -> str:
         """The worst verdict of all findings."""
         return max((finding.verdict for finding in self.findings), key=VERDICTS.index, default=OK)
+
+    def conclusion(self, path: str) -> str:
+        """What to do, in a line: ``WORKS``, ``WORKS, SLOWER THAN PREDICTED (why)`` or ``DO NOT USE (send path)``."""
+        if self.verdict == FAILED or not self.complete:
+            return f"DO NOT USE (send {path})"
+        slower = [finding.check for finding in self.findings if finding.verdict == ATTENTION and finding.check in TIMES]
+        return f"WORKS, SLOWER THAN PREDICTED (see {', '.join(slower)})" if slower else "WORKS"
 
     def count(self, verdict: str) -> int:
         """How many checks ended with `verdict`."""

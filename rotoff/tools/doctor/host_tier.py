@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,16 @@ import torch
 from ...core.sizes import format_bytes
 from ...runtime.links.bandwidth import both_at_once, measure_bandwidth
 from ...runtime.links.host_file import HostFile, choose_directory, filesystem_of
-from ...runtime.links.pinned import SEGMENT_BYTES, available_bytes, pin
+from ...runtime.links.pinned import SEGMENT_BYTES, Segment, Slab, available_bytes, pin
 from ...runtime.links.pool import LinkPool
-from .findings import ATTENTION, OK, Finding
+from .findings import ATTENTION, FAILED, OK, Finding
 
 MIB = 1 << 20
 PINNED = 2 * SEGMENT_BYTES  # bytes to pin: more than one segment
 FILE = 256 * MIB
 COPIED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # bytes of one copy
+MOST = 2e12  # B/s: no link and no page cache is faster
+BESIDE = 0.2, 1.5  # least and most share of a bandwidth that is left while the other direction is busy
 SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
 
 
@@ -36,6 +39,8 @@ def pinned_memory(device: torch.device) -> Finding:
         f"{format_bytes(nbytes)} pinned at {rate(nbytes / max(figures['pin'], 1e-9))}, in {figures['segments']}"
         " segments"
     )
+    if not figures["across"]:
+        return Finding(FAILED, f"{said}; bytes came back from there as others; send the file", figures)
     if figures["registered"] < figures["segments"]:
         refused = (
             "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a"
@@ -51,11 +56,27 @@ def pinning(nbytes: int, device: torch.device) -> dict[str, Any]:
     start = time.perf_counter()
     segments = pin(nbytes, device)
     pinned = time.perf_counter()
+    across = device_bytes_across(segments, device)
     registered = sum(bool(getattr(segment, "_address", 0)) for segment in segments)
     for segment in segments:
         segment.close()
     seconds = {"pin": pinned - start, "unpin": time.perf_counter() - pinned}
-    return {"nbytes": nbytes, **seconds, "segments": len(segments), "registered": registered}
+    return {"nbytes": nbytes, **seconds, "segments": len(segments), "registered": registered, "across": across}
+
+
+def device_bytes_across(segments: Sequence[Segment], device: torch.device) -> bool:
+    """Whether bytes come back from a place across the first two of `segments` as they left."""
+    slab, middle = Slab(), segments[0].tensor.numel()
+    for segment in segments:
+        slab.add(segment)
+    size = min(MIB, slab.nbytes)
+    places = list(slab.pieces(min(middle, slab.nbytes - size // 2) - size // 2, size))
+    data = torch.arange(size, device=device).to(torch.uint8)
+    back = torch.zeros_like(data)
+    for whole, out in ((data, True), (back, False)):
+        for place, part in zip(places, whole.split([place.numel() for place in places]), strict=True):
+            place.copy_(part, non_blocking=True) if out else part.copy_(place, non_blocking=True)
+    return torch.equal(data, back)
 
 
 def offload_file() -> Finding:
@@ -86,6 +107,9 @@ def bandwidth(device: torch.device) -> Finding:
         f"out {rate(out)}, in {rate(back)}; both at once {rate(figures['out_beside_in'])} and"
         f" {rate(figures['in_beside_out'])}"
     )
+    beside = figures["out_beside_in"] / out, figures["in_beside_out"] / back
+    if max(out, back) > MOST or min(beside) < BESIDE[0] or max(beside) > BESIDE[1]:
+        return Finding(ATTENTION, f"{said}; that cannot be right: run this again on a quiet machine", figures)
     if device.type == "cuda" and min(out, back) < SLOW:
         cure = (
             "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else copies; plans"

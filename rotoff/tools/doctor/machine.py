@@ -18,6 +18,7 @@ from .findings import ATTENTION, OK, Finding
 
 TESTED = ((2, 11), (2, 15))  # the oldest and the newest torch that the tests ran with
 BUSY = 0.25  # share of the device's memory: if other processes hold more, the check says so
+LOADED = 0.5  # processes that run for each core of the machine: with more, it is busy
 LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offload very little
 
 
@@ -45,6 +46,17 @@ def versions(device: torch.device) -> Finding:
         low, high = (".".join(map(str, version)) for version in TESTED)
         return Finding(
             ATTENTION, f"{said}; rotoff is tested with torch {low} to {high}, so read the other checks", figures
+        )
+    return Finding(OK, said, figures)
+
+
+def load() -> Finding:
+    """Whether others compute on this machine."""
+    figures = {"load": os.getloadavg()[0], "cores": os.cpu_count() or 1}
+    said = f"{figures['load']:.1f} processes run on {figures['cores']} cores"
+    if figures["load"] > LOADED * figures["cores"]:
+        return Finding(
+            ATTENTION, f"{said}: the machine is busy, so the times below may be off; end other work", figures
         )
     return Finding(OK, said, figures)
 

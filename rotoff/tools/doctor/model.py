@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from torch import nn
 
 from ...checkpointable import Checkpointable
+from ...errors import InfeasibleError
 from ...profile.memory.allocator import record
 
 SEED = 1
@@ -42,6 +45,7 @@ class Size:
 
 
 SIZES = (Size(8, 1024, 16, 1024, 8), Size(8, 512, 8, 512, 8), Size(6, 256, 4, 128, 4))  # the last is for CPUs
+PLACED = Size(6, 128, 4, 64, 4)  # of steps under a `device_limit`
 
 
 class Block(nn.Module):
@@ -53,13 +57,16 @@ class Block(nn.Module):
         self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
         self.dropout = nn.Dropout(0.1)
+        self.skipped = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (batch, position, channel)."""
+        if self.skipped:
+            return x
         n, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-        x = x + self.dropout(self.merge(mixed.reshape(n, length, width)))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
+        x = x + self.dropout(self.merge(mixed.transpose(1, 2).reshape(n, length, width)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -68,6 +75,13 @@ class MeanSquare(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.square().mean()
+
+
+def made(size: Size) -> nn.Sequential:
+    """The model on the CPU, the same each time."""
+    torch.manual_seed(SEED)
+    ends = nn.Linear(size.width, size.width), nn.Linear(size.width, size.width)
+    return nn.Sequential(ends[0], *(Block(size) for _ in range(size.layers)), ends[1], MeanSquare())
 
 
 class SmallModel:
@@ -95,12 +109,7 @@ class SmallModel:
 
     @cached_property
     def model(self) -> nn.Module:
-        torch.manual_seed(SEED)
-        size = self.size
-        ends = nn.Linear(size.width, size.width), nn.Linear(size.width, size.width)
-        model = nn.Sequential(ends[0], *(Block(size) for _ in range(size.layers)), ends[1], MeanSquare()).to(
-            self.device
-        )
+        model = made(self.size).to(self.device)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         return model
@@ -150,10 +159,61 @@ class SmallModel:
         self.step(run)
         return [gradient.clone() for gradient in found]
 
+    @contextmanager
+    def off_course(self) -> Iterator[None]:
+        """Skip a block within."""
+        block = next(part for part in self.model.modules() if isinstance(part, Block))
+        block.skipped = True
+        try:
+            yield
+        finally:
+            block.skipped = False
+
+    def trained(self, updates: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """The parameters of a model of size `PLACED` after three AdamW steps, and figures: `step`, the seconds of the
+        last one, `update`, those of its updates alone, and the `limit` and the `predicted` ones of both.
+
+        updates: of a plan under a `device_limit` 1.3 times the smallest; None for plain steps."""
+        size, model = PLACED, made(PLACED)
+        batch = torch.randn(size.batch, size.context, size.width).to(self.device)
+        run: Any = (
+            model.to(self.device)
+            if updates is None
+            else Checkpointable(model, device=self.device, cache_directory=None).measure(batch)
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        figures: dict[str, Any] = {"updates": updates}
+        if updates is not None:
+            options = {"optimizer": optimizer, "updates": updates, "refine": False}
+            try:
+                run.compute_sequence(device_limit=1, **options)
+            except InfeasibleError as error:
+                figures["limit"] = int(1.3 * error.min_mem_limit)
+            run.compute_sequence(device_limit=figures["limit"], **options)
+            figures["predicted"] = run.get_expected_makespan()
+            figures["predicted_update"] = sum(group.update_time for group in run.chain.parameters or ())
+        for n in range(3):
+            torch.manual_seed(n)
+            self._finish()
+            begin = time.perf_counter()
+            run(batch).backward()
+            self._finish()
+            middle = time.perf_counter()
+            optimizer.step()
+            optimizer.zero_grad()
+            self._finish()
+            end = time.perf_counter()
+        figures |= {"step": end - begin, "update": end - middle}
+        found = [p.detach().cpu().clone() for p in model.parameters()]
+        if updates is not None:
+            run.close()
+        return found, figures
+
     def peak(self, run: nn.Module) -> dict[str, int]:
         """Peak bytes of one step above those held before. asked: bytes that the model requested. On CUDA also given:
         bytes in the allocator's blocks; slack: bytes that its rule for splitting blocks may add to these; reserved:
-        bytes that the allocator took from the device, starting with an empty cache."""
+        bytes that the allocator took from the device, starting with an empty cache; retries: how often it found none
+        and emptied its cache."""
         if self.device.type == "cpu":
             return {"asked": record(lambda: self.step(run), self.device)[1].peak()}
         gc.collect()
@@ -166,7 +226,8 @@ class SmallModel:
         after = torch.cuda.memory_stats(self.device)
         kinds = {"asked": "requested", "given": "allocated", "reserved": "reserved"}
         found = {name: after[f"{k}_bytes.all.peak"] - before[f"{k}_bytes.all.current"] for name, k in kinds.items()}
-        return found | {"slack": after["allocation.large_pool.peak"] << 20}
+        retries = after["num_alloc_retries"] - before["num_alloc_retries"]
+        return found | {"slack": after["allocation.large_pool.peak"] << 20, "retries": retries}
 
     def close(self) -> None:
         """Release files and memory, and restore the number of threads."""

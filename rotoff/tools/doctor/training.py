@@ -6,8 +6,9 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from ...core.sequence import COMPUTES
 from ...core.simulator import Trace
 from ...core.sizes import format_bytes
+from ...runtime.links.cuda import CudaStreams
 from .findings import ATTENTION, FAILED, OK, Finding
 from .model import SmallModel
 
@@ -24,6 +26,8 @@ OFF = 0.15  # relative error of the predicted ratio to plain steps; a quiet mach
 LOOSE = 1.25  # predicted bytes / measured bytes
 LATE = 0.2  # share of the copies' time by which less may be hidden than predicted
 PAIRS = 3  # least pairs of steps in each row
+SLEEP = 2_000_000  # cycles before a late copy: about a millisecond
+STEPS = 10  # times `ROUNDING` that parameters may differ after three steps on a GPU
 REPORT = "and send the file"
 
 
@@ -94,6 +98,66 @@ def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> 
     return {"bit_for_bit": all(torch.equal(a, b) for a, b in pairs), "largest": max(far) if finite else None}
 
 
+def odd_steps(small: SmallModel) -> Finding:
+    """Compare gradients of planned steps with plain ones where copies come late (CUDA), under bfloat16 autocast, and
+    where a block of the model is skipped."""
+    cpu = small.device.type == "cpu"
+    kinds: dict[str, Callable[[], AbstractContextManager[Any]]] = {} if cpu else {"late copies": late_copies}
+    kinds["bfloat16"] = partial(torch.autocast, small.device.type, torch.bfloat16)
+    kinds["a skipped block"] = small.off_course
+    rows = []
+    for kind, within in kinds.items():
+        limit = small.plan(SHARES[-1], "offload")
+        with within():
+            plain = small.gradients(small.model)
+            rows.append({"kind": kind, "limit": limit, **difference(small.gradients(small.planned), plain)})
+
+    def wrong(row: dict[str, Any]) -> bool:
+        most = ROUNDING * (100 if row["kind"] == "bfloat16" else 1)
+        return row["largest"] is None or row["largest"] > most or (cpu and not row["bit_for_bit"])
+
+    bad = [row["kind"] for row in rows if wrong(row)]
+    if bad:
+        said = f"other gradients than a plain step's with {', '.join(bad)}; do not train with rotoff here, {REPORT}"
+        return Finding(FAILED, said, {"rows": rows})
+    return Finding(OK, f"gradients of a plain step with {', '.join(kinds)}", {"rows": rows})
+
+
+@contextmanager
+def late_copies() -> Iterator[None]:
+    """A sleep kernel before each copy of a CUDA link, so that a wait that is left out shows in the bytes."""
+    copy = CudaStreams.copy
+
+    def late(self: CudaStreams, stream: Any, pairs: Any) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP)
+        copy(self, stream, pairs)
+
+    CudaStreams.copy = late  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        CudaStreams.copy = copy  # type: ignore[method-assign]
+
+
+def optimizer_steps(small: SmallModel) -> Finding:
+    """Compare three AdamW steps under a `device_limit`, with updates after the backward and during it, with plain
+    ones, and their seconds with the predicted ones."""
+    plain, own = small.trained(None)
+    rows: list[dict[str, Any]] = [own]
+    for updates in ("after", "during"):
+        found, figures = small.trained(updates)
+        rows.append(figures | difference(found, plain))
+    steps = ", ".join(f"{1e3 * row['step']:.0f} of {1e3 * row['predicted']:.0f} ms" for row in rows[1:])
+    update = f"{1e3 * own['update']:.1f} of {1e3 * rows[1]['predicted_update']:.1f} ms"
+    if any(row["largest"] is None or row["largest"] > STEPS * ROUNDING for row in rows[1:]):
+        return Finding(
+            FAILED, f"other parameters than after plain steps; do not train with rotoff here, {REPORT}", {"rows": rows}
+        )
+    said = f"parameters of plain steps; measured of predicted: steps {steps}, the updates of a plain step {update}"
+    return Finding(OK, said, {"rows": rows})
+
+
 def peak_bytes(small: SmallModel) -> Finding:
     """Compare the measured peak of a step with the limit and the prediction."""
     rows = []
@@ -115,6 +179,8 @@ def peak_bytes(small: SmallModel) -> Finding:
     if over > 0:
         cure = "PYTORCH_ALLOC_CONF=expandable_segments:True ends that"
         said += f"; the allocator leaves up to 1 MiB of a block unsplit, {format_bytes(over)} above a limit ({cure})"
+    if retries := sum(row.get("retries", 0) for row in rows):
+        return Finding(ATTENTION, f"{said}; the allocator ran out {retries} times and emptied its cache", figures)
     if any(row.get("given", 0) > row["limit"] + row.get("slack", 0) for row in rows):
         return Finding(ATTENTION, f"{said}, which is more than it leaves unsplit; {REPORT}", figures)
     return Finding(OK, said, figures)
