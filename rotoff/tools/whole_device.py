@@ -162,8 +162,10 @@ def _scaled(profile: Profile, share: float) -> Chain:
         return {**sizes(one, fixed), **{n: v * share for n, v in vars(one).items() if n.endswith("_time")}}
 
     stages = []
-    for cost, stage in zip(profile.chain.stages, profile.stages, strict=True):
+    for cost, stage, placed in zip(profile.chain.stages, profile.stages, profile.placed, strict=True):
         fixed = max((p.nbytes for p in _OfStages((stage,)).parameters() if p.requires_grad), default=0)
         forms = tuple(replace(form, **costs(form, fixed)) for form in cost.forms)
-        stages.append(replace(cost, **costs(cost, fixed), forms=forms))
+        assert cost.grad_bytes is not None
+        waiting = {"grad_bytes": placed.waiting + round((cost.grad_bytes - placed.waiting) * share)}
+        stages.append(replace(cost, **{**costs(cost, fixed), **waiting}, forms=forms))
     return replace(profile.chain, stages=tuple(stages), **sizes(profile.chain))
