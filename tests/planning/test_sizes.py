@@ -438,6 +438,15 @@ def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
     wrapped.compute_sequence(caught.value.min_mem_limit, up_to=KINDS["tokens"][1](96))
 
 
+@pytest.mark.parametrize("shape", [(4, 0, WIDTH), (0, 8, WIDTH)])
+def test_up_to_an_empty_input_that_does_not_fit_names_no_others(shape: tuple[int, ...]) -> None:
+    model = rotoff.Checkpointable(KINDS["recorded"][0]())
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        model.compute_sequence(100, up_to=torch.randn(shape))
+    assert "half" not in str(caught.value)
+    model.compute_sequence(caught.value.min_mem_limit, up_to=torch.randn(shape))
+
+
 def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture) -> None:
     wrapped, _ = planned("tokens", 1.0, 160)
     wrapped.compute_sequence("1 GiB", up_to=KINDS["tokens"][1](24))
