@@ -35,6 +35,7 @@ from ..tensors.tree import leaves
 from .memory_account import expected_levels
 from .options import Options
 from .placed import PlacedPlanner
+from .request import Request
 from .specialization import Specialization, signature
 from .specializations import Specializations
 
@@ -105,8 +106,7 @@ class StepRunner:
         whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
         known = self._forward_bytes.get(key)
         if placement.tight if known is None else whole - placement.away_bytes + known > request.mem_limit:
-            asked = request.options.get("host_limit")
-            placement.clear(math.inf if asked is None else parse_host_limit(asked))
+            self._clear(placement, request)
         if placement.waits and known is not None and whole + known <= request.mem_limit:
             placement.wait(None)
             return run()
@@ -115,16 +115,22 @@ class StepRunner:
                 return run()
             result, log = DeviceAllocator(self._device).log(run)
         self._forward_bytes[key] = known = log.peak()
-        least = whole - placement.away_bytes + known
-        if placement.waits and least > request.mem_limit:
+        taken = whole - placement.away_bytes + known
+        if taken > request.mem_limit:
+            self._clear(placement, request)
+            least = whole - placement.away_bytes + known
+            limit = f"the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
             told = (
-                f"a forward without gradients needs at least {format_bytes(least)} ({least} bytes), with its parameters"
-                f" on the host; the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+                f"a forward without gradients took {format_bytes(taken)} ({taken} bytes), and {limit}; the next one has"
+                " its parameters on the host"
+                if least <= request.mem_limit
+                else f"a forward without gradients needs at least {format_bytes(least)} ({least} bytes), with its"
+                f" parameters on the host; {limit}"
             )
             latest = self._specializations.latest
             if latest is None or latest.plan is None:
                 raise InfeasibleError(told, least)
-            logger.warning("rotoff: %s, in which the model trains; this forward has exceeded it", told)
+            logger.warning("rotoff: %s", told)
         return result
 
     def _run(self, specialization: Specialization, value: Any, own: Callable[[], Any]) -> Any:
@@ -196,6 +202,11 @@ class StepRunner:
             )
 
     # -- where parameters are
+
+    def _clear(self, placement: Placement, request: Request) -> None:
+        """Move all that is placed to the host, if nothing is in the way."""
+        asked = request.options.get("host_limit")
+        placement.clear(math.inf if asked is None else parse_host_limit(asked))
 
     def _placed(self, plan: ExecutionPlan) -> Placement | None:
         """The placement of parameters, brought to the state in which `plan` begins; None if it moves none."""
