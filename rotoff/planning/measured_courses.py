@@ -266,7 +266,7 @@ class MeasuredCourses:
                 f"the training step {request} on the input of up_to, {[list(shape) for shape in sizes]}, needs at least"
                 f" {format_bytes(least)} ({least} bytes), and the limit is {format_bytes(request.mem_limit)}"
                 f" ({request.mem_limit} bytes)"
-                + (f"; inputs of {told} fit" if told else "; half of it does not fit either"),
+                + (f"; inputs of {told} fit" if told else "; half of it does not fit either" if smaller else ""),
                 least,
             )
         self._ceiling = family, sizes

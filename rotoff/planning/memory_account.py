@@ -37,7 +37,8 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
     - in a ``B`` whose stage saved everything: what the stage has freed before it begins;
     - in the user's forward: δ_L, which the loss has yet to allocate;
     - bytes that several values share and that are charged more than once;
-    - casts of weights that autocast keeps, but for those that the open region has made and that are in no ā;
+    - casts of weights that autocast keeps, but for those that the open region has made and that are in no ā, and, in
+      the backward, for sums of their gradients;
     - in the plain model: values that autograd did not save, once it has freed them, less what it holds longer; and in
       its forwards what the chain charges for code outside of the stages.
     """
@@ -61,7 +62,8 @@ def expected_levels(profile: Profile, plan: ExecutionPlan) -> list[int]:
             open_stage = max(open_stage, op.stage)
             (alone.discard if op.kind is OpKind.F_ALL else alone.add)(op.stage)
         if not plan.keeps_all:
-            less += profile.cast_bytes - (_casts(profile, open_stage, alone) if n < plan.forward_end else 0)
+            forward = n < plan.forward_end
+            less += profile.cast_bytes - (_casts(profile, open_stage, alone) if forward else _sums(profile, op))
         if op.kind is OpKind.F_ALL:
             whole.add(op.stage)
         elif op.kind is OpKind.F_SEL:
@@ -87,6 +89,11 @@ def _casts(profile: Profile, stage: int, alone: Collection[int]) -> int:
         if one.first <= stage <= one.last
     )
     return max(kept, default=0)
+
+
+def _sums(profile: Profile, op: Op) -> int:
+    """Bytes of gradients of casts that may wait while `op` runs in the backward."""
+    return max((one.shared for one in profile.casts if one.first <= op.stage <= one.last), default=0)
 
 
 def _passed(profile: Profile, op: Op) -> int:

@@ -89,7 +89,7 @@ def one_region(values: Sequence[tuple[CastRegion, ...]]) -> tuple[CastRegion, ..
     if all(regions == values[0] for regions in values):
         return values[0]
     most = max(region.nbytes for region in every)
-    return (CastRegion(min(one.first for one in every), max(one.last for one in every), most, most, ()),)
+    return (CastRegion(min(one.first for one in every), max(one.last for one in every), most, most, (), most),)
 
 
 def named(rule: Rule, names: str) -> dict[str, Rule]:

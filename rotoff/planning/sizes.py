@@ -327,8 +327,10 @@ def covers(high: Sizes, sizes: Sizes) -> bool:
 
 def halves(value: Any) -> list[Any]:
     """`value` cut to half its batch and, if it has integer tensors of 2 or more dimensions (tokens), to half of their
-    length."""
+    length; none of an empty input, which tells nothing of others."""
     tensors, rebuild = flatten(value)
+    if not all(t.numel() for t in tensors):
+        return []
     batch = tensors[0].shape[0] if tensors[0].dim() else 1
     length = next((t.shape[1] for t in tensors if t.dim() >= 2 and not t.is_floating_point()), 1)
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -28,12 +29,14 @@ from ..runtime.memory_check import MemoryChecker
 from ..runtime.placed.placement import Placement
 from ..runtime.step import Step
 from ..runtime.step_times import Recording, StepTimes
+from ..solver.search import parse_host_limit
 from ..tensors.allocated import allocated_bytes
 from ..tensors.storage import storage_key
 from ..tensors.tree import leaves
 from .memory_account import expected_levels
 from .options import Options
 from .placed import PlacedPlanner
+from .request import Request
 from .specialization import Specialization, signature
 from .specializations import Specializations
 
@@ -86,23 +89,28 @@ class StepRunner:
         return result
 
     def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward that has no plan: in eval mode, or without gradients. As long as no step is planned, the first
-        of each signature that saves nothing is measured.
+        """Run a forward that has no plan: in eval mode, or without gradients. The first of each signature that saves
+        nothing is measured. If it takes too much beside what a plan keeps on the device between steps, all that can be
+        placed goes to the host.
 
         Raises:
-            InfeasibleError: if it took more than the `device_limit`, with all that can be placed on the host.
+            InfeasibleError: if it took more than the `device_limit`, with all that can be placed on the host, and no
+                step is planned in that limit; else that is a warning.
         """
         run, request, placement = partial(plain, *args, **kwargs), self._specializations.request, self.placement
         model, value = self._specializations.meter.model, (args, kwargs)
         held = [*model.parameters(), *(leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor))]
         saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
-        if placement is None or not placement.waits or request is None or saves:
+        if placement is None or request is None or saves or not placement.between_steps:
             with self.streamed():
                 return self.watched(run())
         key = signature(value, model)
-        whole = sum({storage_key(tensor): tensor.nbytes for tensor in (*held, *model.buffers())}.values())
+        held += [*model.buffers(), *placement.beside_parameters()]
+        whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
         known = self._forward_bytes.get(key)
-        if known is not None and whole + known <= request.mem_limit:
+        if placement.tight if known is None else whole - placement.away_bytes + known > request.mem_limit:
+            self._clear(placement, request)
+        if placement.waits and known is not None and whole + known <= request.mem_limit:
             placement.wait(None)
             return run()
         with self.streamed():
@@ -110,13 +118,22 @@ class StepRunner:
                 return run()
             result, log = DeviceAllocator(self._device).log(run)
         self._forward_bytes[key] = known = log.peak()
-        least = whole + known - sum(parameter.nbytes for parameter in placement.every())
-        if least > request.mem_limit:
-            raise InfeasibleError(
-                f"a forward without gradients needs at least {format_bytes(least)} ({least} bytes), with its parameters"
-                f" on the host; the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
-                least,
+        taken = whole - placement.away_bytes + known
+        if taken > request.mem_limit:
+            self._clear(placement, request)
+            least = whole - placement.away_bytes + known
+            limit = f"the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+            told = (
+                f"a forward without gradients took {format_bytes(taken)} ({taken} bytes), and {limit}; the next one has"
+                " its parameters on the host"
+                if least <= request.mem_limit
+                else f"a forward without gradients needs at least {format_bytes(least)} ({least} bytes), with its"
+                f" parameters on the host; {limit}"
             )
+            latest = self._specializations.latest
+            if latest is None or latest.plan is None:
+                raise InfeasibleError(told, least)
+            logger.warning("rotoff: %s", told)
         return result
 
     def _run(self, specialization: Specialization, value: Any, own: Callable[[], Any]) -> Any:
@@ -205,6 +222,11 @@ class StepRunner:
             )
 
     # -- where parameters are
+
+    def _clear(self, placement: Placement, request: Request) -> None:
+        """Move all that is placed to the host, if nothing is in the way."""
+        asked = request.options.get("host_limit")
+        placement.clear(math.inf if asked is None else parse_host_limit(asked))
 
     def _placed(self, plan: ExecutionPlan) -> Placement | None:
         """The placement of parameters, brought to the state in which `plan` begins; None if it moves none."""

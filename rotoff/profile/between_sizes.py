@@ -31,6 +31,7 @@ from .memory.skips import Skip
 from .profile import Profile
 
 SUBTRACTED = (Skip, FreedEarly)  # are subtracted from other fields, so their bytes are rounded down
+CHARGED = ("staying_bytes",)  # but for these
 ROUNDING = 64  # bytes added for each stage, since whole numbers of bytes may be rounded down
 # fields that do not depend on the size of the input; taken from the first profile
 OF_FIRST = ("meta", "formed_for", *LinkRates._fields, "copy_bandwidth", "overhead_times", "host_bound", "alike")
@@ -130,16 +131,17 @@ def _mixed(values: Sequence[Any], shares: Sequence[Share], whole: Callable[[floa
         return sum(value * share.time for value, share in zip(values, shares, strict=True))
     if kind is StageModule or kind is Recipe:
         return first
-    if kind in SUBTRACTED:
-        whole, shares = math.floor, _spared(shares)
     if names := _names(kind):  # type: ignore[arg-type]  # a class is hashable
         rows = {name: [getattr(value, name) for value in values] for name in names}
         if any(name in PLACES and any(one != row[0] for one in row) for name, row in rows.items()):
             raise NotAlike(f"places in several {kind.__name__}")
+        low, lesser = (math.floor, _spared(shares)) if kind in SUBTRACTED else (whole, shares)
         mixed = {
             name: row[0]
             if name in OF_FIRST + PLACES
-            else _mixed(row, _spared(shares) if name in SPARED else shares, whole)
+            else _mixed(row, shares)
+            if name in CHARGED
+            else _mixed(row, _spared(shares) if name in SPARED else lesser, low)
             for name, row in rows.items()
         }
         return kind(**mixed) if hasattr(kind, "_fields") else replace(first, **mixed)

@@ -256,8 +256,8 @@ class Profile:
         return self.chain.input_bytes - self.made_input_bytes
 
     def kept_bytes(self, kept: Collection[int]) -> int:
-        """Return the bytes of the `skips` of the indices `kept`."""
-        return sum(self.skips[n].nbytes for n in kept)
+        """Return the bytes that the `skips` of the indices `kept` take in place."""
+        return sum(self.skips[n].staying_bytes for n in kept)
 
     @property
     def forms(self) -> tuple[StageForms, ...]:

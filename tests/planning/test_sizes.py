@@ -134,7 +134,8 @@ def planned(kind: str, share: float, largest: int, **options: Any) -> tuple[roto
     least = probe.min_mem_limit(options.get("mode", "joint"))
     limit = int(least + share * (probe.keep_all_memory - least))
     probe.close()
-    return rotoff.Checkpointable(model).compute_sequence(limit, **{"refine": False, **options}), plain
+    check = options.pop("check", False)
+    return rotoff.Checkpointable(model, check=check).compute_sequence(limit, **{"refine": False, **options}), plain
 
 
 def train(model: nn.Module, batch: tuple[Any, ...]) -> None:
@@ -185,6 +186,17 @@ def test_an_empty_input_is_trained_and_tells_nothing_of_others(kind: str, sizes:
     model, plain = planned(kind, 0.0, max(sizes), mode=mode)
     for size in sizes:
         batch = KINDS[kind][1](size)
+        assert all(map(torch.equal, step(model, batch), step(plain, batch))), size
+    model.close()
+
+
+@pytest.mark.parametrize("mode", ["joint", "remat"])
+@pytest.mark.parametrize("sizes", [(32, 5, 48), (32, 5, 33)])
+def test_a_size_told_by_one_other_holds_no_more_than_is_charged(sizes: tuple[int, ...], mode: str) -> None:
+    """The skip connections that stay on the device, too."""
+    model, plain = planned("recorded", 0.1, max(sizes), mode=mode, check=True)
+    for size in sizes:
+        batch = rows(size)
         assert all(map(torch.equal, step(model, batch), step(plain, batch))), size
     model.close()
 
@@ -424,6 +436,15 @@ def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
         step(fresh, (torch.randint(0, 50, given),))
         assert fresh.get_expected_memory() <= limit
     wrapped.compute_sequence(caught.value.min_mem_limit, up_to=KINDS["tokens"][1](96))
+
+
+@pytest.mark.parametrize("shape", [(4, 0, WIDTH), (0, 8, WIDTH)])
+def test_up_to_an_empty_input_that_does_not_fit_names_no_others(shape: tuple[int, ...]) -> None:
+    model = rotoff.Checkpointable(KINDS["recorded"][0]())
+    with pytest.raises(rotoff.InfeasibleError) as caught:
+        model.compute_sequence(100, up_to=torch.randn(shape))
+    assert "half" not in str(caught.value)
+    model.compute_sequence(caught.value.min_mem_limit, up_to=torch.randn(shape))
 
 
 def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -507,6 +507,37 @@ def test_casts_of_inner_autocast_are_charged(shared: bool) -> None:
     wrapped.close()
 
 
+class Returning(nn.Module):
+    """Uses a block again in the same region of autocast and outside of it; the sum of the gradients of its casts
+    waits between the first two."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.first, self.again = (
+            nn.Sequential(nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width)) for _ in range(2)
+        )
+        self.last = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with casting():
+            y = self.first(x)
+        x = y.float() * 0.5 + x
+        with casting():
+            y = torch.tanh(self.again(torch.tanh(self.again(x))))
+        x = y.float() * 0.5 + x
+        x = self.last(self.again(self.first(x))) * 0.5 + x
+        return x.square().mean()
+
+
+def test_sums_of_gradients_of_casts_are_charged() -> None:
+    torch.manual_seed(0)
+    model, x = Returning(), torch.randn(24, 48)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    for _ in peaks(wrapped, lambda: wrapped(x).backward()):
+        pass
+    wrapped.close()
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

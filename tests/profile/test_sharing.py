@@ -20,7 +20,7 @@ from rotoff.profile.memory.skips import Skip
 
 STAGE = rotoff.Stage("s", 1.0, 1.0, output_bytes=100, saved_bytes=300)
 CHAIN = rotoff.Chain((STAGE,) * 4, 100.0, 100.0, input_bytes=100)
-CARRIED = Skip(1, 3, 10, ((0,), (0,), (0,)), ((), (), (), ()))  # made by stage 1, in the outputs of 1 to 3
+CARRIED = Skip(1, 3, 10, ((0,), (0,), (0,)), ((), (), (), ()), 10)  # made by stage 1, in the outputs of 1 to 3
 
 
 def shared(text: str) -> dict[str, int]:

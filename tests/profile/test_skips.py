@@ -187,7 +187,7 @@ def test_storages_are_followed_from_stage_to_stage() -> None:
         (lies((64, 2, 0), (16, None, 1), saved=[(0, None)]), own(2, 1)),
         (lies((4, None, 0), saved=[(1, None), (0, None)]), own(1, 2)),
     ]
-    assert find_skips(runs) == (Skip(1, 2, 64, ((1, 2), (0,)), ((0,), (), (1,))),)
+    assert find_skips(runs) == (Skip(1, 2, 64, ((1, 2), (0,)), ((0,), (), (1,)), 64),)
 
 
 def test_batch_tensors_and_overwritten_storages_are_no_skips() -> None:
@@ -224,7 +224,7 @@ def test_kept_skip_is_in_no_value() -> None:
     stage = Stage("s", 1.0, 2.0, 100, 300, 50, 7, 9, 11, (Form(250, 3.0, 5, 6),))
     chain = Chain((stage,) * 4, 1.0, 1.0)
     kept = keep_in_place(
-        chain, [Skip(2, 3, 40, ((0,), (0,)), ((), (), ()))], [(0, 0), (0, 0), (30, 50), (0, 0)], [90, 25, 90, 0]
+        chain, [Skip(2, 3, 40, ((0,), (0,)), ((), (), ()), 40)], [(0, 0), (0, 0), (30, 50), (0, 0)], [90, 25, 90, 0]
     )
     first, second, third, fourth = kept.stages
     assert first == fourth == stage
@@ -269,7 +269,7 @@ def test_output_held_by_caller_is_charged_in_backward() -> None:
 
 def test_saved_tensors_of_kept_skips_become_kept() -> None:
     kinds = (SavedKind.OWN, SavedKind.INPUT, SavedKind.RESIDENT)
-    made = behave_in_place([Behaviour(kinds, (True, True))] * 3, [Skip(1, 2, 8, ((1,), (0,)), ((0,), (), (1, 2)))])
+    made = behave_in_place([Behaviour(kinds, (True, True))] * 3, [Skip(1, 2, 8, ((1,), (0,)), ((0,), (), (1, 2)), 8)])
     assert [b.kept for b in made] == [(1,), (0,), ()]
     assert [b.own_outputs for b in made] == [(True, False), (False, True), (True, True)]
     assert [b.saved for b in made] == [
@@ -280,7 +280,7 @@ def test_saved_tensors_of_kept_skips_become_kept() -> None:
 
 
 def test_choices_are_all_long_and_no_skips() -> None:
-    short, long = Skip(1, 2, 8, (), ()), Skip(1, 5, 8, (), ())
+    short, long = Skip(1, 2, 8, (), (), 8), Skip(1, 5, 8, (), (), 8)
     assert choices([]) == [()]
     assert choices([short]) == [(0,), ()]
     assert choices([long]) == [(0,), ()]

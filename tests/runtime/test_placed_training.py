@@ -10,6 +10,7 @@ import io
 import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -1749,6 +1750,56 @@ def test_a_frozen_model_keeps_its_limit() -> None:
     net[4].requires_grad_()
     with pytest.raises(rotoff.OptionError, match="needs the optimizer.*since 2 parameters need gradients"):
         model(x)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_forward_without_gradients_keeps_the_limit_of_training(trains: bool) -> None:
+    """Its own code holds more than a planned step does: what the plan keeps on the device between steps makes room."""
+    torch.manual_seed(0)
+    model, batch = first_frozen()
+    twin, x = copy.deepcopy(model), batch()
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    model.zero_grad()
+    own, others = adamw(list(model.parameters())), adamw(list(twin.parameters()))
+    limit = place(wrapped, own, 0.0)
+
+    def after_steps() -> None:
+        own_again(model, own)
+        for module in model.modules():
+            module._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
+        wrapped.compute_sequence(device_limit=limit, optimizer=own, refine=False)
+        added_up(wrapped.train(), own, x)
+        own[0].zero_grad()
+        wrapped.train(trains)
+
+    assert peak_bytes(lambda: looked_up(wrapped, model, x), before=after_steps) + x.nbytes <= limit
+    added_up(twin, others, x)
+    others[0].zero_grad()
+    twin.train(trains)(x)
+    for net, optimizers in ((wrapped, own), (twin, others)):
+        added_up(net.train(), optimizers, x)
+        looked_up(net.eval(), net, x)
+        added_up(net.train(), optimizers, x)
+    assert same(result(model, own), result(twin, others))
+
+
+def test_a_forward_without_gradients_says_that_it_exceeds_the_limit_of_training(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    model, batch = first_frozen()
+    x, optimizers = batch(), adamw(list(model.parameters()))
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    limit = place(wrapped, optimizers, 0.0, updates="during")
+    added_up(wrapped, optimizers, x)
+    optimizers[0].zero_grad()
+    with caplog.at_level("WARNING", "rotoff"):
+        for _ in range(3):
+            looked_up(wrapped, model, x)
+    (told,) = (record.message for record in caplog.records)
+    found = re.search(r"needs at least .* \((\d+) bytes\).*the device_limit is .* \((\d+) bytes\)", told)
+    assert found is not None
+    assert int(found[1]) > limit == int(found[2])
 
 
 def test_a_frozen_teacher_beside_its_student() -> None:

@@ -36,6 +36,8 @@ class CastRegion(NamedTuple):
         nbytes: of all its casts.
         unsaved: of those that no stage has in its ā, or only some of the stages that use them.
         saved: for each stage, of the others that it has in its ā.
+        shared: of those that several stages use. The sum of their gradients, in the same dtype, waits from the first of
+            these stages' backwards to the last.
     """
 
     first: int
@@ -43,6 +45,7 @@ class CastRegion(NamedTuple):
     nbytes: int
     unsaved: int
     saved: tuple[int, ...]
+    shared: int
 
 
 class WeightCasts:
@@ -137,5 +140,6 @@ def cast_regions(tape: Tape, stage_of: Mapping[int, int], count: int) -> tuple[C
             for i in range(1, count + 1)
         ]
         unsaved = sum(one.nbytes for one, using in casts.items() if 0 in using)
-        found.append(CastRegion(first[region], last, sum(one.nbytes for one in casts), unsaved, tuple(saved)))
+        shared = sum(one.nbytes for one, using in casts.items() if len(using - {0}) > 1)
+        found.append(CastRegion(first[region], last, sum(one.nbytes for one in casts), unsaved, tuple(saved), shared))
     return tuple(found)

@@ -71,8 +71,10 @@ class Skip:
     Attributes:
         first: the stage that makes it.
         last: the last stage whose output holds it; the next stage, or the caller, uses it.
+        nbytes: its bytes; at an interpolated size, at most those, since they are subtracted from the values.
         outputs: for stages `first` to `last`, the output tensors that lie in it.
         saved: for stages `first` to `last` + 1, the saved tensors that lie in it.
+        staying_bytes: its bytes; at an interpolated size, at least those, since they are charged if it stays in place.
     """
 
     first: int
@@ -80,6 +82,7 @@ class Skip:
     nbytes: int
     outputs: tuple[tuple[int, ...], ...]
     saved: tuple[tuple[int, ...], ...]
+    staying_bytes: int
 
     @property
     def carried(self) -> int:
@@ -112,8 +115,9 @@ class OutputStorage:
 
     def skip(self) -> Skip:
         stages = range(self.first, self.last + 1)
+        outputs = tuple(tuple(self.outputs[i]) for i in stages)
         saved = tuple(tuple(self.saved.get(i, ())) for i in (*stages, self.last + 1))
-        return Skip(self.first, self.last, self.nbytes, tuple(tuple(self.outputs[i]) for i in stages), saved)
+        return Skip(self.first, self.last, self.nbytes, outputs, saved, self.nbytes)
 
 
 def find_skips(runs: Sequence[tuple[StorageAliasing, Behaviour]]) -> tuple[Skip, ...]:

@@ -10,14 +10,16 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.sequence import UPDATES, Op, OpKind
+from ...core.sequence import UPDATES, Op, OpKind, Value
 from ...errors import ExecutionError
+from ...tensors.tree import tensor_leaves
 from ..links.base import Link
 from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
@@ -221,9 +223,38 @@ class Placement:
         """Whether no step is planned yet."""
         return not self._groups.planned or self._groups.plan.waits
 
-    def every(self) -> list[nn.Parameter]:
-        """Return the parameters that are placed."""
-        return self._groups.every()
+    def clear(self, host_limit: float) -> None:
+        """Between steps: move all that is placed to the host, unless that takes more than `host_limit`; the next step
+        brings back what its plan keeps on the device."""
+        if self._groups.planned and not self.waits and self._groups.plan.host_bytes <= host_limit:
+            nothing = frozenset[Value]()
+            plan = replace(self._groups.plan, resident=nothing, on_both=nothing, early=nothing, levels=(), room=0)
+            with torch.inference_mode(False), torch.no_grad():
+                self._groups.follow(plan, 0)
+                self._groups.rest(beginning=False)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no step runs or waits for its update, so that everything may be moved."""
+        running = self._groups.step is not None and self._groups.step() is not None
+        return not (running or self._rest or self.gradients.marks.awaited)
+
+    @property
+    def tight(self) -> bool:
+        """Whether the plan leaves no bytes for parameters in a forward that saves nothing."""
+        return self._groups.planned and not self._groups.plan.room
+
+    def beside_parameters(self) -> list[torch.Tensor]:
+        """Return the gradients and optimizer states, wherever they lie."""
+        gradients = [p.grad for one in self.optimizers for p in parameters_of(one)]
+        return tensor_leaves([gradients, *(state for one in self.optimizers for state in one.state.values())])
+
+    @property
+    def away_bytes(self) -> int:
+        """The bytes of parameters, gradients and optimizer states that lie on the host."""
+        places = self._groups.places.values()
+        every = (one for of in places for one in (of.weight, of.gradient, *self._groups.states(of.parameter)))
+        return sum(t.nbytes for one in every if one.on_host and (t := one.get()) is not None)
 
     def wait(self, plan: Callable[[], PlacedPlan] | None) -> None:
         """Until a step is planned, place everything as `plan()` says; None: on the device."""
