@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ..core.sequence import MODES
 from ..errors import OptionError, nearest
 from ..io.cache import Cache
+from ..io.progress import Bar
 from ..profile.estimate.devices import Device, find
 from .plan_cache import find_plan, keep_plan, plan_key
 from .planned_modes import PlannedModes, usable_bytes
@@ -36,6 +37,10 @@ def plan(
     optimizer: str = "adam",
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
+    master_weights: bool = False,
+    stages: int | Iterable[str] | None = None,
+    backward_from: str | int | Iterable[str | int] | None = None,
+    forms: bool | Iterable[str] = True,
     pipeline: int | None = None,
     microbatches: int = 1,
     schedule: str = "1F1B",
@@ -44,20 +49,27 @@ def plan(
     cache_directory: str | os.PathLike[str] | bool | None = True,
     **kwargs: Any,
 ) -> PlannedModes | PlannedPipeline:
-    """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
+    """Say whether a model trains on `device`, and how, without the device and without memory.
 
-    Without a `mem_limit` it also plans the whole training within the device's memory, where parameters, gradients and
-    optimizer states may lie on the host: the step time, the host's bytes, the smallest device, the largest batch.
+    The table has a row for plain PyTorch, for what people set elsewhere (checkpointing, saved tensors on the host,
+    ZeRO-Offload, block swapping, all parameters streamed), and for rotoff with a `mem_limit` and with a
+    ``device_limit``, which moves parameters, gradients and optimizer states, too. All are sequences of one machine on
+    the model's estimated chain. Each row has the peak, the host's bytes, the step time with the optimizer and the
+    largest batch. The bound is the time that no plan can beat.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
         mem_limit: bytes that one step may allocate beyond parameters, their gradients, optimizer states and the batch,
-            as for `Checkpointable`. None, and at most: the device's memory less those and a margin.
+            as for `Checkpointable`; nothing but activations then moves. None, and at most: the device's memory less
+            those and a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them.
         mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
+        master_weights: whether the optimizer holds float32 copies of parameters in half precision, and its states in
+            float32. PyTorch's own optimizers hold states of the parameters' types, and no copies.
+        stages, backward_from, forms: as for `Checkpointable`.
         pipeline: number of ranks of a pipeline, each with such a device. The result then has a row for each rank, and
             the step time of the pipeline, bubbles included. The sample is the whole batch; each of its tensors is split
             into `microbatches` along its first dimension. `mem_limit` is for each rank.
@@ -72,19 +84,23 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target, cache = find(device), Cache.of(cache_directory)
-    asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth
+    asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights
+    options = given(stages=stages, backward_from=backward_from, forms=forms)
     if pipeline is None:
         of_pipelines = {"microbatches": microbatches, "chunks": chunks, "ranks_per_link": ranks_per_link}
-        if given := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
-            raise OptionError(f"{given[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
-        return _known(model, sample, kwargs, target, cache, asked)
+        if needless := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
+            raise OptionError(f"{needless[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
+        return _known(model, sample, kwargs, target, cache, asked, options)
     from .mode_comparison import Question
     from .pipeline_plan import Asked, planned_pipeline
 
     _check(model, kwargs)
+    model = with_options(model, options)
     ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
     limits = Question.read(*asked).mem_limit, usable_bytes(target.memory_bytes)
-    return planned_pipeline(model, sample, kwargs, target, ranks, *limits, optimizer, host_bandwidth)
+    return planned_pipeline(
+        model, sample, kwargs, target, ranks, *limits, optimizer, host_bandwidth, master_weights=master_weights
+    )
 
 
 def _known(
@@ -94,20 +110,41 @@ def _known(
     target: Device,
     cache: Cache,
     asked: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> PlannedModes:
     """The answer in `cache`, else a new one, which is kept there."""
     recognised = cache.directory is not None and isinstance(model, nn.Module)
     if recognised and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         recognised = False  # and refused
-    key = plan_key(model, sample, kwargs, target, asked) if recognised else None
+    key = plan_key(model, sample, kwargs, target, (*asked, options)) if recognised else None
     if (known := find_plan(cache, key)) is not None:
         return known
     from .mode_comparison import Question, answer
 
     _check(model, kwargs)
-    found = answer(model, sample, kwargs, target, Question.read(*asked))
+    with Bar("planning") as bar:
+        found = answer(with_options(model, options), sample, kwargs, target, Question.read(*asked), bar)
     keep_plan(cache, key, found)
     return found
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those of these arguments of `plan` that are not the default."""
+    usual = inspect.signature(plan).parameters
+    return {name: value for name, value in options.items() if value is not usual[name].default}
+
+
+def with_options(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """`model` as a `Checkpointable` with `options`; itself if there are none.
+
+    Raises:
+        OptionError: if it is a `Checkpointable` already.
+    """
+    from ..checkpointable import Checkpointable
+
+    if options and isinstance(model, Checkpointable):
+        raise OptionError(f"the model is a Checkpointable; give {next(iter(options))} to it alone")
+    return Checkpointable(model, **options) if options else model
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -124,7 +161,5 @@ def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
     if not unknown or any(one.kind is one.VAR_KEYWORD for one in takes):
         return
     name = unknown[0]
-    if name in inspect.signature(Checkpointable).parameters:
-        raise OptionError(f"{name} is an option of Checkpointable; give Checkpointable(model, {name}=...) as the model")
     said = f"{name} is no argument of rotoff.plan, nor of the forward of {type(inner).__name__}"
     raise OptionError(said + nearest(name, inspect.signature(plan).parameters))
