@@ -202,6 +202,38 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if found.works else 1
 
 
+def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    parser.add_argument(
+        "settings",
+        metavar="SETTINGS",
+        help="a DeepSpeed .json, axolotl .yaml, torchtitan .toml file, or a Trainer's arguments in one of these",
+    )
+    _add_device(parser)
+    parser.add_argument(
+        "--optimizer", metavar="NAME", help="sgd, momentum, adam or adamw (default: what the file says)"
+    )
+    parser.add_argument("--master-weights", action="store_true", default=None, help="as for rotoff plan")
+    _add_cut(parser)
+    add_json(parser)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from ..tools.audit import audit
+    from ..tools.foreign_settings import read_foreign
+
+    find(options.device)
+    read_foreign(options.settings)  # refused before the model is made
+    model, args, kwargs = load_target(options.target)
+    asked = {name: getattr(options, name) for name in ("settings", "device", "optimizer", "master_weights")}
+    found = audit(model, *args, **asked, **_cut(options), **kwargs)
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    return 0
+
+
 def _largest_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample")
     _add_question(parser)
@@ -326,6 +358,14 @@ COMMANDS = (
         _plan,
         f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too'
         " small.",
+    ),
+    Command(
+        "audit",
+        "say what another tool's settings take, and what is possible in the same bytes",
+        'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
+        _audit_arguments,
+        _audit,
+        _TARGET,
     ),
     Command(
         "largest",

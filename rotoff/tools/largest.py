@@ -161,16 +161,9 @@ def largest(
         OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
             for `rotoff.plan`.
     """
-    for name, value in (("step", step), ("most", most)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise OptionError(f"{name} is {value!r}; give a whole number from 1")
-    if not callable(build) or isinstance(build, nn.Module):
-        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
-    check_sized(build, "build")
+    _check_sizes(build, step, most)
     question = Question.read("joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check_step_time(step_time)
-    if most < step:
-        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
     asked = _Asked(
         build, find(device), question, step_time, given(stages=stages, backward_from=backward_from, forms=forms)
     )
@@ -191,6 +184,17 @@ def largest(
         planned=tried[low].planned() if low else None,
         tried={n * step: answer.works for n, answer in sorted(tried.items())},
     )
+
+
+def _check_sizes(build: Any, step: int, most: int) -> None:
+    for name, value in (("step", step), ("most", most)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise OptionError(f"{name} is {value!r}; give a whole number from 1")
+    if not callable(build) or isinstance(build, nn.Module):
+        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+    check_sized(build, "build")
+    if most < step:
+        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
 
 
 def check_sized(build: Callable[..., Any], name: str) -> None:

@@ -104,8 +104,7 @@ def growth(
     """How the costs of `whole` grow with the batch: the model is estimated again, at about the largest batch that fits.
     None if the sample has no batch, or the model has other stages there."""
     leaves, rebuild = flatten((args, kwargs))
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim()]
-    if not tensors or not (batch := tensors[0].shape[0]):
+    if not (batch := batch_of(args, kwargs)):
         return None
     count = largest_batch(whole, proportional(batch), usable_bytes(target.memory_bytes), "after") or 0
     count = count if count > batch else 2 * batch
@@ -151,12 +150,12 @@ def least_bytes(profile: Profile, target: Device, asked: Question) -> Needs:
     whole = asked.whole(profile, target)
     parts = resident_bytes(whole, asked.optimizer)
     step = least_limit(profile, Request(usable_bytes(target.memory_bytes), "joint", asked.mem_slots, {}))
-    plain = _plain(whole, 0).of(Setting()).peak_bytes
+    plain = plain_steps(whole, 0).of(Setting()).peak_bytes
     placed = [whole.least(updates) for updates in WHEN] if profile.chain.meta["parameter_bytes"] else []
     return Needs(min(plain, step + sum(parts.values()), *placed), step, parts)
 
 
-def _plain(whole: WholeDevice, limit: int) -> Steps:
+def plain_steps(whole: WholeDevice, limit: int) -> Steps:
     """Makes rows with the skip connections where the plain model has them."""
     return Steps(whole.keeping(plan_everything(whole.profile).kept), limit)
 
@@ -183,7 +182,7 @@ def planned_modes(
     limit = limit if asked.mem_limit is None else min(asked.mem_limit, limit)
     alone, movable = asked.mem_limit is not None, profile.chain.meta["parameter_bytes"] > 0
     update_time = sum(group.update_time for group in whole.chain.parameters)
-    make = _plain(whole, usable)
+    make = plain_steps(whole, usable)
     if alone:
         make = Steps(make.whole.activations, limit, update_time)
     note(0.4, "other systems' settings")
@@ -193,31 +192,20 @@ def planned_modes(
     if not alone and limit <= 0 and not steps[0].fits and all(row.step_time is None for row in placed):
         raise _too_small(target, resident, placed)
     note(0.8, "activations")
-    base, shared = everything.trace.makespan, SharedProblems()
-    requests = [Request(limit, mode, asked.mem_slots, {"refine": refine}, shared=shared) for mode in asked.modes]
-    rows = []
-    for request in requests:
-        row, plan = _row(profile, request, base)
-        rows.append(row)
-        if plan is not None and not plan.keeps_all:
-            name, said = "rotoff, mem_limit", options
-            if request.mode != "joint":
-                name, said = f"{name}, mode {request.mode}", {"mode": request.mode, **options}
-            counted = whole.activations if alone else whole
-            own = replace(make, whole=counted.keeping(plan.kept, plan.compact))
-            step = own.row(name, own.with_parameters_resident(plan.sequence), setting=_setting((as_size(limit),), said))
-            most = None if grown is None else _most(profile, request, grown, 0 if alone else resident["batch"])
-            steps.append(replace(step, fits=True, largest_batch=most))
+    make = replace(make, whole=whole.activations if alone else whole)
+    rows, own = _in_modes(profile, asked, limit, options, make, 0 if alone else resident["batch"], refine)
+    steps += own
     steps += [_device_step(row, usable, options) for row in placed if row.step_time is not None and not steps[0].fits]
     times = [row.step_time for row in rows if row.step_time is not None]
-    bound = least_time(profile, requests[0], min(times)) if times else None  # the same in all modes
+    request = Request(limit, "joint", asked.mem_slots, {})
+    bound = least_time(profile, request, min(times)) if times else None  # the same in all modes
     best = [row.bound_time for row in placed if row.bound_time is not None]
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
         mem_limit=limit,
         keep_all_bytes=reported_bytes(profile, everything),
-        keep_all_time=base,
+        keep_all_time=everything.trace.makespan,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
         rows=tuple(row if row.step_time is None else replace(row, bound_time=bound) for row in rows),
@@ -227,6 +215,36 @@ def planned_modes(
         asked=alone,
         notes=_notes(whole, asked),
     )
+
+
+def _in_modes(
+    profile: Profile,
+    asked: Question,
+    limit: int,
+    options: dict[str, Any],
+    make: Steps,
+    batch_bytes: int,
+    refine: bool | float,
+) -> tuple[list[PlannedMode], list[PlannedStep]]:
+    """A row for each mode, without its bound, and those of the table. batch_bytes: as for `_most`."""
+    base, grown, shared = plan_everything(profile).trace.makespan, make.whole.growth, SharedProblems()
+    rows, steps = [], []
+    for mode in asked.modes:
+        request = Request(limit, mode, asked.mem_slots, {"refine": refine}, shared=shared)
+        row, plan = _row(profile, request, base)
+        rows.append(row)
+        if plan is None or plan.keeps_all:
+            continue
+        name, said = (
+            ("rotoff, mem_limit", options)
+            if mode == "joint"
+            else (f"rotoff, mem_limit, mode {mode}", {"mode": mode, **options})
+        )
+        own = replace(make, whole=make.whole.keeping(plan.kept, plan.compact))
+        step = own.row(name, own.with_parameters_resident(plan.sequence), setting=_setting((as_size(limit),), said))
+        most = None if grown is None else _most(profile, request, grown, batch_bytes)
+        steps.append(replace(step, fits=True, largest_batch=most))
+    return rows, steps
 
 
 def _device_step(row: PlacedStep, usable: int, options: dict[str, Any]) -> PlannedStep:
@@ -284,6 +302,13 @@ def _too_small(device: Device, resident: dict[str, int], placed: tuple[PlacedSte
         f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
         f" device needs at least {format_bytes(least)}: {WAYS_ON}"
     )
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The first dimension of the first tensor, if there is one."""
+    tensors = (t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+    first = next(tensors, None)
+    return None if first is None or not first.dim() else first.shape[0]
 
 
 def resident_bytes(whole: WholeDevice, optimizer: str) -> dict[str, int]:

@@ -51,32 +51,25 @@ def plan(
 ) -> PlannedModes | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
 
-    The table has a row for plain PyTorch, for what people set elsewhere (checkpointing, saved tensors on the host,
-    ZeRO-Offload, block swapping, all parameters streamed), and for rotoff with a `mem_limit` and with a
-    ``device_limit``, which moves parameters, gradients and optimizer states, too. All are sequences of one machine on
-    the model's estimated chain. Each row has the peak, the host's bytes, the step time with the optimizer and the
-    largest batch. The bound is the time that no plan can beat.
+    The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff with a `mem_limit` and with a
+    ``device_limit``, which moves parameters, gradients and states, too; then the time that no plan can beat.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
-        mem_limit: bytes that one step may allocate beyond parameters, their gradients, optimizer states and the batch,
-            as for `Checkpointable`; nothing but activations then moves. None, and at most: the device's memory less
-            those and a margin.
+        mem_limit: bytes of one step, as for `Checkpointable`; nothing but activations then moves. None, and at most:
+            the device's memory less parameters, gradients, states, the batch and a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
-        modes: any of "joint", "remat", "offload", or one of them.
-        mem_slots: as for `rotoff.solve`.
+        modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
         master_weights: whether the optimizer holds float32 copies of parameters in half precision, and its states in
             float32. PyTorch's own optimizers hold states of the parameters' types, and no copies.
         stages, backward_from, forms: as for `Checkpointable`.
-        pipeline: number of ranks of a pipeline, each with such a device. The result then has a row for each rank, and
-            the step time of the pipeline, bubbles included. The sample is the whole batch; each of its tensors is split
-            into `microbatches` along its first dimension. `mem_limit` is for each rank.
+        pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
+            and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
             share a link to the host.
-        cache_directory: where the answer, unless it is a pipeline's, is kept for the next process; as for
-            `Checkpointable`.
+        cache_directory: where the answer is kept for the next process, unless it is a pipeline's.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.

@@ -67,6 +67,12 @@ class PlannedStep:
     moves: str
     setting: str = ""
 
+    @property
+    def to_paste(self) -> str:
+        """The line with the setting, and what it excludes."""
+        without = " (no clipping, GradScaler or accumulation)" if "updates='during'" in self.setting else ""
+        return f"to paste: {self.setting}{without}"
+
     def __str__(self) -> str:
         sizes = f"{format_bytes(self.peak_bytes):>11} {format_bytes(self.host_bytes):>11}"
         times = f"{self.step_time:>9.4g} {100 * self.overhead:>+8.1f}% {self.largest_batch or '-':>8}"
@@ -235,7 +241,7 @@ class PlannedModes:
         if self.placed:
             lines[-1] += f"; smallest device: {format_bytes(self.placed[0].min_device_bytes)}"
         if self.best is not None and self.best.setting:
-            lines.append(f"to paste: {self.best.setting}")
+            lines.append(self.best.to_paste)
         return "\n".join(lines)
 
 
