@@ -51,13 +51,13 @@ def plan(
 ) -> PlannedModes | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
 
-    The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff with a `mem_limit` and with a
-    ``device_limit``, which moves parameters, gradients and states, too; then the time that no plan can beat.
+    The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff; then the time that no plan can
+    beat. Parameters, gradients and states may move, too, unless a `mem_limit` is given.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
-        mem_limit: bytes of one step, as for `Checkpointable`; nothing but activations then moves. None, and at most:
-            the device's memory less parameters, gradients, states, the batch and a margin.
+        mem_limit: bytes of one step, as for `Checkpointable`. At most the device's memory less parameters, gradients,
+            states, the batch and a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
@@ -67,8 +67,7 @@ def plan(
         stages, backward_from, forms: as for `Checkpointable`.
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
-        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
-            share a link to the host.
+        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
         cache_directory: where the answer is kept for the next process, unless it is a pipeline's.
 
     Raises:
@@ -84,15 +83,36 @@ def plan(
         if needless := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
             raise OptionError(f"{needless[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
         return _known(model, sample, kwargs, target, cache, asked, options)
+    ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
+    return _of_pipeline(model, sample, kwargs, target, asked, options, ranks)
+
+
+def _of_pipeline(
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Device,
+    asked: tuple[Any, ...],
+    options: dict[str, Any],
+    ranks: tuple[Any, ...],
+) -> PlannedPipeline:
+    """The answer for a pipeline. ranks: the arguments of `pipeline_plan.Asked`."""
     from .mode_comparison import Question
     from .pipeline_plan import Asked, planned_pipeline
 
     _check(model, kwargs)
-    model = with_options(model, options)
-    ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
-    limits = Question.read(*asked).mem_limit, usable_bytes(target.memory_bytes)
+    question, usable = Question.read(*asked), usable_bytes(target.memory_bytes)
     return planned_pipeline(
-        model, sample, kwargs, target, ranks, *limits, optimizer, host_bandwidth, master_weights=master_weights
+        with_options(model, options),
+        sample,
+        kwargs,
+        target,
+        Asked(*ranks),
+        question.mem_limit,
+        usable,
+        question.optimizer,
+        question.host_bandwidth,
+        question.master_weights,
     )
 
 

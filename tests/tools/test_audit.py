@@ -64,7 +64,7 @@ def test_keys_are_read_or_said_not_to_be(given: Any, kind: str, says: str, not_r
 def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:
     (tmp_path / "wrong.json").write_text("{")
     for given, said in (
-        ({"lr": 1}, "the settings name lr, by which no known tool is told; give a Trainer's"),
+        ({"lr": 1}, "the settings name lr, which no known tool reads; give a Trainer's"),
         (3, "settings is 3; give a Trainer's"),
         ([], r"settings is \[\]; give"),
         (tmp_path / "wrong.json", "wrong.json cannot be read: Expecting property name"),
