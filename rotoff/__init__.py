@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     from .solver.bounds import min_mem_limit as min_mem_limit
     from .tools.attach import attach as attach
     from .tools.attach import detach as detach
+    from .tools.audit import Audit as Audit
+    from .tools.audit import audit as audit
     from .tools.config import RotoffConfig as RotoffConfig
     from .tools.estimate import estimate as estimate
     from .tools.largest import Largest as Largest
-    from .tools.largest import cheapest as cheapest
+    from .tools.largest import first_device as first_device
     from .tools.largest import largest as largest
     from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
     from .tools.pipeline_plan import PlannedRank as PlannedRank
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .tools.planned_modes import PlacedStep as PlacedStep
     from .tools.planned_modes import PlannedMode as PlannedMode
     from .tools.planned_modes import PlannedModes as PlannedModes
+    from .tools.planned_modes import PlannedStep as PlannedStep
     from .tools.schedule import attach_schedule as attach_schedule
     from .tools.stage_report import stages as stages
 
@@ -81,12 +84,13 @@ _WHERE = {
         "solver": "Row Sweep keep_all solve sweep",
         "solver.bounds": "lower_bound min_mem_limit",
         "tools.attach": "attach detach",
+        "tools.audit": "Audit audit",
         "tools.config": "RotoffConfig",
         "tools.estimate": "estimate",
-        "tools.largest": "Largest cheapest largest",
+        "tools.largest": "Largest first_device largest",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
         "tools.plan": "plan",
-        "tools.planned_modes": "PlacedStep PlannedMode PlannedModes",
+        "tools.planned_modes": "PlacedStep PlannedMode PlannedModes PlannedStep",
         "tools.schedule": "attach_schedule",
         "tools.stage_report": "stages",
     }.items()

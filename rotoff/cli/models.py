@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.chain import Chain
+from ..core.sequence import MODES
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
 from ..profile.estimate.devices import devices, find
@@ -137,18 +138,38 @@ def _estimate(options: argparse.Namespace) -> int:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    _add_question(parser)
+    parser.add_argument("--modes", metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)")
+    parser.add_argument(
+        "--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each"
+    )
+    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="of a pipeline's batch (default: 1)")
+    parser.add_argument("--schedule", default="1F1B", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B")
+    parser.add_argument("--chunks", type=int, default=1, metavar="N", help="stages of each rank (default: 1)")
+    parser.add_argument(
+        "--ranks-per-link", type=int, default=1, metavar="N", help="neighbours that share a link (default: 1)"
+    )
+    _add_cut(parser)
+    add_json(parser)
+
+
+def _add_question(parser: argparse.ArgumentParser) -> None:
+    """Arguments that `plan` and `largest` share."""
     _add_device(parser)
     parser.add_argument(
         "--mem-limit",
         type=size,
         metavar="SIZE",
-        help="bytes that a step may allocate beyond resident ones (default: all that the device has left)",
+        help="bytes that a step may allocate beyond parameters, gradients, states and the batch, which then stay on the"
+        " device (default: all of the device is planned, and these may move)",
     )
     parser.add_argument(
-        "--optimizer",
-        default="adam",
-        metavar="NAME",
-        help="the optimizer, whose states are resident: sgd, momentum, adam or adamw (default: adam)",
+        "--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam or adamw (default: adam)"
+    )
+    parser.add_argument(
+        "--master-weights",
+        action="store_true",
+        help="count float32 copies of parameters in half precision, and states in float32",
     )
     parser.add_argument(
         "--host-bandwidth",
@@ -157,18 +178,23 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B/S",
         help="bandwidth of the host's memory while the link is busy, for updates on the host (default: 40e9)",
     )
-    _add_cut(parser)
-    add_json(parser)
+    parser.add_argument(
+        "--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"
+    )
+
+
+_QUESTION = ("mem_limit", "device", "optimizer", "master_weights", "host_bandwidth", "mem_slots")
+_PIPELINE = ("pipeline", "microbatches", "schedule", "chunks", "ranks_per_link")
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from ..checkpointable import Checkpointable
     from ..tools.plan import plan
 
     find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
-    asked = {name: getattr(options, name) for name in ("mem_limit", "device", "optimizer", "host_bandwidth")}
-    found = plan(Checkpointable(model, **_cut(options)), *args, **asked, **kwargs)
+    asked = {name: getattr(options, name) for name in (*_QUESTION, *_PIPELINE)}
+    modes = MODES if options.modes is None else [mode.strip() for mode in options.modes.split(",")]
+    found = plan(model, *args, modes=modes, **asked, **_cut(options), **kwargs)
     if options.json:
         print_json(found.to_dict())
     else:
@@ -176,15 +202,43 @@ def _plan(options: argparse.Namespace) -> int:
     return 0 if found.works else 1
 
 
-def _largest_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample")
+def _audit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+    parser.add_argument(
+        "settings",
+        metavar="SETTINGS",
+        help="a DeepSpeed .json, axolotl .yaml, torchtitan .toml file, or a Trainer's arguments in one of these",
+    )
     _add_device(parser)
     parser.add_argument(
-        "--mem-limit", type=size, metavar="SIZE", help="bytes that a step may allocate (default: what is left)"
+        "--optimizer", metavar="NAME", help="sgd, momentum, adam or adamw (default: what the file says)"
     )
-    parser.add_argument("--step-time", type=float, metavar="SECONDS", help="most estimated seconds of a step")
+    parser.add_argument("--master-weights", action="store_true", default=None, help="as for rotoff plan")
+    _add_cut(parser)
+    add_json(parser)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from ..tools.audit import audit
+    from ..tools.foreign_settings import read_foreign
+
+    find(options.device)
+    read_foreign(options.settings)  # refused before the model is made
+    model, args, kwargs = load_target(options.target)
+    asked = {name: getattr(options, name) for name in ("settings", "device", "optimizer", "master_weights")}
+    found = audit(model, *args, **asked, **_cut(options), **kwargs)
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    return 0
+
+
+def _largest_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample")
+    _add_question(parser)
     parser.add_argument(
-        "--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam or adamw (default: adam)"
+        "--step-time", type=float, metavar="SECONDS", help="most estimated seconds of a step, with the updates"
     )
     parser.add_argument("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)")
     parser.add_argument("--most", type=int, default=2**20, metavar="N", help="the largest size to try (default: 2**20)")
@@ -193,26 +247,20 @@ def _largest_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _largest(options: argparse.Namespace) -> int:
-    from ..checkpointable import Checkpointable
-    from ..tools.largest import check_sized, largest, read_built
+    from ..tools.largest import check_sized, largest
 
     find(options.device)  # an unknown device is refused before the model is made
     function = _load_function(options.target)
     check_sized(function, options.target)
-
-    def build(n: int) -> tuple[Any, Any]:
-        model, args, kwargs = read_built(function(n), n)
-        return Checkpointable(model, **_cut(options)), kwargs or args
-
-    names = ("device", "mem_limit", "step_time", "optimizer", "step", "most")
-    found = largest(build, **{name: getattr(options, name) for name in names})
+    names = (*_QUESTION, "step_time", "step", "most")
+    found = largest(function, **{name: getattr(options, name) for name in names}, **_cut(options))
     if options.json:
         planned = found.planned and found.planned.to_dict()
         print_json({**asdict(replace(found, planned=None)), "planned": planned})
     else:
         print(found)
         if found.planned is not None:
-            print(found.planned)
+            print(f"\nsize {found.size}: {found.planned}")
     return 0 if found.size else 1
 
 
@@ -248,19 +296,22 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="keys (loss) or indices (0) of the outputs that the backward starts from, by commas (default: any)",
     )
+    parser.add_argument("--no-forms", action="store_true", help="stages are saved whole, or not at all")
 
 
 def _cut(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Checkpointable` for the arguments that `_add_cut` adds."""
+    """The options of `Checkpointable` for the arguments that `_add_cut` adds, without those that are the default."""
 
     def listed(text: str) -> list[str]:
         return [name.strip() for name in text.split(",")]
 
-    stages, starts = options.stages, options.backward_from
-    return {
-        "stages": None if stages is None else int(stages) if stages.isdigit() else listed(stages),
-        "backward_from": None if starts is None else [int(n) if n.isdigit() else n for n in listed(starts)],
-    }
+    found: dict[str, Any] = {}
+    if (stages := options.stages) is not None:
+        found["stages"] = int(stages) if stages.isdigit() else listed(stages)
+    if options.backward_from is not None:
+        starts = [int(name) if name.isdigit() else name for name in listed(options.backward_from)]
+        found["backward_from"] = starts if len(starts) > 1 else starts[0]
+    return {**found, "forms": False} if options.no_forms else found
 
 
 def _stages(options: argparse.Namespace) -> int:
@@ -301,12 +352,20 @@ COMMANDS = (
     ),
     Command(
         "plan",
-        "estimate what a step costs in each mode within a limit, on a device that you do not have",
-        'rotoff plan my_models:build --device "RTX 4090" --mem-limit "12 GiB"',
+        "say whether training fits a device that you may not have, how, and at what cost",
+        'rotoff plan my_models:build --device "RTX 4090" --optimizer adamw',
         _plan_arguments,
         _plan,
         f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too'
         " small.",
+    ),
+    Command(
+        "audit",
+        "say what another tool's settings take, and what is possible in the same bytes",
+        'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
+        _audit_arguments,
+        _audit,
+        _TARGET,
     ),
     Command(
         "largest",

@@ -114,3 +114,11 @@ def format_bytes(number: float) -> str:
             return f"{number:.0f} B" if unit == "B" else f"{number:.{'2f' if abs(number) < 1e6 else '3g'}} {unit}"
         number /= 1024
     raise AssertionError("unreachable")
+
+
+def as_size(number: int) -> str:
+    """At most `number` bytes as text that `parse_bytes` reads, such as ``"1.31 GiB"``."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if number >= 1 << power:
+            return f"{math.floor(100 * number / (1 << power)) / 100} {unit}"
+    return f"{number} B"

@@ -46,6 +46,13 @@ class Options:
             strategy.modules(model)
         check_offload_dtype(self.offload_dtype)
 
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Those of the options that a plan depends on and that are not the default, by name."""
+        usual = Options()
+        names = ("stages", "backward_from", "forms")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
+
     def described(self, model: nn.Module) -> list[str]:
         """The options that an estimate of `model` depends on, as text."""
         stages = strategy.named(model, self.stages) or self.stages

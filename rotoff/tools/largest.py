@@ -6,26 +6,26 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
 
-from ..core.sizes import format_bytes, parse_bytes
+from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
-from ..planning.planner import least_limit, least_time, make_plan
+from ..io.progress import Bar
+from ..planning.planner import make_plan
 from ..planning.request import Request
 from ..profile.estimate.devices import Device, find
 from ..profile.profile import Profile
-from ..solver.slots import parse_slots
+from ..solver.bounds import largest_operation
 from .estimate import estimated
-from .mode_comparison import check_optimizer, planned_modes, resident_bytes
-from .plan import plan
+from .mode_comparison import Needs, Question, least_bytes, options_of, planned_modes
+from .plan import HOST_BANDWIDTH, given, plan, with_options
 from .planned_modes import PlannedModes, resident_parts, usable_bytes
 
 MOST = 2**20
 GROWTH = 16  # next size / largest that works, at most, while none has been refused
-_PLACED = "With a device_limit a part may lie on the host (rotoff.plan)"
 PATIENCE = 2  # answers in a row that do not halve the open interval, before the middle is tried
 
 
@@ -71,56 +71,58 @@ class _Answer:
 
 
 @dataclass(frozen=True)
-class _Question:
+class _Asked:
+    """The arguments of `largest`; see there."""
+
     build: Callable[[int], Any]
     device: Device
-    mem_limit: int | None
-    optimizer: str
+    question: Question
     step_time: float | None
-    mem_slots: int
+    options: dict[str, Any]
 
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), n)
         try:
-            profile = estimated(model, args, kwargs, self.device)
+            profile = estimated(with_options(model, self.options), args, kwargs, self.device)
         except MeasureError as error:
             cure = "if the model takes no such size, give the largest that it takes as most="
             raise MeasureError(f"size {n}: {error}; {cure}") from error
-        resident = resident_bytes(profile, self.optimizer)
-        usable, used = usable_bytes(self.device.memory_bytes), sum(resident.values())
-        room = usable - used
-        limit = room if self.mem_limit is None else min(room, self.mem_limit)
-        asked = self.mem_limit, resident, (), ("joint",), self.mem_slots, True
-        planned = partial(planned_modes, profile, self.device, *asked)
-        taken = (
-            f"resident bytes take {format_bytes(used)} ({resident_parts(resident)}) of the {format_bytes(usable)} that"
-            f" {self.device.name} has for training"
-        )
-        if limit <= 0:
-            return _Answer({"bytes": limit - 1}, planned, lambda: f"{taken}. {_PLACED}")
-        request = Request(limit, "joint", self.mem_slots, {})
-        margins: dict[str, float] = {"bytes": limit - least_limit(profile, request)}
+        said = options_of(model, self.options)
+        planned = cache(partial(planned_modes, profile, self.device, self.question, None, said))
+        needs = least_bytes(profile, self.device, self.question)
+        usable, limit = usable_bytes(self.device.memory_bytes), self.question.mem_limit
+        room = usable if limit is None else min(limit, usable - needs.resident)
+        least = needs.device if limit is None else needs.step
+        margins: dict[str, float] = {"bytes": room - least}
         if margins["bytes"] < 0:
-            return _Answer(margins, planned, partial(_refusal, profile, request, taken if limit == room else ""))
+            return _Answer(margins, planned, partial(self._too_large, profile, needs, room))
         if self.step_time is None:
             return _Answer(margins, planned)
-        bound = least_time(profile, request)
-        if bound > self.step_time:
-            why = f"no plan within {format_bytes(limit)} is faster than {bound:.4g} s a step"
-            return _Answer({**margins, "seconds": self.step_time - bound}, planned, lambda: why)
-        found = make_plan(profile, request).trace.makespan
-        why = f"the best plan found within {format_bytes(limit)} takes {found:.4g} s a step, the bound is {bound:.4g} s"
-        return _Answer({**margins, "seconds": self.step_time - found}, planned, lambda: why, proven=False)
+        found = planned()
+        assert found.step_time is not None and found.bound_time is not None
+        why = f"the best plan found takes {found.step_time:.4g} s a step, and no plan takes less than"
+        seconds = self.step_time - found.step_time
+        proven = found.bound_time > self.step_time
+        return _Answer({**margins, "seconds": seconds}, planned, lambda: f"{why} {found.bound_time:.4g} s", proven)
 
-
-def _refusal(profile: Profile, request: Request, taken: str) -> str:
-    """Why no plan keeps the request's limit. taken: by resident bytes, if these leave no more than the limit."""
-    try:
-        make_plan(profile, request)
-    except InfeasibleError as error:
-        return f"{taken}, and the rest is the limit: {error}. {_PLACED}" if taken else str(error)
-    raise AssertionError(f"a plan within {request.mem_limit} bytes, which are too few")
+    def _too_large(self, profile: Profile, needs: Needs, room: int) -> str:
+        """Why nothing fits `room` bytes, as a sentence."""
+        has = f"{format_bytes(usable_bytes(self.device.memory_bytes))} that {self.device.name} has for training"
+        if self.question.mem_limit is None:
+            phase, i, nbytes = largest_operation(profile.chain)
+            return (
+                f"with all that can lie on the host there, the device needs {format_bytes(needs.device)} of the {has};"
+                f" the {phase} of stage {i} ({profile.chain.stages[i - 1].name}) alone needs {format_bytes(nbytes)}"
+            )
+        taken = f"resident bytes take {format_bytes(needs.resident)} ({resident_parts(needs.parts)}) of the {has}"
+        if room <= 0:
+            return taken
+        try:
+            make_plan(profile, Request(room, "joint", self.question.mem_slots, {}))
+        except InfeasibleError as error:
+            return str(error) if room == self.question.mem_limit else f"{taken}, and the rest is the limit: {error}"
+        raise AssertionError(f"a plan within {room} bytes, which are too few")
 
 
 def largest(
@@ -133,19 +135,24 @@ def largest(
     step: int = 1,
     most: int = MOST,
     mem_slots: int = 50,
+    host_bandwidth: float = HOST_BANDWIDTH,
+    master_weights: bool = False,
+    stages: int | Iterable[str] | None = None,
+    backward_from: str | int | Iterable[str | int] | None = None,
+    forms: bool | Iterable[str] = True,
 ) -> Largest:
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
     ``rotoff.largest(lambda n: (model, torch.empty(n, 1024, device="meta")), device="RTX 4090")`` is the largest batch.
-    A larger size must need more. Parameters, gradients and optimizer states stay on the device; `rotoff.plan` says what
-    a ``device_limit``, which moves them, makes possible.
+    A larger size must need more. What works is what `rotoff.plan` has a plan for: parameters, gradients and optimizer
+    states may lie on the host, unless a `mem_limit` is given.
 
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
-            the sample (batch, context) or of the model (depth). Make both on the device "meta". The model may be a
-            `Checkpointable` with ``stages=`` or ``backward_from=``.
-        device, mem_limit, optimizer, mem_slots: as for `rotoff.plan`; resident bytes count.
-        step_time: most estimated seconds of a step.
+            the sample (batch, context) or of the model (depth). Make both on the device "meta".
+        device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms: as for
+            `rotoff.plan`.
+        step_time: most estimated seconds of a step, with the updates.
         step: sizes are multiples of it.
         most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
             long enough is not checked, since indices on "meta" have no values.
@@ -154,20 +161,19 @@ def largest(
         OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
             for `rotoff.plan`.
     """
-    for name, value in (("step", step), ("most", most)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise OptionError(f"{name} is {value!r}; give a whole number from 1")
-    if not callable(build) or isinstance(build, nn.Module):
-        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
-    check_sized(build, "build")
-    check_optimizer(optimizer)
+    _check_sizes(build, step, most)
+    question = Question.read("joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check_step_time(step_time)
-    parse_slots(mem_slots)
-    if most < step:
-        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
-    asked = None if mem_limit is None else parse_bytes(mem_limit)
-    question = _Question(build, find(device), asked, optimizer, step_time, mem_slots)
-    tried = _searched(lambda times: question.ask(times * step), most // step)
+    asked = _Asked(
+        build, find(device), question, step_time, given(stages=stages, backward_from=backward_from, forms=forms)
+    )
+    with Bar("searching") as bar:
+
+        def ask(times: int) -> _Answer:
+            bar(0.0, f"size {times * step}")
+            return asked.ask(times * step)
+
+        tried = _searched(ask, most // step)
     low = max((n for n, answer in tried.items() if answer.works), default=0)
     refused = tried.get(low + 1)
     return Largest(
@@ -178,6 +184,17 @@ def largest(
         planned=tried[low].planned() if low else None,
         tried={n * step: answer.works for n, answer in sorted(tried.items())},
     )
+
+
+def _check_sizes(build: Any, step: int, most: int) -> None:
+    for name, value in (("step", step), ("most", most)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise OptionError(f"{name} is {value!r}; give a whole number from 1")
+    if not callable(build) or isinstance(build, nn.Module):
+        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+    check_sized(build, "build")
+    if most < step:
+        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
 
 
 def check_sized(build: Callable[..., Any], name: str) -> None:
@@ -231,31 +248,28 @@ def _roots(tried: dict[int, _Answer]) -> Iterator[int]:
                 yield math.floor(n - found / slope)
 
 
-def cheapest(
+def first_device(
     model: nn.Module,
     *sample: Any,
     devices: Iterable[Device | str],
     step_time: float | None = None,
-    mem_limit: int | str | None = None,
-    optimizer: str = "adam",
-    **kwargs: Any,
+    **options: Any,
 ) -> PlannedModes:
-    """The first device of a list on which the model trains, with its plan; list the cheapest first.
-
-    As for `largest`, parameters, gradients and optimizer states stay on the device.
+    """The first device of a list on which the model trains, with its plan. List them in the order of your preference,
+    such as by price.
 
     Args:
-        model, sample, mem_limit, optimizer, kwargs: as for `rotoff.plan`; the mode is "joint".
-        devices: names or `Device`, in the order of your preference.
-        step_time: most estimated seconds of a step.
+        model, sample, options: as for `rotoff.plan`; the mode is "joint".
+        devices: names or `Device`.
+        step_time: most estimated seconds of a step, with the updates.
 
     Raises:
         InfeasibleError: if it trains on none of them; the message has a reason for each. OptionError: for an unknown
             device.
     """
     _check_step_time(step_time)
-    if refused := sorted({"modes", "pipeline"} & {*kwargs}):
-        raise OptionError(f"{refused[0]} is no argument of cheapest, which plans in mode joint; use rotoff.plan")
+    if refused := sorted({"modes", "pipeline", "device"} & {*options}):
+        raise OptionError(f"{refused[0]} is no argument of first_device, which plans in mode joint; use rotoff.plan")
     devices = (devices,) if isinstance(devices, (str, Device)) else devices
     if not isinstance(devices, Iterable):
         raise OptionError(f"devices is {devices!r}; give names or Devices, such as rotoff.devices()")
@@ -265,25 +279,22 @@ def cheapest(
     reasons, least = [], []
     for target in targets:
         try:
-            found = plan(
-                model, *sample, mem_limit=mem_limit, device=target, modes="joint", optimizer=optimizer, **kwargs
-            )
+            found = plan(model, *sample, device=target, modes="joint", **options)
         except LimitError as error:
             reasons.append(str(error))
             continue
         assert isinstance(found, PlannedModes)  # of one device
-        time, row = found["joint"].step_time, found["joint"]
-        least.append(row.min_mem_limit)
-        if not found.fits or time is None:
+        least.append(found["joint"].min_mem_limit)
+        time = found.step_time
+        if time is None:
             reasons.append(f"{target.name}: {found.verdict}")
         elif step_time is not None and time > step_time:
             reasons.append(
-                f"{target.name}: a step takes {time:.4g} s, and no plan takes less than {row.bound_time:.4g} s"
+                f"{target.name}: a step takes {time:.4g} s, and no plan takes less than {found.bound_time:.4g} s"
             )
         else:
             return found
-    said = f"none of the devices works with a mem_limit. {'. '.join(reasons)}"
-    raise InfeasibleError(said, min(least, default=0))
+    raise InfeasibleError(f"none of the devices works. {'. '.join(reasons)}", min(least, default=0))
 
 
 def read_built(made: Any, n: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:

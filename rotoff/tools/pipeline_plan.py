@@ -17,7 +17,7 @@ from ..errors import InfeasibleError, LimitError, OptionError
 from ..profile.estimate.devices import Device
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .estimate import estimated
-from .whole_device import with_parameters
+from .whole_device import whole_device
 
 SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
 
@@ -116,6 +116,7 @@ def planned_pipeline(
     usable: int,
     optimizer: str,
     host_bandwidth: float,
+    master_weights: bool = False,
 ) -> PlannedPipeline:
     """`rotoff.plan` for a pipeline. usable: bytes of the device for training.
 
@@ -128,7 +129,7 @@ def planned_pipeline(
     args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
     profile = estimated(model, args, named, device)
     chain = profile.chain
-    whole, *_ = with_parameters(profile, device, optimizer, host_bandwidth)
+    whole = whole_device(profile, device, optimizer, host_bandwidth, master_weights).chain
     beside = profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
     pieces = cut(chain, asked.ranks * asked.chunks)
     pipeline = Pipeline(pieces, order, asked.ranks_per_link, beside=beside)

@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from ..core.sequence import MODES
 from ..errors import OptionError, nearest
 from ..io.cache import Cache
+from ..io.progress import Bar
 from ..profile.estimate.devices import Device, find
 from .plan_cache import find_plan, keep_plan, plan_key
 from .planned_modes import PlannedModes, usable_bytes
@@ -36,6 +37,10 @@ def plan(
     optimizer: str = "adam",
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
+    master_weights: bool = False,
+    stages: int | Iterable[str] | None = None,
+    backward_from: str | int | Iterable[str | int] | None = None,
+    forms: bool | Iterable[str] = True,
     pipeline: int | None = None,
     microbatches: int = 1,
     schedule: str = "1F1B",
@@ -44,27 +49,26 @@ def plan(
     cache_directory: str | os.PathLike[str] | bool | None = True,
     **kwargs: Any,
 ) -> PlannedModes | PlannedPipeline:
-    """Estimate the cost of a training step within `mem_limit` on `device`, without the device and without memory.
+    """Say whether a model trains on `device`, and how, without the device and without memory.
 
-    Without a `mem_limit` it also plans the whole training within the device's memory, where parameters, gradients and
-    optimizer states may lie on the host: the step time, the host's bytes, the smallest device, the largest batch.
+    The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff; then the time that no plan can
+    beat. Parameters, gradients and states may move, too, unless a `mem_limit` is given.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
-        mem_limit: bytes that one step may allocate beyond parameters, their gradients, optimizer states and the batch,
-            as for `Checkpointable`. None, and at most: the device's memory less those and a margin.
+        mem_limit: bytes of one step, as for `Checkpointable`. At most the device's memory less parameters, gradients,
+            states, the batch and a margin.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
-        modes: any of "joint", "remat", "offload", or one of them.
-        mem_slots: as for `rotoff.solve`.
+        modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
-        pipeline: number of ranks of a pipeline, each with such a device. The result then has a row for each rank, and
-            the step time of the pipeline, bubbles included. The sample is the whole batch; each of its tensors is split
-            into `microbatches` along its first dimension. `mem_limit` is for each rank.
-        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: neighbours that
-            share a link to the host.
-        cache_directory: where the answer, unless it is a pipeline's, is kept for the next process; as for
-            `Checkpointable`.
+        master_weights: whether the optimizer holds float32 copies of parameters in half precision, and its states in
+            float32. PyTorch's own optimizers hold states of the parameters' types, and no copies.
+        stages, backward_from, forms: as for `Checkpointable`.
+        pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
+            and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
+        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
+        cache_directory: where the answer is kept for the next process, unless it is a pipeline's.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
@@ -72,19 +76,44 @@ def plan(
         MeasureError: if the model cannot be estimated.
     """
     target, cache = find(device), Cache.of(cache_directory)
-    asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth
+    asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights
+    options = given(stages=stages, backward_from=backward_from, forms=forms)
     if pipeline is None:
         of_pipelines = {"microbatches": microbatches, "chunks": chunks, "ranks_per_link": ranks_per_link}
-        if given := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
-            raise OptionError(f"{given[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
-        return _known(model, sample, kwargs, target, cache, asked)
+        if needless := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
+            raise OptionError(f"{needless[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
+        return _known(model, sample, kwargs, target, cache, asked, options)
+    ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
+    return _of_pipeline(model, sample, kwargs, target, asked, options, ranks)
+
+
+def _of_pipeline(
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Device,
+    asked: tuple[Any, ...],
+    options: dict[str, Any],
+    ranks: tuple[Any, ...],
+) -> PlannedPipeline:
+    """The answer for a pipeline. ranks: the arguments of `pipeline_plan.Asked`."""
     from .mode_comparison import Question
     from .pipeline_plan import Asked, planned_pipeline
 
     _check(model, kwargs)
-    ranks = Asked(pipeline, microbatches, schedule, chunks, ranks_per_link)
-    limits = Question.read(*asked).mem_limit, usable_bytes(target.memory_bytes)
-    return planned_pipeline(model, sample, kwargs, target, ranks, *limits, optimizer, host_bandwidth)
+    question, usable = Question.read(*asked), usable_bytes(target.memory_bytes)
+    return planned_pipeline(
+        with_options(model, options),
+        sample,
+        kwargs,
+        target,
+        Asked(*ranks),
+        question.mem_limit,
+        usable,
+        question.optimizer,
+        question.host_bandwidth,
+        question.master_weights,
+    )
 
 
 def _known(
@@ -94,20 +123,41 @@ def _known(
     target: Device,
     cache: Cache,
     asked: tuple[Any, ...],
+    options: dict[str, Any],
 ) -> PlannedModes:
     """The answer in `cache`, else a new one, which is kept there."""
     recognised = cache.directory is not None and isinstance(model, nn.Module)
     if recognised and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
         recognised = False  # and refused
-    key = plan_key(model, sample, kwargs, target, asked) if recognised else None
+    key = plan_key(model, sample, kwargs, target, (*asked, options)) if recognised else None
     if (known := find_plan(cache, key)) is not None:
         return known
     from .mode_comparison import Question, answer
 
     _check(model, kwargs)
-    found = answer(model, sample, kwargs, target, Question.read(*asked))
+    with Bar("planning") as bar:
+        found = answer(with_options(model, options), sample, kwargs, target, Question.read(*asked), bar)
     keep_plan(cache, key, found)
     return found
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Those of these arguments of `plan` that are not the default."""
+    usual = inspect.signature(plan).parameters
+    return {name: value for name, value in options.items() if value is not usual[name].default}
+
+
+def with_options(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """`model` as a `Checkpointable` with `options`; itself if there are none.
+
+    Raises:
+        OptionError: if it is a `Checkpointable` already.
+    """
+    from ..checkpointable import Checkpointable
+
+    if options and isinstance(model, Checkpointable):
+        raise OptionError(f"the model is a Checkpointable; give {next(iter(options))} to it alone")
+    return Checkpointable(model, **options) if options else model
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
@@ -124,7 +174,5 @@ def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
     if not unknown or any(one.kind is one.VAR_KEYWORD for one in takes):
         return
     name = unknown[0]
-    if name in inspect.signature(Checkpointable).parameters:
-        raise OptionError(f"{name} is an option of Checkpointable; give Checkpointable(model, {name}=...) as the model")
     said = f"{name} is no argument of rotoff.plan, nor of the forward of {type(inner).__name__}"
     raise OptionError(said + nearest(name, inspect.signature(plan).parameters))

@@ -29,10 +29,11 @@ from ..profile.estimate.devices import Device
 from ..profile.selective.graph import described_whole
 from ..tensors.torch_settings import settings_of_torch
 from ..version import __version__
-from .planned_modes import PlacedStep, PlannedMode, PlannedModes
+from .planned_modes import PlacedStep, PlannedMode, PlannedModes, PlannedStep
 
 logger = logging.getLogger("rotoff")
 KIND = "step"
+_ROWS = {"rows": PlannedMode, "placed": PlacedStep, "steps": PlannedStep}  # fields of `PlannedModes`
 Files = dict[str, tuple[str, int, int]]  # by module: its file, when it was written, and its size
 
 
@@ -91,15 +92,15 @@ def keep_plan(cache: Cache, key: dict[str, Any] | None, found: PlannedModes) -> 
 
 def _written(found: PlannedModes) -> dict[str, Any]:
     """`found` in JSON values."""
-    rows = {"rows": [*map(asdict, found.rows)], "placed": [*map(asdict, found.placed)]}
-    return {**vars(found), **rows, "chain": found.chain.to_dict()}
+    rows = {name: [*map(asdict, getattr(found, name))] for name in _ROWS}
+    return {**vars(found), **rows, "notes": [*found.notes], "chain": found.chain.to_dict()}
 
 
 def _read(written: dict[str, Any]) -> PlannedModes:
     """The reverse of `_written`."""
-    rows, placed = (PlannedMode(**row) for row in written["rows"]), (PlacedStep(**row) for row in written["placed"])
+    rows = {name: tuple(kind(**row) for row in written[name]) for name, kind in _ROWS.items()}
     return PlannedModes(
-        **{**written, "chain": Chain.from_dict(written["chain"]), "rows": tuple(rows), "placed": tuple(placed)}
+        **{**written, **rows, "notes": tuple(written["notes"]), "chain": Chain.from_dict(written["chain"])}
     )
 
 

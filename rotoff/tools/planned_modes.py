@@ -8,13 +8,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.chain import Chain
+from ..core.sequence import TRANSFERS, OpKind, Sequence
 from ..core.sizes import format_bytes
+from ..core.trace import Trace
 from ..io.json_file import save_json
 
 WAYS_ON = (
     "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
     " adapters on frozen parameters, or shard the model over several devices (FSDP2)"
 )
+PLAIN = "plain PyTorch"
+NEARLY = 1.02  # a step's time / the fastest one's up to which the simpler setting is the better one
 MARGIN = 0.06  # share of the device's memory for the context, libraries' workspaces and fragmentation
 
 
@@ -40,19 +44,73 @@ class PlannedMode:
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """A row of the table: one training step with the updates of the optimizer.
+
+    name: what is done. fits: whether `peak_bytes` are within the limit.
+    peak_bytes: the most on the device, all included: parameters, gradients once they are made, states, batch, step.
+        With a `mem_limit` what the step allocates, as the limit.
+    host_bytes: the most on the host.
+    step_time: estimated seconds. overhead: that over forward and backward alone, less 1.
+    largest_batch: an estimate of the largest batch that fits. None if the sample has none, or none fits.
+    moves: what is recomputed, and what moves to the host and back.
+    setting: what to write for it, in Python; empty for what others do.
+    """
+
+    name: str
+    fits: bool
+    peak_bytes: int
+    host_bytes: int
+    step_time: float
+    overhead: float
+    largest_batch: int | None
+    moves: str
+    setting: str = ""
+
+    @property
+    def to_paste(self) -> str:
+        """The line with the setting, and what it excludes."""
+        without = " (no clipping, GradScaler or accumulation)" if "updates='during'" in self.setting else ""
+        return f"to paste: {self.setting}{without}"
+
+    def __str__(self) -> str:
+        sizes = f"{format_bytes(self.peak_bytes):>11} {format_bytes(self.host_bytes):>11}"
+        times = f"{self.step_time:>9.4g} {100 * self.overhead:>+8.1f}% {self.largest_batch or '-':>8}"
+        return f"{self.name:<41} {'yes' if self.fits else 'NO':>4} {sizes} {times}  {self.moves}".rstrip()
+
+
+TABLE_HEAD = f"{'':<41} {'fits':>4} {'peak':>11} {'host':>11} {'step s':>9} {'overhead':>9} {'batch':>8}  moves"
+_MOVED = {"": "activations", "w": "parameters", "g": "gradients", "o": "states"}
+
+
+def moved_by(sequence: Sequence, trace: Trace) -> str:
+    """What a step recomputes and moves, as text."""
+    moved = {op.of for op in sequence if op.kind in TRANSFERS}
+    again = trace.recompute_time or any(op.kind is OpKind.F_SEL for op in sequence)
+    said = ["recomputes"] if again else []
+    said += [name for of, name in _MOVED.items() if of in moved]
+    said += ["updates on the host"] if any(op.kind is OpKind.H for op in sequence) else []
+    return ", ".join(said)
+
+
+@dataclass(frozen=True)
 class PlannedModes:
-    """Rows of `PlannedMode`; prints as a table.
+    """The answer of `rotoff.plan`; prints as a table.
 
     chain: the estimated chain.
     device: name of the device.
     mem_limit: bytes that a step may allocate, at most those that resident bytes leave; 0 if these fill the device.
-    keep_all_bytes, keep_all_time: the peak and the seconds of keeping everything.
+    keep_all_bytes, keep_all_time: the peak and the seconds of keeping everything, without resident bytes and updates.
     resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
         them.
     device_bytes: size of the device's memory.
-    rows: one for each mode.
+    rows: one for each mode, within `mem_limit`.
     placed: training within the device's memory where parameters, gradients and optimizer states move too, with updates
         "after" the backward and "during" it; empty if a `mem_limit` was given.
+    steps: the table: plain PyTorch, what is set elsewhere, and rotoff's plans.
+    bound_time: seconds of a step that no plan can beat; None if nothing fits.
+    asked: whether a `mem_limit` was given.
+    notes: what the figures rest on, as sentences.
     """
 
     chain: Chain
@@ -64,6 +122,10 @@ class PlannedModes:
     device_bytes: int
     rows: tuple[PlannedMode, ...]
     placed: tuple[PlacedStep, ...] = ()
+    steps: tuple[PlannedStep, ...] = ()
+    bound_time: float | None = None
+    asked: bool = False
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[PlannedMode]:
         return iter(self.rows)
@@ -78,15 +140,26 @@ class PlannedModes:
         raise KeyError(mode)
 
     @property
-    def needed_bytes(self) -> int:
-        """Bytes that a device must have: the resident ones, and the peak of the fastest mode, or the smallest limit if
-        no mode fits."""
-        return sum(self.resident_bytes.values()) + self._step_bytes
+    def best(self) -> PlannedStep | None:
+        """What to do: plain PyTorch if it fits, else the simplest of rotoff's settings that is nearly the fastest; None
+        if none fits."""
+        able = [row for row in self.steps if row.fits and (row.setting or row.name == PLAIN)]
+        nearly = NEARLY * min((row.step_time for row in able), default=0.0)
+        return next((row for row in able if row.name == PLAIN or row.step_time <= nearly), None)
 
     @property
-    def _step_bytes(self) -> int:
-        found = [(row.step_time, row.peak_bytes or 0) for row in self.rows if row.step_time is not None]
-        return min(found)[1] if found else min(row.min_mem_limit for row in self.rows)
+    def step_time(self) -> float | None:
+        """Seconds of a step of `best`, with the updates; None if nothing fits."""
+        return None if self.best is None else self.best.step_time
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a device must have, with the resident ones: the peak of `best`, or what the smallest limit needs
+        if nothing fits."""
+        resident = sum(self.resident_bytes.values())
+        if self.best is not None:
+            return self.best.peak_bytes + (resident if self.asked else 0)
+        return min(row.min_mem_limit for row in self.rows) + resident
 
     @property
     def fits(self) -> bool:
@@ -94,33 +167,33 @@ class PlannedModes:
         return any(row.step_time is not None for row in self.rows)
 
     @property
+    def works(self) -> bool:
+        """Whether there is a plan that fits the device's memory, be it with parameters on the host."""
+        return self.best is not None
+
+    @property
     def verdict(self) -> str:
-        """Whether the training fits, of which bytes it consists, and what to change if it does not fit."""
-        least, usable = self._step_bytes, usable_bytes(self.device_bytes)
-        has = f"{resident_parts(self.resident_bytes)} and {format_bytes(least)} for the step take"
-        has = f"{has} {format_bytes(self.needed_bytes)}"
+        """Whether the training fits, how, and what to change if it does not."""
+        usable = usable_bytes(self.device_bytes)
         of = (
             f"the {format_bytes(usable)} that {self.device} has for training ({format_bytes(self.device_bytes)}, less"
             f" {MARGIN:.0%} for context and libraries)"
         )
-        if self.fits:
-            return f"fits: {has} of {of}"
-        times = [row.step_time for row in self.placed if row.step_time is not None]
-        if times:
-            return (
-                f"fits only with a device_limit, at {min(times):.4g} s a step: {has}, more than {of}, and partly lie on"
-                " the host"
-            )
-        if self.needed_bytes > usable:
-            return f"DOES NOT FIT: {has} with even the smallest limit, more than {of}; {WAYS_ON}"
-        left = least + usable - self.needed_bytes
-        cure = f"mem_limit may be from {format_bytes(least)} ({least} bytes) to {format_bytes(left)} ({left} bytes)"
-        return f"DOES NOT FIT in {format_bytes(self.mem_limit)}; {cure}"
-
-    @property
-    def works(self) -> bool:
-        """Whether there is a plan that fits the device's memory, be it with parameters on the host."""
-        return self.fits or any(row.step_time is not None for row in self.placed)
+        within = f"a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else of
+        plain, best = self.steps[0], self.best
+        if best is plain:
+            return f"fits: plain PyTorch takes {format_bytes(plain.peak_bytes)} of {within}; nothing has to be set"
+        takes = f"plain PyTorch takes {format_bytes(plain.peak_bytes)}, more than {within}"
+        if best is not None:
+            return f"fits with {best.name}, at {best.step_time:.4g} s a step ({100 * best.overhead:+.1f}%): {takes}"
+        if self.asked and self.needed_bytes <= usable:
+            least = min(row.min_mem_limit for row in self.rows)
+            left = least + usable - self.needed_bytes
+            cure = f"mem_limit may be from {format_bytes(least)} ({least} bytes) to {format_bytes(left)} ({left} bytes)"
+            return f"DOES NOT FIT in {format_bytes(self.mem_limit)}; {cure}"
+        return (
+            f"DOES NOT FIT: with even the smallest limit it takes {format_bytes(self.needed_bytes)} of {of}; {WAYS_ON}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON, without the chain."""
@@ -136,8 +209,13 @@ class PlannedModes:
             "resident_bytes": self.resident_bytes,
             "needed_bytes": self.needed_bytes,
             "fits": self.fits,
+            "works": self.works,
             "modes": [asdict(row) for row in self.rows],
             "placed": [asdict(row) for row in self.placed],
+            "steps": [asdict(row) for row in self.steps],
+            "bound_time": self.bound_time,
+            "best": None if self.best is None else asdict(self.best),
+            "notes": list(self.notes),
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -145,31 +223,25 @@ class PlannedModes:
         save_json(path, self.to_dict())
 
     def __str__(self) -> str:
-        head = (
-            f"{'mode':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest limit':>15}"
-        )
-        within = f" within {format_bytes(self.mem_limit)}" if self.mem_limit else ""
+        asked = f" within a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else ""
         lines = [
             self.verdict,
-            f"{self.chain.name or 'model'} on {self.device}{within} (times are estimates)",
-            f"keeping everything: {format_bytes(self.keep_all_bytes)}, {self.keep_all_time:.4g} s a step",
-            *([head] if within else []),
+            f"{self.chain.name or 'model'} on {self.device}{asked}: {resident_parts(self.resident_bytes)}",
+            *self.notes,
+            "",
+            TABLE_HEAD,
+            *map(str, self.steps),
         ]
-        for row in self.rows if within else ():
-            start, end = f"{row.mode:<8} ", f" {format_bytes(row.min_mem_limit):>15}"
-            if row.step_time is None:
-                lines.append(f"{start}{'does not fit':<54}{end}")
-                continue
-            assert row.overhead is not None and row.bound_time is not None
-            bound = max(0.0, row.bound_time / self.keep_all_time - 1) if self.keep_all_time else 0.0
-            lines.append(
-                f"{start}{row.step_time:>10.4g} {100 * row.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
-                f" {format_bytes(row.peak_bytes or 0):>11} {format_bytes(row.host_bytes or 0):>11}{end}"
-            )
+        plain = self.keep_all_time
+        if self.bound_time is not None:
+            over = max(0.0, 100 * (self.bound_time / plain - 1)) if plain else 0.0
+            lines.append(f"{'no plan is faster than':<69} {self.bound_time:>9.4g} {over:>+8.1f}%")
+        least = ", ".join(f"{row.mode} {format_bytes(row.min_mem_limit)}" for row in self.rows)
+        lines += ["", f"smallest mem_limit: {least}"]
         if self.placed:
-            usable = format_bytes(usable_bytes(self.device_bytes))
-            lines += [f"parameters, gradients and states placed too, within {usable} in all:", HEAD]
-            lines += map(str, self.placed)
+            lines[-1] += f"; smallest device: {format_bytes(self.placed[0].min_device_bytes)}"
+        if self.best is not None and self.best.setting:
+            lines.append(self.best.to_paste)
         return "\n".join(lines)
 
 
@@ -186,6 +258,7 @@ class PlacedStep:
     largest_batch: an estimate of the largest batch that fits: all bytes of a step, including kernels' workspaces, grow
         with it, but for the gradient of a weight that a backward makes. None if the sample has no batch or nothing
         fits.
+    moves: what is recomputed, and what moves.
     """
 
     updates: str
@@ -196,22 +269,7 @@ class PlacedStep:
     bound_time: float | None
     min_device_bytes: int
     largest_batch: int | None
-
-    def __str__(self) -> str:
-        end = f" {format_bytes(self.min_device_bytes):>15} {self.largest_batch or '-':>13}"
-        if self.step_time is None or self.overhead is None or self.bound_time is None:
-            return f"{self.updates:<8} {'does not fit':<54}{end}"
-        bound = round(self.bound_time / self.step_time * (1 + self.overhead) - 1, 3) + 0.0  # without a -0.0
-        return (
-            f"{self.updates:<8} {self.step_time:>10.4g} {100 * self.overhead:>+8.1f}% {100 * bound:>+8.1f}%"
-            f" {format_bytes(self.peak_bytes or 0):>11} {format_bytes(self.host_bytes or 0):>11}{end}"
-        )
-
-
-HEAD = (
-    f"{'updates':<8} {'step s':>10} {'overhead':>9} {'bound':>9} {'peak':>11} {'host':>11} {'smallest device':>15}"
-    f" {'largest batch':>13}"
-)
+    moves: str = ""
 
 
 def usable_bytes(device_bytes: int) -> int:

@@ -216,7 +216,7 @@ def test_profile_measures_what_a_function_returns(files: Path, capsys: pytest.Ca
     assert found["mem_limit"] == 128 * 1024 > max(row["peak_bytes"] for row in found["modes"] if row["peak_bytes"])
     assert "joint" in out(capsys, *plan, "128 KiB", "--stages", "4")
     assert main([*plan, "1 KiB"]) == 1
-    assert "does not fit" in capsys.readouterr().out
+    assert "DOES NOT FIT" in capsys.readouterr().out
     said = error(capsys, "profile", "my_models_of_the_test:broken")
     assert "raised RuntimeError: no such weights" in said
     assert "it must return (model, sample)" in error(capsys, "profile", "my_models_of_the_test:wrong")

@@ -1,0 +1,140 @@
+"""`audit`: what another tool's settings take, what is possible in the same bytes, and the setting that gets there."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.sizes import format_bytes
+from ..io.progress import Bar
+from ..profile.estimate.devices import Device, find
+from ..profile.memory.allocator import without_gc
+from .estimate import estimated
+from .foreign_settings import ForeignSettings, read_foreign
+from .mode_comparison import Question, batch_of, options_of, plain_steps, planned_modes
+from .plan import HOST_BANDWIDTH, given, with_options
+from .planned_modes import MARGIN, TABLE_HEAD, PlannedModes, PlannedStep, usable_bytes
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The answer of `audit`; prints as a table.
+
+    read: the settings. now: the step that they make. possible: the plan in the bytes of `now`. notes: what the figures
+    do not count, as sentences.
+    """
+
+    read: ForeignSettings
+    now: PlannedStep
+    possible: PlannedModes
+    device: str
+    notes: tuple[str, ...]
+
+    @property
+    def best(self) -> PlannedStep:
+        """The fastest step in the same bytes; `now` if none is faster."""
+        able = [row for row in self.possible.steps if row.fits and row.setting]
+        return min([self.now, *able], key=lambda row: row.step_time)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for JSON."""
+        said = {"read": self.read.read, "not_read": self.read.not_read, "setting": asdict(self.read.setting)}
+        return {
+            "format": "rotoff.audit",
+            "version": 1,
+            "kind": self.read.kind,
+            **{name: {key: str(value) for key, value in keys.items()} for name, keys in said.items()},
+            "now": asdict(self.now),
+            "best": asdict(self.best),
+            "bound_time": self.possible.bound_time,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        now, best, bound = self.now, self.best, self.possible.bound_time
+        takes = f"{format_bytes(now.peak_bytes)}, {now.step_time:.4g} s a step"
+        says = f"{self.read.kind} on {self.device}: {now.name}, {takes}"
+        if best is now:
+            says += "; no faster plan was found in these bytes"
+        else:
+            says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({_change(best, now)})"
+        lines = [says, *self.notes, *self.possible.notes, "", TABLE_HEAD, str(replace(now, name=f"now: {now.name}"))]
+        lines += [str(row) for row in self.possible.steps if row.setting]
+        if bound is not None:
+            lines.append(f"{'no plan in these bytes is faster than':<69} {bound:>9.4g}")
+        if best.setting:
+            lines += ["", best.to_paste]
+        return "\n".join(lines)
+
+
+def _change(best: PlannedStep, now: PlannedStep) -> str:
+    return f"{100 * (best.step_time / now.step_time - 1):+.1f}%"
+
+
+def audit(
+    model: nn.Module,
+    *sample: Any,
+    settings: Any,
+    device: Device | str = "H200",
+    optimizer: str | None = None,
+    master_weights: bool | None = None,
+    mem_slots: int = 50,
+    host_bandwidth: float = HOST_BANDWIDTH,
+    stages: int | Iterable[str] | None = None,
+    backward_from: str | int | Iterable[str | int] | None = None,
+    forms: bool | Iterable[str] = True,
+    **kwargs: Any,
+) -> Audit:
+    """Estimate peak and step time of the settings of another tool, and what is possible in the same bytes.
+
+    Only keys that touch the memory of one device are read; ``print`` lists those that were not understood. Nothing is
+    sharded: give the model as one device holds it.
+
+    Args:
+        model, sample, kwargs, device, mem_slots, host_bandwidth, stages, backward_from, forms: as for `rotoff.plan`.
+        settings: a ``transformers.TrainingArguments``, one or several of FSDP2's policies, or the path or the content
+            of a DeepSpeed (JSON), axolotl (YAML) or torchtitan (TOML) file.
+        optimizer, master_weights: as for `rotoff.plan`; None: what the settings say, or "adamw" and False.
+
+    Raises:
+        OptionError: for settings of another kind, and as for `rotoff.plan`. OSError: if the file cannot be read.
+        MeasureError: if the model cannot be estimated.
+    """
+    read, target = read_foreign(settings), find(device)
+    masters = read.master_weights if master_weights is None else master_weights
+    question = Question.read("joint", None, optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters)
+    asked = with_options(model, given(stages=stages, backward_from=backward_from, forms=forms))
+    with without_gc(), Bar("auditing") as bar:
+        bar(0.0, "tracing the model")
+        with _autocast(read):
+            profile = estimated(asked, sample, kwargs, target)
+        whole = question.whole(profile, target)
+        now = plain_steps(whole, usable_bytes(target.memory_bytes)).of(read.setting)
+        small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
+        possible = planned_modes(profile, small, question, None, options_of(asked), note=bar)
+    return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))
+
+
+def _autocast(read: ForeignSettings) -> Any:
+    if read.autocast is None:
+        return nullcontext()
+    return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=getattr(torch, read.autocast))
+
+
+def _notes(read: ForeignSettings, batch: int | None, optimizer: str | None) -> Iterable[str]:
+    if read.read:
+        yield "read: " + ", ".join(f"{key} = {value}" for key, value in read.read.items())
+    if read.not_read:
+        yield "not understood, and not counted: " + ", ".join(
+            f"{key} = {value}" for key, value in read.not_read.items()
+        )
+    if read.batch is not None and batch is not None and read.batch != batch:
+        yield f"the settings have a batch of {read.batch}, the sample has {batch}; the figures are for the sample"
+    if optimizer is None and read.optimizer is None:
+        yield "the settings name no optimizer that is known; the figures are for adamw"

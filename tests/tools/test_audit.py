@@ -1,0 +1,131 @@
+"""``rotoff.audit``: other tools' settings, what they take, and what is possible in the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+import rotoff
+from rotoff.cli import main
+from rotoff.tools.foreign_settings import read_foreign
+
+CPU = {"device": "cpu"}
+ZERO = {"zero_optimization": {"stage": 2, "offload_optimizer": {**CPU, "pin_memory": True}}, "bf16": {"enabled": True}}
+TRAINER = {"per_device_train_batch_size": 4, "gradient_checkpointing": True, "optim": "adamw_torch"}
+AXOLOTL = {"base_model": "x", "micro_batch_size": 2, "gradient_checkpointing": "offload", "optimizer": "adamw_8bit"}
+TITAN = {"training": {"local_batch_size": 8, "enable_cpu_offload": True}, "activation_checkpoint": {"mode": "full"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "says", "not_read"),
+    [
+        (ZERO, "DeepSpeed", "ZeRO-Offload", {"zero_optimization.offload_optimizer.pin_memory"}),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "DeepSpeed", "plain PyTorch", {"train_micro_batch_size_per_gpu"}),
+        (TRAINER, "Trainer", "checkpoint every block", set()),
+        (
+            {**TRAINER, "gradient_checkpointing_kwargs": {"offload": True, "every_n_layers": 2}, "lr": 1},
+            "Trainer",
+            "checkpoint one block in 2, to the host",
+            {"lr"},
+        ),
+        (
+            {**TRAINER, "gradient_checkpointing": False, "gradient_checkpointing_kwargs": {"offload": True}},
+            "Trainer",
+            "plain PyTorch",
+            {"gradient_checkpointing_kwargs.offload"},
+        ),
+        ({**TRAINER, "deepspeed": ZERO}, "Trainer", "ZeRO-Offload + checkpoint every block", None),
+        (AXOLOTL, "axolotl", "checkpoint every block, to the host", {"base_model", "optimizer"}),
+        (TITAN, "torchtitan", "all streamed + checkpoint every block", set()),
+        (
+            {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}},
+            "torchtitan",
+            "plain PyTorch",
+            {"activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"},
+        ),
+        ([CPUOffloadPolicy(), MixedPrecisionPolicy()], "FSDP2", "all streamed", {"MixedPrecisionPolicy"}),
+        (OffloadPolicy(), "FSDP2", "plain PyTorch", set()),
+    ],
+)
+def test_keys_are_read_or_said_not_to_be(given: Any, kind: str, says: str, not_read: set[str] | None) -> None:
+    found = read_foreign(given)
+    assert (found.kind, str(found.setting)) == (kind, says)
+    if not_read is not None:
+        assert {*found.not_read} == not_read
+
+
+def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_text("{")
+    for given, said in (
+        ({"lr": 1}, "the settings name lr, which no known tool reads; give a Trainer's"),
+        (3, "settings is 3; give a Trainer's"),
+        ([], r"settings is \[\]; give"),
+        (tmp_path / "wrong.json", "wrong.json cannot be read: Expecting property name"),
+        (__file__, r"ends in '\.py'; give"),
+    ):
+        with pytest.raises(rotoff.OptionError, match=said):
+            read_foreign(given)
+
+
+def build() -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(6)]
+        return nn.Sequential(*layers), torch.empty(4096, 256)
+
+
+def test_a_plan_in_the_same_bytes_is_faster_and_above_the_bound() -> None:
+    model, x = build()
+    found = rotoff.audit(model, x, settings=TRAINER, device="V100")
+    assert found.now.name == "checkpoint every block" and found.best.setting
+    assert found.best.peak_bytes <= found.now.peak_bytes
+    assert found.possible.bound_time <= found.best.step_time < found.now.step_time
+    (row,) = (row for row in rotoff.plan(model, x, device="V100").steps if row.name == found.now.name)
+    assert (row.peak_bytes, row.step_time) == (found.now.peak_bytes, found.now.step_time)
+    assert "the settings have a batch of 4, the sample has 4096" in str(found)
+    assert f"to paste: {found.best.setting}" in str(found)
+
+
+def test_what_keeps_everything_leaves_nothing_to_gain() -> None:
+    model, x = build()
+    found = rotoff.audit(model, x, settings={**TRAINER, "gradient_checkpointing": False}, device="V100")
+    assert found.best == found.now and "no faster plan was found in these bytes" in str(found)
+
+
+def test_autocast_and_master_weights_are_those_of_the_settings() -> None:
+    model, x = build()
+    plain, half = (
+        rotoff.audit(model, x, settings={**TRAINER, "gradient_checkpointing": False, "bf16": on}, device="V100").now
+        for on in (False, True)
+    )
+    assert half.peak_bytes < plain.peak_bytes
+    model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+    held = rotoff.audit(model, x, settings={"bf16": {"enabled": True}, "zero_optimization": {}}, device="V100")
+    elements = sum(p.numel() for p in model.parameters())
+    assert held.possible.resident_bytes["adamw states"] == 12 * elements
+
+
+def test_the_arguments_of_a_trainer_object_that_differ_from_the_default() -> None:
+    fields = {name: SimpleNamespace(name=name, default=None) for name in ("lr", "seed", *TRAINER)}
+    given = SimpleNamespace(**{**TRAINER, "lr": 1e-4, "seed": None}, __dataclass_fields__=fields)
+    assert {*read_foreign(given).not_read} == {"lr"}
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.py").write_text(
+        "import torch\nfrom torch import nn\n\n\ndef build():\n    layers = [nn.Linear(64, 64) for _ in range(4)]\n"
+        "    return nn.Sequential(*layers), torch.empty(512, 64)\n"
+    )
+    (tmp_path / "ds.json").write_text(json.dumps(ZERO))
+    assert main(["audit", "small.py:build", "ds.json", "--device", "T4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kind"], found["now"]["name"]) == ("DeepSpeed", "ZeRO-Offload")
+    assert main(["audit", "small.py:build", "nothing.json"]) == 2
+    assert "nothing.json" in capsys.readouterr().err
