@@ -18,7 +18,10 @@ GROUPS = {
         "PlannedMode",
         "largest",
         "Largest",
-        "cheapest",
+        "first_device",
+        "audit",
+        "Audit",
+        "PlannedStep",
         "estimate",
         "stages",
     )

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerator import is_available, named
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
 from ..profile.estimate.devices import Device, find
@@ -124,7 +125,8 @@ def audit(
 def _autocast(read: ForeignSettings) -> Any:
     if read.autocast is None:
         return nullcontext()
-    return torch.autocast("cuda" if torch.cuda.is_available() else "cpu", dtype=getattr(torch, read.autocast))
+    device = named(0)
+    return torch.autocast(device.type if is_available(device) else "cpu", dtype=getattr(torch, read.autocast))
 
 
 def _notes(read: ForeignSettings, batch: int | None, optimizer: str | None) -> Iterable[str]:

@@ -173,7 +173,7 @@ def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="rotoff"):
         assert same(run(wrapped), expected)
     assert sum("input of a new kind or size" in r.message for r in caplog.records) == 1
-    assert sum("mode joint" in r.message for r in caplog.records) == 1
+    assert sum("the limit is" in r.message for r in caplog.records) == 1
 
 
 def test_plans_are_kept_for_the_signatures_seen_last(monkeypatch: pytest.MonkeyPatch) -> None:

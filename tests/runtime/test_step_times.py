@@ -126,14 +126,14 @@ def test_a_plan_without_measurement_says_what_to_do() -> None:
 def test_one_line_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rotoff"):
         model, _ = planned(mode="remat")
-    measured, line = [record.getMessage() for record in caplog.records]
+    measured, limits, line = [record.getMessage() for record in caplog.records]
     assert measured.startswith("rotoff: measured ")
     runs: dict[int, int] = {}
     for op in model.sequence:
         if op.kind in COMPUTES and op.kind is not OpKind.B:
             runs[op.stage] = runs.get(op.stage, 0) + 1
     again = [i for i, count in runs.items() if count > 1]
-    assert "mode remat" in line
+    assert "mode remat" in limits
     assert rotoff.format_bytes(model.get_expected_memory()) in line
-    assert f"limit {rotoff.format_bytes(model.mem_limit)}" in line
-    assert line.endswith(f"stages {rotoff.report.summary.ranges(again)} recomputed")
+    assert f"the limit is {rotoff.format_bytes(model.mem_limit)}" in limits
+    assert line.split("; times")[0].endswith(f"stages {rotoff.report.summary.ranges(again)} recomputed")
