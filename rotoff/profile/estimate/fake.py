@@ -146,7 +146,7 @@ class FakeAllocator(EagerMode):
         return rounded(nbytes, self._block)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in QUERIES or func.namespace == "profiler":
+        if func in QUERIES:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if func is torch.ops.aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1:
@@ -200,6 +200,8 @@ class FakeAllocator(EagerMode):
 def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
     """Yield the outputs of an operation that are not views of its inputs."""
     returns = func._schema.returns
+    if not returns:
+        return
     outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
     for returned, output in zip(returns, outputs, strict=True):
         if returned.alias_info is None:

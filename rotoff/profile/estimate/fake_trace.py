@@ -94,7 +94,7 @@ def fake_trace(
 def _fakes_are_plain() -> Iterator[None]:
     """Tapes note fake tensors as they note plain ones."""
     before = twin.is_plain
-    twin.is_plain = lambda t: type(t) is FakeTensor or is_plain(t)  # type: ignore[assignment]
+    twin.is_plain = lambda t: is_plain(t) or (type(t) is FakeTensor and t.layout is torch.strided)
     try:
         yield
     finally:
@@ -172,6 +172,11 @@ class FakeStep(RecordedStep):
         if op.state is not None:
             self._births.note(op.state.untyped_storage())
         return op
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copy = super()._copy(storage)
+        self._births.note(copy)
+        return copy
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._births.take_seconds()
