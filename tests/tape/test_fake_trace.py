@@ -183,7 +183,9 @@ def test_a_model_for_a_cuda_device_that_is_not_there_has_a_plan() -> None:
             return F.scaled_dot_product_attention(x, x, x, is_causal=True)
 
     x = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    trace = fake_trace(nn.Sequential(*(nn.Sequential(Attend(), nn.Dropout(0.1)) for _ in range(6))), (x,), {}, find("H200"))
+    trace = fake_trace(
+        nn.Sequential(*(nn.Sequential(Attend(), nn.Dropout(0.1)) for _ in range(6))), (x,), {}, find("H200")
+    )
     block, numbers = sorted([x.nbytes, 4 * 2 * 4 * 64, x.nbytes, x.numel()]), 512
     assert sorted(one.nbytes for one in trace.made) == sorted([*block * 6, *[numbers] * 12])
     found = chain_of(trace, (1e9, 1e9))

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._profiler import _RecordFunctionFast
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.profiler import record_function
 from torch.autograd.variable import Variable
 
 from ...errors import MeasureError
@@ -25,7 +23,7 @@ from ...tape.tape import Known, Tape
 from ...tape.verify import Verified
 from ...tensors.storage import CUDA_BLOCK
 from ...tensors.tree import tensor_leaves
-from ..recorded_step import GRADIENT, MARK, STAGE, Event, RecordedStep, own
+from ..recorded_step import GRADIENT, MARK, OWN, STAGE, Event, RecordedStep
 from ..trace import Trace, trace_of
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
@@ -35,7 +33,9 @@ from .fake_kernels import FakeKernels
 from .roofline import Roofline
 
 _CPU = torch.device("cpu")  # of all fake tensors
-_MEMORY = "memory "  # a region that tells of an allocation: number, bytes
+_profiler = torch.ops.profiler
+_BEGINS = {_profiler._record_function_enter.default, _profiler._record_function_enter_new.default}
+_ENDS = {_profiler._record_function_exit.default, _profiler._record_function_exit._RecordFunction}
 
 
 def backward_of_all(result: Any) -> None:
@@ -102,19 +102,44 @@ def _fakes_are_plain() -> Iterator[None]:
 
 
 class _Log(FakeAllocator):
-    """Tells the profiler of births and deaths of storages, and adds up the seconds of operations."""
+    """Logs births and deaths of storages and the regions of a recorded step, and adds up the seconds of operations."""
 
     def __init__(self, device: Device) -> None:
         if device.capability is None:
             super().__init__(temporaries=cpu_temporaries.steps)
         else:
             super().__init__(CUDA_BLOCK)
+        self.told: list[Event] = []
+        self._open: list[str] = []
         self._roofline = Roofline(device)
         self._seconds = 0.0
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BEGINS:
+            self.begin(args[0].removeprefix(MARK) if args[0].startswith(MARK) else "")
+        elif func in _ENDS:
+            self.end()
+        else:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def begin(self, name: str) -> None:
+        """Log the begin of a region; one without a name is the model's own."""
+        self._open.append(name)
+        self.told += [Event(0, begins=name)] if name else []
+
+    def end(self) -> None:
+        name = self._open.pop()
+        self.told += [Event(0, ends=name)] if name else []
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        yield
+        self.end()
+
     def event(self, number: int, size: int) -> None:
-        with _RecordFunctionFast(f"{MARK}{_MEMORY}{number} {size}"):
-            pass
+        self.told.append(Event(size, number))
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._seconds += self._roofline.time(func, args, kwargs, result)
@@ -135,14 +160,10 @@ class FakeStep(RecordedStep):
         self.on_backward = FakeStep._come_back
 
     def __enter__(self) -> FakeStep:
-        super().__enter__()
-        for hook in self._gradient_hooks:
-            hook.remove()
-        self._gradient_hooks = [
-            p.register_post_accumulate_grad_hook(self._accumulated)
-            for p in self.parameters
-            if p.requires_grad and p.is_leaf
-        ]
+        self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
+        leaves = [p for p in self.parameters if p.requires_grad and p.is_leaf]
+        self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in leaves]
+        Tape.__enter__(self)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -154,11 +175,11 @@ class FakeStep(RecordedStep):
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        with _RecordFunctionFast(f"{MARK}{GRADIENT} {self._births.number(parameter.grad.untyped_storage())}"):
+        with self._births.region(f"{GRADIENT} {self._births.number(parameter.grad.untyped_storage())}"):
             pass
 
     def enter(self, stage: int) -> None:
-        with own(), torch._C._DisableTorchDispatch():
+        with self._births.region(OWN), torch._C._DisableTorchDispatch():
             Verified.enter(self, stage)
             self._away.update(self.segments[-1].saved)
             self._borders = []  # or what has died would be alive still
@@ -197,7 +218,7 @@ class FakeStep(RecordedStep):
             self._queued = True
             Variable._execution_engine.queue_callback(self._ended)
             self.returned = [content for content in self.returned if content.alive()]
-        with own():
+        with self._births.region(OWN):
             self.fill(stage, self._from_host(stage))
         if self._recording:
             return
@@ -205,7 +226,7 @@ class FakeStep(RecordedStep):
             if slot.own is not None and slot.reference is not None:
                 key = self._births.number(slot.own), stage  # fake storages have no addresses
                 self.fetched.setdefault(key, (slot.reference.content, slot.at))
-        with record_function(f"{MARK}{STAGE}{stage}"):
+        with self._births.region(f"{STAGE}{stage}"):
             pass
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -229,12 +250,4 @@ class FakeStep(RecordedStep):
 
     def stop(self) -> None:
         super().stop()
-        self.log = [told for event in self.log if (told := _read(event)) is not None]
-
-
-def _read(event: Event) -> Event | None:
-    """Return what an event of the profiler tells; None for bytes that are not fake."""
-    if event.begins.startswith(_MEMORY):
-        number, size = event.begins.removeprefix(_MEMORY).split()
-        return Event(int(size), int(number))
-    return None if event.size or event.ends.startswith(_MEMORY) else event
+        self.log = self._births.told
