@@ -13,6 +13,7 @@ import odd_models  # noqa: F401
 import pytest
 import state_models  # noqa: F401
 import torch
+import torchvision_operators
 from allocated import peak_bytes
 from models import ALL
 from step_by_step import Row, seeded
@@ -123,6 +124,7 @@ def test_fake_trace_has_the_bytes_of_a_recorded_step(name: str, count: int) -> N
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(("library", "name"), [(library, name) for library, names in GALLERY.items() for name in names])
 def test_fake_trace_has_the_bytes_of_models_of_the_gallery(library: str, name: str, count: int) -> None:
+    torchvision_operators.declare()
     for needed in ("torchvision", library):
         if needed != "own":
             pytest.importorskip(needed)

@@ -8,8 +8,8 @@ scratch memory (up to a few copies of the weight, for some shapes) is unknown, a
 products in half precision.
 
 The backward of batch norm makes the input's gradient twice and frees the first. Layer norms copy what is noncontiguous,
-and their backward adds up the weight's gradients in each thread. `torch.roll` over several dimensions makes a tensor for
-each. Fused attention allocates blocks for each thread.
+and their backward adds up the weight's gradients in each thread. `torch.roll` over several dimensions makes a tensor
+for each. Fused attention allocates blocks for each thread.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +19,6 @@ from ...errors import MeasureError
 from ...tape import tape as twin
 from ...tape.contents import Content, Slot, is_plain
 from ...tape.tape import Known, Tape
-from ...tape.verify import Verified
 from ...tensors.storage import CUDA_BLOCK
 from ...tensors.tree import tensor_leaves
 from ..recorded_step import GRADIENT, MARK, OWN, STAGE, Event, RecordedStep
@@ -156,7 +154,6 @@ class FakeStep(RecordedStep):
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
         self._mode, self._births = mode, log
-        self._away: set[Content] = set()  # what has left the device
         self.on_backward = FakeStep._come_back
 
     def __enter__(self) -> FakeStep:
@@ -178,13 +175,6 @@ class FakeStep(RecordedStep):
         with self._births.region(f"{GRADIENT} {self._births.number(parameter.grad.untyped_storage())}"):
             pass
 
-    def enter(self, stage: int) -> None:
-        with self._births.region(OWN), torch._C._DisableTorchDispatch():
-            Verified.enter(self, stage)
-            self._away.update(self.segments[-1].saved)
-            self._borders = []  # or what has died would be alive still
-            self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
-
     def _verify(self) -> None:
         self.known.sure.update(self._new)
 
@@ -200,17 +190,23 @@ class FakeStep(RecordedStep):
         return copy
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "profiler":  # a region may begin in one call and end in another
+            return func(*args, **kwargs)
         self._births.take_seconds()
         out = super().call(func, args, kwargs)
         self._last = self._births.take_seconds()
         return out
 
-    def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
-        there = [content for content in self.saved_contents(stage) if content in self._away]
-        storages = {content: torch.UntypedStorage(content.nbytes, device="meta") for content in there}
+    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().saved(slot, storage)
+        assert slot.reference is not None
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+        self._host.setdefault(slot.reference.content, (copy.device, copy))
+
+    def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
         for storage in storages.values():
             self._births.note(storage)
-        return storages
+        super().fill(stage, storages)
 
     def _come_back(self: Tape, stage: int) -> None:
         assert isinstance(self, FakeStep)
