@@ -136,6 +136,15 @@ def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         "batch norm, backward": (
             aten.native_batch_norm_backward.default, (x, x, per, per, per, per, per, True, 1e-5, [True, True, True])
         ),
+        "roll": (aten.roll.default, (x, [1, 2], [2, 3])),
+        "roll, one dimension": (aten.roll.default, (x, [1], [2])),
+        "layer norm, other order": (
+            aten.native_layer_norm.default, (x.permute(0, 2, 3, 1), [32], per, per, 1e-5)
+        ),
+        "layer norm, backward": (
+            aten.native_layer_norm_backward.default,
+            (torch.randn(64, 32).T.contiguous().T, torch.randn(64, 32), [32], *torch.randn(2, 64, 1), per, per, [True] * 3),
+        ),
         "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q)),
         "attention, backward": (
             aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (q, q, q, q, q, rows, 0.0, False)

@@ -7,13 +7,15 @@ input's gradient and for the weight's. A 1×1 convolution of stride 1 is one mat
 scratch memory (up to a few copies of the weight, for some shapes) is unknown, and so is that of convolutions and matrix
 products in half precision.
 
-The backward of batch norm makes the input's gradient twice and frees the first. Fused attention allocates blocks for
-each thread.
+The backward of batch norm makes the input's gradient twice and frees the first. Layer norms copy what is noncontiguous,
+and their backward adds up the weight's gradients in each thread. `torch.roll` over several dimensions makes a tensor
+for each. Fused attention allocates blocks for each thread.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -38,6 +40,13 @@ def steps(func: Any, args: Any, result: Any) -> list[Step] | None:
         grad, x, *_, mask = args
         if mask[0] and x.is_contiguous() and grad.is_contiguous():
             return [("output", 0), *(("output", n) for n in (1, 2) if mask[n]), ("hidden", x.nbytes)]
+    if func is _aten.native_layer_norm.default:
+        return [*(("output", n) for n in range(3)), ("hidden", _copy(args[0]))]
+    if func is _aten.native_layer_norm_backward.default:
+        sums = 2 * args[1].element_size() * prod(args[2]) * torch.get_num_threads()
+        return [*(("output", n) for n in range(3) if args[-1][n]), ("hidden", _copy(args[0]) + _copy(args[1]) + sums)]
+    if func is _aten.roll.default and len(args[2] if len(args) > 2 else ()) > 1:
+        return [("output", 0), ("hidden", result.nbytes)]
     if func in (_ATTENTION, _ATTENTION_BACKWARD):
         return [*(("output", n) for n in range(2 if func is _ATTENTION else 3)), ("hidden", _attention(func, args))]
     return None

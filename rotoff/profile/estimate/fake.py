@@ -133,10 +133,11 @@ class FakeAllocator(EagerMode):
         self._events.append(Allocation(0, 0, name))
 
     def address(self, tensor: torch.Tensor) -> int:
-        """Return the number of the storage of `tensor`; for one that was not seen being made, a number that no other
-        has."""
-        key = tensor.untyped_storage()._cdata
-        return self._numbers.get(key, -key)
+        return self.number(tensor.untyped_storage())
+
+    def number(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage; for one that was not seen being made, a number that no other has."""
+        return self._numbers.get(storage._cdata, -storage._cdata)
 
     def as_requested(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
         return log
@@ -159,20 +160,25 @@ class FakeAllocator(EagerMode):
         for kind, number in (self._temporaries(func, args, result) if self._temporaries is not None else None) or ():
             if kind == "hidden":
                 self._count += 1
-                self._events += [Allocation(self._count, number), Allocation(self._count, -number)]
+                self.event(self._count, number)
+                self.event(self._count, -number)
             else:
-                self._note(result[number] if isinstance(result, (tuple, list)) else result)
+                self.note((result[number] if isinstance(result, (tuple, list)) else result).untyped_storage())
         for tensor in _made(func, result):
             for piece in pieces(tensor):
-                self._note(piece)
+                self.note(piece.untyped_storage())
         self.ran(func, args, kwargs, result)
         return result
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Called after each operation."""
 
-    def _note(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
+    def event(self, number: int, size: int) -> None:
+        """Log that `size` bytes were allocated, or freed if it is negative."""
+        self._events.append(Allocation(number, size))
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """Log a storage, and later its end."""
         key = storage._cdata
         if key in self._numbers:
             return
@@ -182,11 +188,11 @@ class FakeAllocator(EagerMode):
         self._count += 1
         number = self._count
         self._numbers[key] = number
-        self._events.append(Allocation(number, size))
+        self.event(number, size)
 
         def freed(_: Any) -> None:
             del self._numbers[key], self._watches[key]
-            self._events.append(Allocation(number, -size))
+            self.event(number, -size)
 
         self._watches[key] = weakref.ref(storage, freed)
 
@@ -194,6 +200,8 @@ class FakeAllocator(EagerMode):
 def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
     """Yield the outputs of an operation that are not views of its inputs."""
     returns = func._schema.returns
+    if not returns:
+        return
     outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
     for returned, output in zip(returns, outputs, strict=True):
         if returned.alias_info is None:

@@ -1,0 +1,249 @@
+"""The trace of a step from fake tensors: no kernel runs, and the device need not be there.
+
+A fake copy of the model runs on the tape that records a first step (`recorded_step`). Its log has the births and deaths
+of storages that a dispatch mode sees, in place of those of an allocator; its times come from a data sheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.variable import Variable
+
+from ...errors import MeasureError
+from ...tape import tape as twin
+from ...tape.contents import Content, Slot, is_plain
+from ...tape.tape import Known, Tape
+from ...tensors.storage import CUDA_BLOCK
+from ...tensors.tree import tensor_leaves
+from ..recorded_step import GRADIENT, MARK, OWN, STAGE, Event, RecordedStep
+from ..trace import Trace, trace_of
+from . import cpu_temporaries
+from .cuda_kernels import cuda_variants
+from .devices import Device
+from .fake import FakeAllocator, fake_copy
+from .fake_kernels import FakeKernels
+from .roofline import Roofline
+
+_CPU = torch.device("cpu")  # of all fake tensors
+_profiler = torch.ops.profiler
+_BEGINS = {_profiler._record_function_enter.default, _profiler._record_function_enter_new.default}
+_ENDS = {_profiler._record_function_exit.default, _profiler._record_function_exit._RecordFunction}
+
+
+def backward_of_all(result: Any) -> None:
+    """Run the backward of all that a model returns, each part with a gradient of its own."""
+    parts = [t for t in tensor_leaves(result) if t.requires_grad]
+    if parts:
+        torch.autograd.backward(parts, [torch.ones_like(t) for t in parts])
+
+
+def fake_trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
+    backward: Callable[[Any], object] = backward_of_all,
+) -> Trace:
+    """Return the trace of a step of `model` on `device`, without the device and without memory.
+
+    Bytes are those of a recorded step, except for what kernels take for themselves, of which `cpu_temporaries` knows a
+    part. Seconds are those of the data sheet.
+
+    Args:
+        model, args, kwargs: of real, meta or fake tensors, on any device; they stay as they are.
+        backward: runs the backward of what the model returns.
+
+    Raises:
+        MeasureError: if the forward depends on the contents of its tensors, or cannot run on fake ones.
+    """
+    cuda = device.capability is not None
+    mode = FakeKernels(cuda)
+    log = _Log(device)
+    with _CPU, cuda_variants(device), _fakes_are_plain():
+        copied = fake_copy(model, mode)
+        args, kwargs = fake_copy((args, kwargs), mode)
+        step = FakeStep(copied, mode, log)
+        if cuda:
+            step.device = torch.device("cuda")
+        try:
+            with mode, log:
+                with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
+                    result = copied(*args, **kwargs)
+                backward(result)
+        except MeasureError:
+            raise
+        except Exception as error:  # a model may do anything
+            raise MeasureError(f"the model cannot run on fake tensors: {type(error).__name__}: {error}") from error
+        finally:
+            step.stop()
+    for op in step.operations:
+        for content in (*op.made, *op.written()):
+            content.nbytes = log.rounded(content.nbytes)
+    return trace_of(step)
+
+
+@contextmanager
+def _fakes_are_plain() -> Iterator[None]:
+    """Tapes note fake tensors as they note plain ones."""
+    before = twin.is_plain
+    twin.is_plain = lambda t: is_plain(t) or (type(t) is FakeTensor and t.layout is torch.strided)
+    try:
+        yield
+    finally:
+        twin.is_plain = before
+
+
+class _Log(FakeAllocator):
+    """Logs births and deaths of storages and the regions of a recorded step, and adds up the seconds of operations."""
+
+    def __init__(self, device: Device) -> None:
+        if device.capability is None:
+            super().__init__(temporaries=cpu_temporaries.steps)
+        else:
+            super().__init__(CUDA_BLOCK)
+        self.told: list[Event] = []
+        self._open: list[str] = []
+        self._roofline = Roofline(device)
+        self._seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _BEGINS:
+            self.begin(args[0].removeprefix(MARK) if args[0].startswith(MARK) else "")
+        elif func in _ENDS:
+            self.end()
+        else:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+    def begin(self, name: str) -> None:
+        """Log the begin of a region; one without a name is the model's own."""
+        self._open.append(name)
+        self.told += [Event(0, begins=name)] if name else []
+
+    def end(self) -> None:
+        name = self._open.pop()
+        self.told += [Event(0, ends=name)] if name else []
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        self.begin(name)
+        yield
+        self.end()
+
+    def event(self, number: int, size: int) -> None:
+        self.told.append(Event(size, number))
+
+    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        self._seconds += self._roofline.time(func, args, kwargs, result)
+
+    def take_seconds(self) -> float:
+        """Return the seconds of the operations since this was called last."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+class FakeStep(RecordedStep):
+    """A recorded step of fake tensors: nothing is copied, verified or timed."""
+
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
+        super().__init__(Known(), model)
+        self._mode, self._births = mode, log
+        self.on_backward = FakeStep._come_back
+
+    def __enter__(self) -> FakeStep:
+        self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
+        leaves = [p for p in self.parameters if p.requires_grad and p.is_leaf]
+        self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in leaves]
+        Tape.__enter__(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        alive, self._alive = self._alive, []
+        super().__exit__(*error)
+        self.returned = [content for content in alive if content.alive()]
+        storages = [content.storage(seen=True) for content in self.returned]
+        self.returned_at = {self._births.number(storage) for storage in storages if storage is not None}
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with self._births.region(f"{GRADIENT} {self._births.number(parameter.grad.untyped_storage())}"):
+            pass
+
+    def _verify(self) -> None:
+        self.known.sure.update(self._new)
+
+    def _operation(self, *given: Any) -> Any:
+        op = super()._operation(*given)
+        if op.state is not None:
+            self._births.note(op.state.untyped_storage())
+        return op
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copy = super()._copy(storage)
+        self._births.note(copy)
+        return copy
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.namespace == "profiler":  # a region may begin in one call and end in another
+            return func(*args, **kwargs)
+        self._births.take_seconds()
+        out = super().call(func, args, kwargs)
+        self._last = self._births.take_seconds()
+        return out
+
+    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().saved(slot, storage)
+        assert slot.reference is not None
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
+        self._host.setdefault(slot.reference.content, (copy.device, copy))
+
+    def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
+        for storage in storages.values():
+            self._births.note(storage)
+        super().fill(stage, storages)
+
+    def _come_back(self: Tape, stage: int) -> None:
+        assert isinstance(self, FakeStep)
+        if not self._recording and not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._ended)
+            self.returned = [content for content in self.returned if content.alive()]
+        with self._births.region(OWN):
+            self.fill(stage, self._from_host(stage))
+        if self._recording:
+            return
+        for slot in self.live(stage):
+            if slot.own is not None and slot.reference is not None:
+                key = self._births.number(slot.own), stage  # fake storages have no addresses
+                self.fetched.setdefault(key, (slot.reference.content, slot.at))
+        with self._births.region(f"{STAGE}{stage}"):
+            pass
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        many = len(self.waits)
+        tensor = super().unpack(packed)
+        self._since(many)
+        if isinstance(packed, Slot) and tensor.is_meta:
+            tensor = FakeTensor(self._mode, tensor, _CPU)
+        return tensor
+
+    def _ended(self) -> None:
+        many = len(self.waits)
+        super()._ended()
+        self._since(many)
+
+    def _since(self, many: int) -> None:
+        """Correct the wait that was noted last."""
+        if len(self.waits) > many:
+            seconds = self._births.take_seconds()
+            self.waits[-1] = seconds if many else 0.0
+
+    def stop(self) -> None:
+        super().stop()
+        self.log = self._births.told
