@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,10 +91,12 @@ class RecordedStep(Verified):
     # -- the forward
 
     def __enter__(self) -> RecordedStep:
-        self._profile = _started()
+        self._start()
         self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
         self._gradient_hooks = [
-            p.register_post_accumulate_grad_hook(_accumulated) for p in self.parameters if p.requires_grad and p.is_leaf
+            p.register_post_accumulate_grad_hook(self._accumulated)
+            for p in self.parameters
+            if p.requires_grad and p.is_leaf
         ]
         super().__enter__()
         return self
@@ -108,8 +111,8 @@ class RecordedStep(Verified):
         self.handed_out = {content for content in self._alive if content.alive()}
         for content in self.handed_out:
             if (storage := content.storage(seen=True)) is not None:
-                self.returned_at.add(storage.data_ptr())
-        with record_function(MARK + LOSS):
+                self.returned_at.add(self.address(storage))
+        with self.region(LOSS):
             pass
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -118,11 +121,13 @@ class RecordedStep(Verified):
 
     def enter(self, stage: int) -> None:
         """Verify the segment that ends, and take what it has saved off the device."""
-        with own(), torch._C._DisableTorchDispatch():
+        with self.region(OWN), torch._C._DisableTorchDispatch():
+            kept = self._kept  # or what only autograd still had would be gone
             super().enter(stage)
             for content in self.segments[-1].saved:
                 if (storage := content.storage(seen=True)) is not None and content not in self._away:
                     self._away[content] = self._spill.put(storage)
+            del kept
             self._borders = []  # or what has died would be alive still
             self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
 
@@ -134,7 +139,7 @@ class RecordedStep(Verified):
             else:
                 self.death[content] = number
         self._alive = still
-        with record_function(f"{MARK}{number}"):
+        with self.region(str(number)):
             began = time.perf_counter()
             out = func(*args, **kwargs)
             self._last = time.perf_counter() - began
@@ -170,20 +175,20 @@ class RecordedStep(Verified):
             self._queued = True
             Variable._execution_engine.queue_callback(self._ended)
             self.returned = {content for content in self.handed_out if content.alive()}
-        with own():
+        with self.region(OWN):
             self.fill(stage, self._from_host(stage))
             self.fetch(stage)
             for slot in self.live(stage):
                 if slot.own is not None and slot.reference is not None:
-                    self.fetched.setdefault((slot.own.data_ptr(), stage), (slot.reference.content, slot.at))
-        with record_function(f"{MARK}{STAGE}{stage}"):
+                    self.fetched.setdefault((self.address(slot.own), stage), (slot.reference.content, slot.at))
+        with self.region(f"{STAGE}{stage}"):
             pass
 
     def unpack(self, packed: Any) -> torch.Tensor:
         began = time.perf_counter()
         tensor = super().unpack(packed)
         if isinstance(packed, Slot) and not self._recording:
-            with record_function(f"{MARK}{READ}{packed.at}"):
+            with self.region(f"{READ}{packed.at}"):
                 self.waits.append(began - self._clock if self.waits else 0.0)
             self._clock = time.perf_counter()
         return tensor
@@ -192,7 +197,7 @@ class RecordedStep(Verified):
         return {c: self._spill.get(self._away[c]) for c in self.saved_contents(stage) if c in self._away}
 
     def _ended(self) -> None:
-        with record_function(MARK + END):
+        with self.region(END):
             self.waits.append(time.perf_counter() - self._clock)
         self._away.clear()
         self.complete = True
@@ -217,12 +222,24 @@ class RecordedStep(Verified):
             profiler, self._profile = self._profile, None
             self.log = _stopped(profiler)
 
+    # -- the log
 
-def _accumulated(parameter: torch.Tensor) -> None:
-    """Note that a gradient is no longer the step's: a later one is added to it, and released."""
-    assert parameter.grad is not None
-    with record_function(f"{MARK}{GRADIENT} {parameter.grad.untyped_storage().data_ptr()}"):
-        pass
+    def _start(self) -> None:
+        self._profile = _started()
+
+    def region(self, name: str) -> AbstractContextManager[object]:
+        """A region of the log."""
+        return record_function(MARK + name)
+
+    def address(self, storage: torch.UntypedStorage) -> int:
+        """Return what tells a storage from others in the log."""
+        return storage.data_ptr()
+
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        """Note that a gradient is no longer the step's: a later one is added to it, and released."""
+        assert parameter.grad is not None
+        with self.region(f"{GRADIENT} {self.address(parameter.grad.untyped_storage())}"):
+            pass
 
 
 # -- what the allocator did
@@ -236,11 +253,6 @@ class Event:
     ptr: int = 0
     begins: str = ""
     ends: str = ""
-
-
-def own() -> Any:
-    """What runs within is the recording's own."""
-    return record_function(MARK + OWN)
 
 
 def _started() -> profile:

@@ -7,21 +7,21 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.variable import Variable
 
+from ...accelerator import BLOCK
 from ...errors import MeasureError
+from ...runtime.links.spill import Away, Spill
 from ...tape import tape as twin
 from ...tape.contents import Content, Slot, is_plain
-from ...tape.tape import Known, Tape
-from ...tensors.storage import CUDA_BLOCK
+from ...tape.tape import Known
 from ...tensors.tree import tensor_leaves
-from ..recorded_step import GRADIENT, MARK, OWN, STAGE, Event, RecordedStep
+from ..recorded_step import Event, RecordedStep
 from ..trace import Trace, trace_of
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
@@ -31,9 +31,6 @@ from .fake_kernels import FakeKernels
 from .roofline import Roofline
 
 _CPU = torch.device("cpu")  # of all fake tensors
-_profiler = torch.ops.profiler
-_BEGINS = {_profiler._record_function_enter.default, _profiler._record_function_enter_new.default}
-_ENDS = {_profiler._record_function_exit.default, _profiler._record_function_exit._RecordFunction}
 
 
 def backward_of_all(result: Any) -> None:
@@ -106,35 +103,16 @@ class _Log(FakeAllocator):
         if device.capability is None:
             super().__init__(temporaries=cpu_temporaries.steps)
         else:
-            super().__init__(CUDA_BLOCK)
+            super().__init__(BLOCK)
         self.told: list[Event] = []
-        self._open: list[str] = []
         self._roofline = Roofline(device)
         self._seconds = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _BEGINS:
-            self.begin(args[0].removeprefix(MARK) if args[0].startswith(MARK) else "")
-        elif func in _ENDS:
-            self.end()
-        else:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-    def begin(self, name: str) -> None:
-        """Log the begin of a region; one without a name is the model's own."""
-        self._open.append(name)
-        self.told += [Event(0, begins=name)] if name else []
-
-    def end(self) -> None:
-        name = self._open.pop()
-        self.told += [Event(0, ends=name)] if name else []
-
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
-        self.begin(name)
+        self.told.append(Event(0, begins=name))
         yield
-        self.end()
+        self.told.append(Event(0, ends=name))
 
     def event(self, number: int, size: int) -> None:
         self.told.append(Event(size, number))
@@ -148,32 +126,37 @@ class _Log(FakeAllocator):
         return seconds
 
 
+class _Nowhere(Spill):
+    """Keeps how large storages were."""
+
+    def put(self, storage: torch.UntypedStorage) -> Away:
+        return Away(storage.device, storage.nbytes(), None, 0)
+
+    def get(self, away: Away) -> torch.UntypedStorage:
+        return torch.empty(away.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
 class FakeStep(RecordedStep):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
         self._mode, self._births = mode, log
-        self.on_backward = FakeStep._come_back
+        self._spill = _Nowhere()
 
-    def __enter__(self) -> FakeStep:
-        self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
-        leaves = [p for p in self.parameters if p.requires_grad and p.is_leaf]
-        self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in leaves]
-        Tape.__enter__(self)
-        return self
+    def _start(self) -> None:
+        pass
 
-    def __exit__(self, *error: object) -> None:
-        alive, self._alive = self._alive, []
-        super().__exit__(*error)
-        self.returned = [content for content in alive if content.alive()]
-        storages = [content.storage(seen=True) for content in self.returned]
-        self.returned_at = {self._births.number(storage) for storage in storages if storage is not None}
+    def region(self, name: str) -> AbstractContextManager[object]:
+        return self._births.region(name)
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        with self._births.region(f"{GRADIENT} {self._births.number(parameter.grad.untyped_storage())}"):
-            pass
+    def address(self, storage: torch.UntypedStorage) -> int:
+        return self._births.number(storage)
+
+    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().saved(slot, storage)
+        assert slot.reference is not None
+        self._away.setdefault(slot.reference.content, self._spill.put(storage))
 
     def _verify(self) -> None:
         self.known.sure.update(self._new)
@@ -190,40 +173,15 @@ class FakeStep(RecordedStep):
         return copy
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func.namespace == "profiler":  # a region may begin in one call and end in another
-            return func(*args, **kwargs)
         self._births.take_seconds()
         out = super().call(func, args, kwargs)
         self._last = self._births.take_seconds()
         return out
 
-    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        super().saved(slot, storage)
-        assert slot.reference is not None
-        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta")
-        self._host.setdefault(slot.reference.content, (copy.device, copy))
-
     def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
         for storage in storages.values():
             self._births.note(storage)
         super().fill(stage, storages)
-
-    def _come_back(self: Tape, stage: int) -> None:
-        assert isinstance(self, FakeStep)
-        if not self._recording and not self._queued:
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._ended)
-            self.returned = [content for content in self.returned if content.alive()]
-        with self._births.region(OWN):
-            self.fill(stage, self._from_host(stage))
-        if self._recording:
-            return
-        for slot in self.live(stage):
-            if slot.own is not None and slot.reference is not None:
-                key = self._births.number(slot.own), stage  # fake storages have no addresses
-                self.fetched.setdefault(key, (slot.reference.content, slot.at))
-        with self._births.region(f"{STAGE}{stage}"):
-            pass
 
     def unpack(self, packed: Any) -> torch.Tensor:
         many = len(self.waits)
