@@ -1,0 +1,168 @@
+"""Groups of parameters for the chain of a step on a tape: which stages read them, what they take, what is expected."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..capture.unrepeatable import compiled
+from ..core.chain import Chain
+from ..core.parameters import ParameterGroup, in_parts
+from ..core.sequence import OpKind, Sequence
+from ..core.simulator import Machine
+from ..core.steady_step import at_rest
+from ..runtime.placed.placed_plan import PlacedGroup
+from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
+from ..tape.contents import Content, Slot
+from ..tape.tape import Known, Operation
+from ..tensors.storage import block_bytes, rounded, storage_key
+from .optimizer_probe import OptimizerProbe
+from .recorded_step import RecordedStep
+from .tape_chain import TapeChain
+
+CAST = "aten::_to_copy"
+
+
+class RecordedReads(RecordedStep):
+    """A recorded step that also notes at which positions parameters are read, where they lie.
+
+    reads: positions and ids of parameters. staying: ids of those that its operations overwrite, and of those that
+    autocast casts for several calls: it keeps casts of leaf tensors alone, and what stands for a parameter is none.
+    """
+
+    def __init__(self, known: Known, model: nn.Module) -> None:
+        super().__init__(known, model)
+        self.reads: list[tuple[int, int]] = []
+        self.staying: set[int] = set()
+        self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
+        self._casts: dict[Content, int] = {}
+        self._uses: Counter[int] = Counter()  # of casts, by id of the parameter
+
+    def content_of(self, t: torch.Tensor) -> Content:
+        storage = t.untyped_storage()
+        if storage._cdata in self._own and not storage.resizable():  # it lies on the host; nobody changes it unseen
+            return self._contents.setdefault(storage._cdata, self._resident(storage, t))
+        return super().content_of(t)
+
+    def trust(self, op: Operation, new: Iterable[Content]) -> None:
+        new = list(new)
+        super().trust(op, new)
+        for content in op.contents():
+            if content in self._casts:
+                self._uses[self._casts[content]] += 1
+        for reference in op.references:
+            key = None if reference.content.held is None else self._own.get(reference.content.held._cdata)
+            if key is None:
+                continue
+            self.reads.append((self.positions[-1], key))
+            if reference.into is not None:
+                self.staying.add(key)
+            if op.operator._schema.name == CAST:
+                self._casts |= dict.fromkeys(new, key)
+
+    def pack(self, t: torch.Tensor) -> Any:
+        packed = super().pack(t)
+        if isinstance(packed, Slot) and packed.reference is None:
+            key = self._own.get(t.untyped_storage()._cdata)
+            if key is not None:
+                self.reads.append((packed.at, key))
+        return packed
+
+    @property
+    def cast_again(self) -> set[int]:
+        """The ids of parameters of whose cast several operations read."""
+        return {key for key, uses in self._uses.items() if uses > 1}
+
+
+@dataclass(frozen=True)
+class TapeGroups:
+    """The groups of a model's parameters. chain: with their costs.
+
+    placed: their parameters. outside: those that stay on the device. beside: bytes that the device holds throughout:
+    those, buffers, the batch, the caller's loss.
+    """
+
+    chain: Chain
+    placed: tuple[PlacedGroup, ...]
+    outside: tuple[nn.Parameter, ...]
+    beside: int
+
+    def levels(self, found: TapeChain, sequence: Sequence) -> list[int]:
+        """Return the most bytes that the device holds in each operation of `sequence`."""
+        moves = [op for op in sequence if not op.of and op.kind not in (OpKind.U, OpKind.H)]
+        own = iter(found.levels(replace(sequence, ops=tuple(moves), resident=[])))
+        machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
+        levels, above = [], 0  # what the model's code holds beyond what the machine charges
+        for op in sequence:
+            event = machine.step(op)
+            if not op.of and op.kind not in (OpKind.U, OpKind.H):
+                level = next(own) + event.parameter_memory
+                above = max(0, level - event.memory) if not machine.backward_phase else 0
+                levels.append(level + self.beside)
+            else:
+                levels.append(event.memory + above + self.beside)
+        return levels
+
+
+def groups_of(
+    step: RecordedReads, found: TapeChain, model: nn.Module, probe: OptimizerProbe, host: bool, beside: int,
+    outside: Iterable[int] = (),
+) -> TapeGroups:
+    """Group the parameters of each stage, or of the stages that share them.
+
+    Args:
+        host: whether the host may update a group. beside: bytes of the batch and the loss. outside: ids of parameters
+            that stay on the device, beyond those that must.
+    """
+    block, begins = block_bytes(step.device), found.layout.begins
+    readers: dict[int, set[int]] = {}
+    for at, key in step.reads:
+        readers.setdefault(key, set()).add(bisect_right(begins, at))
+    every = list({id(p): p for p in model.parameters()}.values())
+    unseen = (p for module in model.modules() if compiled(module) for p in module.parameters())
+    staying = _sharing(every, model.buffers()) | {id(p) for p in unseen} | step.staying | step.cast_again | {*outside}
+    members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
+    for p in every:
+        if id(p) in readers and id(p) not in staying and placeable(p):
+            key = tuple(sorted(readers[id(p)])), p.requires_grad, probe.updates(p)
+            members.setdefault(key, []).append(p)
+    whole = sum(room_of(p) for several in members.values() for p in several)
+    costs, placed = [], []
+    for key in sorted(members):
+        stages, needs, updated = key
+        for part in in_parts(members[key], map(room_of, members[key]), whole):
+            nbytes = sum(rounded(room_of(p), block) for p in part)
+            states = tuple(map(probe.state_bytes, part))
+            costs.append(
+                ParameterGroup(
+                    stages=stages,
+                    bytes=nbytes,
+                    grad_bytes=nbytes if needs else 0,
+                    state_bytes=sum(states) if needs else 0,
+                    update_time=probe.update_time(part),
+                    host_update_time=probe.update_time(part, host=True) if host and needs else None,
+                    update_transient_bytes=probe.update_bytes(part) if updated else 0,
+                    name=found.chain.stage(stages[0]).name,
+                )
+            )
+            placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
+    grouped = {id(p) for group in placed for p in group.parameters}
+    left = [p for p in every if id(p) not in grouped]
+    beside += sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
+    beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in left) + probe.update_bytes(left)
+    beside += probe.unplaced_bytes(every) + checksum_bytes(block)
+    return TapeGroups(replace(found.chain, parameters=tuple(costs)), tuple(placed), tuple(left), beside)
+
+
+def _sharing(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> set[int]:
+    """Return the ids of tensors that share a storage with another one."""
+    by_storage: dict[int, list[int]] = {}
+    for tensor in (*parameters, *buffers):
+        by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
+    return {one for several in by_storage.values() if len(several) > 1 for one in several}
