@@ -76,7 +76,7 @@ class PlacedRunner:
         self.placement = Placement(new_link(self._device), optimizers)
         self._recorded: tuple[Any, RecordedReads, int] | None = None
         self._links = LinkPool()
-        self._raw: set[int] = set()  # by id, parameters that the model's code reaches past its modules
+        self._staying: set[int] = set()  # by id, parameters that have to stay on the device
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.placement.forward_begins()
@@ -109,7 +109,7 @@ class PlacedRunner:
             return
         found = chain_of(trace_of(step), self._bandwidth, self._stages)
         step.trust_stages(found.layout.begins)
-        groups = groups_of(step, found, self.model, self._probe, self._host, batch_bytes, self._raw)
+        groups = groups_of(step, found, self.model, self._probe, self._host, batch_bytes, self._staying)
         self.courses[key] = self.planned(found, groups, self._solve(groups.chain))
 
     def planned(self, found: TapeChain, groups: TapeGroups, sequence: Plan) -> PlacedCourse:
@@ -123,7 +123,7 @@ class PlacedRunner:
             resident=resident,
             on_both=resident & frozenset(rest.host),
             moved=frozenset(k for k in numbers if w(k) not in resident or any(_moves(op, k) for op in sequence)),
-            levels=tuple(groups.levels(found, sequence)),
+            levels=tuple(groups.levels(found, sequence, self._during)),
             keep_gradients=numbers - leaving,
             outside=groups.outside,
             during=self._during,
@@ -147,8 +147,8 @@ class PlacedRunner:
         with step.forward(tape):
             result = self.model(*args, **kwargs)
         course.strayed = course.strayed + 1 if step.left_course else 0
-        if not lending.raw <= self._raw:  # the sums of gradients would have another order
-            self._raw |= lending.raw
+        if not lending.reached <= self._staying:
+            self._staying |= lending.reached
             self.courses.clear()
         return result
 

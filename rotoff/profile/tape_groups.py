@@ -14,7 +14,7 @@ from torch import nn
 from ..capture.unrepeatable import compiled
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import OpKind, Sequence
+from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Machine
 from ..core.steady_step import at_rest
 from ..runtime.placed.placed_plan import PlacedGroup
@@ -61,10 +61,14 @@ class RecordedReads(RecordedStep):
             if key is None:
                 continue
             self.reads.append((self.positions[-1], key))
-            if reference.into is not None:
-                self.staying.add(key)
             if op.operator._schema.name == CAST:
                 self._casts |= dict.fromkeys(new, key)
+
+    def _written(self, *of: Any) -> Any:  # type: ignore[override]
+        written = super()._written(*of)
+        found = (self._own.get(t.untyped_storage()._cdata) for _, t in written)
+        self.staying |= {key for key in found if key is not None}
+        return written
 
     def pack(self, t: torch.Tensor) -> Any:
         packed = super().pack(t)
@@ -93,21 +97,40 @@ class TapeGroups:
     outside: tuple[nn.Parameter, ...]
     beside: int
 
-    def levels(self, found: TapeChain, sequence: Sequence) -> list[int]:
-        """Return the most bytes that the device holds in each operation of `sequence`."""
-        moves = [op for op in sequence if not op.of and op.kind not in (OpKind.U, OpKind.H)]
+    def levels(self, found: TapeChain, sequence: Sequence, during: bool) -> list[int]:
+        """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
+        the backward, a gradient of which the host has no copy stays for the caller to read."""
+        updates = (OpKind.U, OpKind.H)
+        moves = [op for op in sequence if not op.of and op.kind not in updates]
         own = iter(found.levels(replace(sequence, ops=tuple(moves), resident=[])))
         machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
-        levels, above = [], 0  # what the model's code holds beyond what the machine charges
+        leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
+        levels, last, stays = [], 0, 0
         for op in sequence:
             event = machine.step(op)
-            if not op.of and op.kind not in (OpKind.U, OpKind.H):
-                level = next(own) + event.parameter_memory
-                above = max(0, level - event.memory) if not machine.backward_phase else 0
-                levels.append(level + self.beside)
-            else:
-                levels.append(event.memory + above + self.beside)
+            level = event.memory if op.of or op.kind in updates else next(own) + event.parameter_memory
+            if op.kind in FORWARDS:
+                last = max(last, op.stage)
+            elif not machine.backward_phase and last:
+                level = max(level, event.memory + _alive(found, last, machine))
+            levels.append(level + stays + self.beside)
+            if op.kind is OpKind.U and op.stage not in leaving and not during:
+                stays += self.chain.group(op.stage).grad_bytes
         return levels
+
+
+def _alive(found: TapeChain, stage: int, machine: Machine) -> int:
+    """Return the bytes that the model's code holds when the first run of `stage` has ended, beyond what the machine
+    has."""
+    held = found.stay.union(
+        *(
+            found.forms[v.stage - 1][machine.form[v.stage]] if v.saved else found.handed[v.stage]
+            for v in machine.device
+            if not v.of
+        )
+    )
+    end, made = found.runs[stage - 1].end, found.trace.made
+    return sum(one.nbytes for c, one in enumerate(made) if one.op < end <= one.dies and c not in held)
 
 
 def groups_of(

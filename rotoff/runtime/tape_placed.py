@@ -33,7 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..core.sequence import UPDATES, Op, OpKind, Value
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
-from ..tape.operators import tensors_of
+from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
 from ..tensors.storage import uses_of
 from .execution_plan import ExecutionPlan
@@ -95,21 +95,23 @@ class Lent:
         if self.place.device is None and self.storage is not None and self.storage.nbytes():
             self.storage.resize_(0)
 
-    def part(self, aborted: bool) -> None:
-        """The forward has ended, and no module has `tensor` any more. What others have of it keeps its bytes."""
+    def part(self, aborted: bool) -> bool:
+        """The forward has ended, and no module has `tensor` any more. What others have of it keeps its bytes; returns
+        whether there is something."""
         assert self.tensor is not None and self.storage is not None
         if self.tensor.untyped_storage()._cdata != self.storage._cdata:  # the model has set its ``.data``
             self.parameter.data = self.tensor.data.to(self.parameter.device)
         whole, bare = torch._C._WeakTensorRef(self.tensor), StorageWeakRef(self.storage)
-        empty = not self.storage.nbytes()
         self.tensor = self.storage = self.place.shown = None
-        if not empty or (whole.expired() and bare.expired()):
-            return
-        storage = torch.UntypedStorage._new_with_weak_ptr(bare.cdata)
-        if storage is not None and not aborted:
-            self.place.shown = storage
+        if (device := self.place.device) is not None:
+            own = 2 if self.place.on_host else 3  # it, that call's, the caller's
+            return not whole.expired() or (not self.place.moving and uses_of(device) > own)
+        if not aborted and (bytes := torch.UntypedStorage._new_with_weak_ptr(bare.cdata)) is not None:
+            self.place.shown = bytes
             self.bring()
             self.place.shown = None
+            return True
+        return False
 
     def bring(self) -> torch.UntypedStorage:
         """Return the device's copy, and fetch it if there is none."""
@@ -151,7 +153,7 @@ class Away(Reference):
 class Lending:
     """The parameters of `model` that are lent for one step, and back at its end.
 
-    raw: by id, parameters that the model's code has reached past its modules.
+    reached: by id, parameters that the model's code has reached past its modules, or kept beyond its forward.
 
     Args:
         places: of those that the plan moves.
@@ -160,7 +162,7 @@ class Lending:
     def __init__(self, model: nn.Module, places: Iterable[ParameterPlaces], device: torch.device) -> None:
         self._model, self._device = model, device
         self._places = [one for one in places if _is_alone(one)]
-        self.raw: set[int] = set()
+        self.reached: set[int] = set()
         self._lent: dict[int, Lent] = {}  # by id of the parameter
         self._shown: dict[int, Lent] = {}  # by storage
         self._own: dict[int, int] = {}  # by storage of a parameter that lies elsewhere, its id
@@ -188,8 +190,9 @@ class Lending:
                 if weight.next is None:
                     weight.held = None
             self._weights = []  # they refer to this
-            for lent in self._lent.values():
-                lent.part(aborted)
+            for key, lent in self._lent.items():
+                if lent.part(aborted):
+                    self.reached.add(key)
 
     def _exchange(self, others: Mapping[int, Any]) -> None:
         """Put other tensors, given by id, in their places in the modules."""
@@ -210,7 +213,7 @@ class Lending:
     def is_own(self, storage: torch.UntypedStorage) -> bool:
         """Whether a parameter that is lent lies there. Its reader has reached it past the modules."""
         if (key := self._own.get(storage._cdata)) is not None:
-            self.raw.add(key)
+            self.reached.add(key)
         return key is not None
 
     def weight(self, lent: Lent, storage: torch.UntypedStorage) -> Weight:
@@ -278,8 +281,13 @@ class PlacedTape(Tape):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         read = self._lending.read_by(args, kwargs or {})
+        if read and isinstance(func, torch._ops.OpOverload) and kind_of(func).view:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError:
+                pass  # it asks for the bytes
         if read:
-            if self.position == self.ahead:  # a view may come before the first operation of a stage
+            if self.position == self.ahead:
                 self._come_to()
             with torch._C._DisableTorchDispatch():
                 self._lending.fill(read, alone=True)
@@ -295,6 +303,7 @@ class PlacedTape(Tape):
         lent = self._lending.shown(storage)
         if lent is None:
             return super()._resident(storage, t)
+        lent.version = version_of(lent.parameter)  # it may have written
         return self._lending.weight(lent, storage)
 
     def _written(self, *of: Any) -> Any:  # type: ignore[override]

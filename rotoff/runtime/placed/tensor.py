@@ -126,6 +126,11 @@ class PlacedTensor(ABC):
         """Whether the host has been sent what the device has."""
         return self._valid and self.device is not None
 
+    @property
+    def moving(self) -> bool:
+        """Whether a copy may be running, and nothing has waited for it."""
+        return self._coming is not None or self._leaving is not None
+
     def look(self) -> bool:
         """Update this object to the tensor that the caller has now; returns whether it can be moved."""
         tensor = self.get()
