@@ -19,7 +19,8 @@ from ..core.simulator import Machine
 from ..core.steady_step import at_rest
 from ..runtime.placed.placed_plan import PlacedGroup
 from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
-from ..tape.contents import Content, Slot
+from ..tape.contents import Content, Slot, is_plain
+from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation
 from ..tensors.storage import block_bytes, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
@@ -30,15 +31,17 @@ CAST = "aten::_to_copy"
 
 
 class RecordedReads(RecordedStep):
-    """A recorded step that also notes at which positions parameters are read, where they lie.
+    """A recorded step that also notes which operations read parameters, where they lie.
 
-    reads: positions and ids of parameters. staying: ids of those that its operations overwrite, and of those that
+    reads: numbers of operations, and ids of parameters that they, or views right before them, read. kept: positions
+    at which autograd has saved parameters that nothing has read since the operation before, and ids. staying: ids of those that its operations overwrite, and of those that
     autocast casts for several calls: it keeps casts of leaf tensors alone, and what stands for a parameter is none.
     """
 
     def __init__(self, known: Known, model: nn.Module) -> None:
         super().__init__(known, model)
-        self.reads: list[tuple[int, int]] = []
+        self.reads: set[tuple[int, int]] = set()
+        self.kept: set[tuple[int, int]] = set()
         self.staying: set[int] = set()
         self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
         self._casts: dict[Content, int] = {}
@@ -50,6 +53,14 @@ class RecordedReads(RecordedStep):
             return self._contents.setdefault(storage._cdata, self._resident(storage, t))
         return super().content_of(t)
 
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for t in tensors_of(args, kwargs or {}):  # views, too: they ask for the bytes
+            if is_plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
+                self.reads.add((len(self.operations), key))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         new = list(new)
         super().trust(op, new)
@@ -58,10 +69,7 @@ class RecordedReads(RecordedStep):
                 self._uses[self._casts[content]] += 1
         for reference in op.references:
             key = None if reference.content.held is None else self._own.get(reference.content.held._cdata)
-            if key is None:
-                continue
-            self.reads.append((self.positions[-1], key))
-            if op.operator._schema.name == CAST:
+            if key is not None and op.operator._schema.name == CAST:
                 self._casts |= dict.fromkeys(new, key)
 
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
@@ -74,8 +82,8 @@ class RecordedReads(RecordedStep):
         packed = super().pack(t)
         if isinstance(packed, Slot) and packed.reference is None:
             key = self._own.get(t.untyped_storage()._cdata)
-            if key is not None:
-                self.reads.append((packed.at, key))
+            if key is not None and (len(self.operations), key) not in self.reads:
+                self.kept.add((packed.at, key))
         return packed
 
     @property
@@ -145,7 +153,8 @@ def groups_of(
     """
     block, begins = block_bytes(step.device), found.layout.begins
     readers: dict[int, set[int]] = {}
-    for at, key in step.reads:
+    reads = ((step.positions[min(n, len(step.positions) - 1)], key) for n, key in step.reads)
+    for at, key in (*reads, *step.kept):
         readers.setdefault(key, set()).add(bisect_right(begins, at))
     every = list({id(p): p for p in model.parameters()}.values())
     unseen = (p for module in model.modules() if compiled(module) for p in module.parameters())

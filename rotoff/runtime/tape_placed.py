@@ -271,24 +271,25 @@ def _is_alone(places: ParameterPlaces) -> bool:
 
 
 class PlacedTape(Tape):
-    """A tape of a forward whose parameters are lent."""
+    """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends."""
 
     def __init__(self, known: Known | None, lending: Lending) -> None:
         super().__init__(known)
         self._lending = lending
+        self.last_key = -1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         read = self._lending.read_by(args, kwargs or {})
+        if read and self.ahead >= 0 and self.key == self.last_key:  # only saved tensors were to come before the stage
+            self._come_to()
         if read and isinstance(func, torch._ops.OpOverload) and kind_of(func).view:
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             except RuntimeError:
                 pass  # it asks for the bytes
         if read:
-            if self.position == self.ahead:
-                self._come_to()
             with torch._C._DisableTorchDispatch():
                 self._lending.fill(read, alone=True)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -361,6 +362,11 @@ class PlacedStep(TapeStep):
         self._tape = weakref.ref(tape)
         with self._lending.forward(), super().forward(tape):
             yield
+
+    def _look_ahead(self, tape: Tape) -> None:
+        super()._look_ahead(tape)
+        assert isinstance(tape, PlacedTape)
+        tape.last_key = self._layout.keys[tape.stage - 1]
 
     def _leave_course(self) -> None:
         super()._leave_course()
