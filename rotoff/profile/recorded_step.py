@@ -50,7 +50,7 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            returned: what the caller has when the backward begins. log: what the allocator did.
+            handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator did.
     """
 
     def __init__(self, known: Known, model: nn.Module) -> None:
@@ -61,7 +61,8 @@ class RecordedStep(Verified):
         self.positions: list[int] = []
         self.packed: dict[int, Content | None] = {}
         self.waits: list[float] = []
-        self.returned: list[Content] = []
+        self.handed_out: set[Content] = set()
+        self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
         self.complete = False  # whether the backward has ended
@@ -101,8 +102,8 @@ class RecordedStep(Verified):
         super().__exit__(*error)
         self._borders = []
         self.packed |= {s.at: s.reference.content for k in self.slots for s in self.live(k) if s.reference is not None}
-        self.returned = [content for content in self._alive if content.alive()]
-        for content in self.returned:
+        self.handed_out = {content for content in self._alive if content.alive()}
+        for content in self.handed_out:
             if (storage := content.storage(seen=True)) is not None:
                 self.returned_at.add(storage.data_ptr())
         with record_function(MARK + LOSS):
@@ -165,7 +166,7 @@ class RecordedStep(Verified):
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(self._ended)
-            self.returned = [content for content in self.returned if content.alive()]
+            self.returned = {content for content in self.handed_out if content.alive()}
         with own():
             self.fill(stage, self._from_host(stage))
             self.fetch(stage)

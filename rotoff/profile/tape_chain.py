@@ -7,6 +7,7 @@ needed by more than `far` stages stay on the device for the whole step, as a par
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -103,11 +104,12 @@ class _Backward:
         many = len(begins)
         self.grads, self.peaks, self.seconds = [0] * (many + 1), [0] * (many + 1), [0.0] * (many + 1)
         left = [0] * (many + 1)  # by stage, what autograd has saved and is still to be read
-        own = {  # not what a later stage has of this one
+        # how often each is let go of in its own stage: once for each call of a module that has saved it
+        own = Counter(
             c
             for c, at in (event.freed for event in trace.backward if event.freed is not None)
             if c not in stay and bisect_right(begins, at) == of_stage[c]
-        }
+        )
         for c in own:
             left[of_stage[c]] += trace.made[c].nbytes
         stage, gradients = 0, 0  # stage 0: the loss
@@ -123,8 +125,8 @@ class _Backward:
             if event.freed is not None:
                 c, at = event.freed
                 if c in own and bisect_right(begins, at) == of_stage[c]:
-                    own.discard(c)
-                    left[of_stage[c]] -= trace.made[c].nbytes
+                    own[c] -= 1
+                    left[of_stage[c]] -= 0 if own[c] else trace.made[c].nbytes
             if not stage:
                 self.grads[many] = max(self.grads[many], gradients)
                 continue
@@ -152,8 +154,8 @@ class TapeChain:
         the first run of a stage as any other. Here contents that several values share count once, and what the model's
         code still has of earlier stages counts in first runs."""
         machine, size = Machine(self.chain), self.trace.size
-        form, ran, levels = dict[int, int](), set[int](), []
-        early = early_stops(sequence)
+        form, levels, ran = dict[int, int](), [], 0
+        early, backward = early_stops(sequence), False
         for n, op in enumerate(sequence):
             before = [v for v in machine.device if v.stage or v.saved]
             if op.kind in FORWARDS and op.value.saved:
@@ -161,13 +163,26 @@ class TapeChain:
             held = set[int]().union(*(self._contents(v, form) for v in before))
             charged = sum(machine.device[v] for v in before)
             event = machine.step(op, n in early)
-            if op.kind in FORWARDS and op.stage not in ran:
-                ran.add(op.stage)
+            if op.kind in FORWARDS and op.stage > ran:
+                ran = op.stage
                 stays = self._contents(op.value, form)
                 levels.append(self.chain.input_bytes + size(held) + self.runs[op.stage - 1].first_peak(stays, held))
                 continue
+            if op.kind is OpKind.B:
+                backward = True
+                run = self.runs[op.stage - 1]
+                others = size(c for c in held if not run.makes(c))
+                most = others + run.backward_peaks[form[op.stage]]
+                if op.stage == len(self.runs):  # before, the caller makes the loss
+                    most = max(most, size(held) + self.chain.grad_bytes(op.stage))
+                levels.append(self.chain.input_bytes + most)
+                continue
             new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
             more = 0 if new is None else machine.device[new] - size(self._contents(new, form) - held)
+            if not machine.backward_phase:
+                more -= self.runs[ran - 1].left_over(held) if ran else 0
+            elif not backward:
+                more += self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
             levels.append(event.memory - (charged - size(held)) - more)
         return levels
 
@@ -197,7 +212,7 @@ def chain_of(trace: Trace, bandwidth: tuple[float, float], count: int = STAGES, 
     for c, positions in uses.saved.items():
         if c not in stay and of_stage[c] in map(stage, positions):
             saved[of_stage[c]][c] = None
-    backward = _Backward(trace, begins, of_stage, stay)
+    backward = _Backward(trace, begins, of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
     stages, runs, forms, layout_forms = [], [], [], []
@@ -205,7 +220,7 @@ def chain_of(trace: Trace, bandwidth: tuple[float, float], count: int = STAGES, 
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
         run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay)
         # what the model returns stays with the caller
-        peak = backward.peaks[i] + (trace.size(set(handed[i]) - saved[i].keys()) if i == many else 0)
+        peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak)
         stages.append(costs)
         runs.append(run)
@@ -243,6 +258,10 @@ class StageRun:
         self.trace, self.first, self.end = trace, first, end
         self.entering, self.handed, self.saved, self.stay = entering, handed, saved, stay
         self.whole = saved | handed
+        self.backward_peaks: list[int] = []  # for each form of ā, bytes of gradients and of the stage's own contents
+
+    def makes(self, c: int) -> bool:
+        return self.first <= self.trace.made[c].op < self.end
 
     def stage(
         self, backward_seconds: float, grads: int, grads_before: int, peak: int
@@ -251,13 +270,17 @@ class StageRun:
         seconds = sum(op.seconds for op in ran) + CALL * len(ran)
         transient = max(0, peak - size(self.whole) - grads - grads_before)
         kept, forms = [self.saved], []
+        self.backward_peaks = [peak]
         for share in SHARES:
             part = self._kept(share)
             if part == kept[-1] or not part:
                 continue
             again = self._redo_seconds(self.saved - part)
             gone = size(self.whole) - size(part | self.handed)
-            redone = max(transient + gone, self.again_peak(self.saved, part | self.handed) - grads_before)
+            remade = self.again_peak(self.saved, part | self.handed)
+            redone = max(transient + gone, remade - grads_before)
+            own = size(c for c in part | self.handed if self.makes(c))
+            self.backward_peaks.append(max(peak, grads + own + remade))
             forms.append(Form(size(part | self.handed), backward_seconds + again, self._transient(part), redone))
             kept.append(part)
         modules = [op.module for op in ran] or [""]
@@ -279,6 +302,12 @@ class StageRun:
         """Return the most bytes beyond what is kept and handed on when it runs again."""
         stays = kept | self.handed
         return max(0, self.again_peak(stays) - self.trace.size(stays - self.entering))
+
+    def left_over(self, held: Collection[int]) -> int:
+        """Return the bytes of what the model's code has when the stage has ended, beside what is `held`."""
+        made = self.trace.made
+        stays = (c for c, one in enumerate(made) if one.op < self.end <= one.dies and c not in self.stay)
+        return self.trace.size(c for c in stays if c not in held)
 
     def first_peak(self, stays: Collection[int], held: Collection[int]) -> int:
         """Return the most bytes of the stage's own in the first run, with what the model's code has of earlier stages

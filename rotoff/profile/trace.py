@@ -18,7 +18,7 @@ class Made:
     """A content: what an operation wrote into a storage.
 
     op, out: the operation and which of its results. dies: the first operation that begins when the model's code has let
-    go of it; the number of operations if that is after the last. later: the content that took its place. again: whether
+    go of it; one more than there are if the caller gets it. later: the content that took its place. again: whether
     it can be made again. returned: whether the caller has it when the backward begins.
     """
 
@@ -98,7 +98,7 @@ def trace_of(step: RecordedStep) -> Trace:
             content.op,
             content.out,
             content.nbytes,
-            step.death.get(content, many),
+            step.death.get(content, many + (content in step.handed_out)),
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
             content in step.returned,
@@ -166,11 +166,11 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> Iterable[Event]
             yield Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0))
         elif event.begins.startswith(GRADIENT):
             yield Event(-live.pop(int(event.begins.removeprefix(GRADIENT)), 0))
-        elif in_own:
-            pass
         elif event.size > 0:
-            live[event.ptr] = event.size
-            yield Event(event.size)
+            owner.pop(event.ptr, None)
+            if not in_own:
+                live[event.ptr] = event.size
+                yield Event(event.size)
         elif event.size < 0 and event.ptr in live:
             yield Event(-live.pop(event.ptr))
         elif event.size < 0 and (one := owner.pop(event.ptr, None)) is not None and one[0] in number:

@@ -46,7 +46,7 @@ class TapeStep:
         self._values: dict[Value, list[Content]] = {}  # the contents of each value on the device
         self._owners: Counter[Content] = Counter()  # in how many of them a content is
         self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
-        self._arriving: dict[Value, tuple[Ticket, list[Content], dict[Content, torch.UntypedStorage]]] = {}
+        self._arriving: dict[Value, dict[Content, tuple[torch.UntypedStorage, Ticket]]] = {}
         self.left_course = False  # whether the forward made other operations than planned
         self._queued = False
 
@@ -167,9 +167,7 @@ class TapeStep:
         self._copies[op.value] = ticket, place.offset, list(storages), sizes
 
     def _free(self, tape: Tape, op: Op) -> None:
-        if (copy := self._copies.get(op.value)) is not None:
-            assert self._link is not None
-            self._link.wait(copy[0])
+        if op.value in self._copies:
             self._release(tape, op.value)
 
     def _prefetch(self, tape: Tape, op: Op) -> None:
@@ -178,20 +176,28 @@ class TapeStep:
         assert self._link is not None
         ticket, offset, contents, sizes = self._copies[op.value]
         ends = list(accumulate(sizes, initial=offset))
-        # another value may have brought a content that this one has, too
-        coming = [(c, nbytes, first) for c, nbytes, first in zip(contents, sizes, ends, strict=False) if c.held is None]
+        # another value may have brought a content that this one has, too, or may be about to
+        shared = {c: one for other in self._arriving.values() for c, one in other.items()}
+        coming = [
+            (c, nbytes, first)
+            for c, nbytes, first in zip(contents, sizes, ends, strict=False)
+            if c.held is None and c not in shared
+        ]
         targets = [self._link.allocate(nbytes) for _, nbytes, _ in coming]
-        storages = {c: target.untyped_storage() for (c, _, _), target in zip(coming, targets, strict=True)}
         arrival = self._link.copy_in(targets, [first for _, _, first in coming], ticket)
-        self._arriving[op.value] = arrival, contents, storages
+        own = {c: (target.untyped_storage(), arrival) for (c, _, _), target in zip(coming, targets, strict=True)}
+        self._arriving[op.value] = own | {c: shared[c] for c in contents if c in shared}
 
     def _wait(self, tape: Tape, op: Op) -> None:
         if op.value not in self._arriving:
             return
         assert self._link is not None
-        ticket, contents, storages = self._arriving.pop(op.value)
-        self._link.wait(ticket)
-        storages |= {content: content.held for content in contents if content.held is not None}
+        arrived = self._arriving.pop(op.value)
+        for arrival in {id(one): one for _, one in arrived.values()}.values():
+            self._link.wait(arrival)
+        contents = self._copies[op.value][2]
+        storages = {content: content.held for content in contents if content.held is not None}
+        storages |= {content: storage for content, (storage, _) in arrived.items() if content.held is None}
         if op.value.saved:
             tape.fill(op.stage, storages)
         handed = set(self._handed(tape, op.stage))
@@ -232,6 +238,8 @@ class TapeStep:
         self._let_go(v)
 
     def _let_go(self, v: Value) -> None:
+        if (copy := self._copies.get(v)) is not None and self._link is not None:
+            self._link.wait(copy[0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
             self._owners[content] -= 1
             if not self._owners[content]:
