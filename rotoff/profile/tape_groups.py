@@ -14,7 +14,7 @@ from torch import nn
 from ..capture.unrepeatable import compiled
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import FORWARDS, OpKind, Sequence
+from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import Machine
 from ..core.steady_step import at_rest
 from ..runtime.placed.placed_plan import PlacedGroup
@@ -113,32 +113,26 @@ class TapeGroups:
         own = iter(found.levels(replace(sequence, ops=tuple(moves), resident=[])))
         machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-        levels, last, stays = [], 0, 0
+        levels, ran, stays = [], 0, 0
         for op in sequence:
+            activations = [v for v in machine.device if not v.of and (v.stage or v.saved)]
+            held = frozenset[int]().union(*(_contents(found, v, machine) for v in activations))
+            charged = sum(machine.device[v] for v in activations)
             event = machine.step(op)
-            level = event.memory if op.of or op.kind in updates else next(own) + event.parameter_memory
-            if op.kind in FORWARDS:
-                last = max(last, op.stage)
-            elif not machine.backward_phase and last:
-                level = max(level, event.memory + _alive(found, last, machine))
+            if op.of or op.kind in updates:
+                level = event.memory - charged + found.trace.size(held)
+                level += found.runs[ran - 1].left_over(held) if ran and not machine.backward_phase else 0
+            else:
+                level = next(own) + event.parameter_memory
+            ran = max(ran, op.stage) if op.kind in FORWARDS else ran
             levels.append(level + stays + self.beside)
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
         return levels
 
 
-def _alive(found: TapeChain, stage: int, machine: Machine) -> int:
-    """Return the bytes that the model's code holds when the first run of `stage` has ended, beyond what the machine
-    has."""
-    held = found.stay.union(
-        *(
-            found.forms[v.stage - 1][machine.form[v.stage]] if v.saved else found.handed[v.stage]
-            for v in machine.device
-            if not v.of
-        )
-    )
-    end, made = found.runs[stage - 1].end, found.trace.made
-    return sum(one.nbytes for c, one in enumerate(made) if one.op < end <= one.dies and c not in held)
+def _contents(found: TapeChain, v: Value, machine: Machine) -> frozenset[int]:
+    return found.forms[v.stage - 1][machine.form[v.stage]] if v.saved else found.handed[v.stage]
 
 
 def groups_of(
