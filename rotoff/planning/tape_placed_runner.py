@@ -1,10 +1,9 @@
-"""Trains a model on tapes with everything placed: parameters, gradients and optimizer states lie where the plan says."""
+"""Trains a model on tapes by plans that place its parameters, their gradients and the optimizer's states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch

@@ -33,9 +33,9 @@ CAST = "aten::_to_copy"
 class RecordedReads(RecordedStep):
     """A recorded step that also notes which operations read parameters, where they lie.
 
-    reads: numbers of operations, and ids of parameters that they, or views right before them, read. kept: positions
-    at which autograd has saved parameters that nothing has read since the operation before, and ids. staying: ids of those that its operations overwrite, and of those that
-    autocast casts for several calls: it keeps casts of leaf tensors alone, and what stands for a parameter is none.
+    reads: numbers of operations, and ids of parameters that they, or views right before them, read. kept: positions at
+    which autograd has saved parameters that nothing has read since the operation before, and ids. staying: ids of those
+    that its operations overwrite.
     """
 
     def __init__(self, known: Known, model: nn.Module) -> None:
@@ -88,7 +88,8 @@ class RecordedReads(RecordedStep):
 
     @property
     def cast_again(self) -> set[int]:
-        """The ids of parameters of whose cast several operations read."""
+        """The ids of parameters whose cast several operations read. Autocast keeps casts of leaf tensors alone, and
+        what stands for a parameter is none."""
         return {key for key, uses in self._uses.items() if uses > 1}
 
 
@@ -136,7 +137,12 @@ def _contents(found: TapeChain, v: Value, machine: Machine) -> frozenset[int]:
 
 
 def groups_of(
-    step: RecordedReads, found: TapeChain, model: nn.Module, probe: OptimizerProbe, host: bool, beside: int,
+    step: RecordedReads,
+    found: TapeChain,
+    model: nn.Module,
+    probe: OptimizerProbe,
+    host: bool,
+    beside: int,
     outside: Iterable[int] = (),
 ) -> TapeGroups:
     """Group the parameters of each stage, or of the stages that share them.
@@ -156,13 +162,12 @@ def groups_of(
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     for p in every:
         if id(p) in readers and id(p) not in staying and placeable(p):
-            key = tuple(sorted(readers[id(p)])), p.requires_grad, probe.updates(p)
-            members.setdefault(key, []).append(p)
+            alike = tuple(sorted(readers[id(p)])), p.requires_grad, probe.updates(p)
+            members.setdefault(alike, []).append(p)
     whole = sum(room_of(p) for several in members.values() for p in several)
     costs, placed = [], []
-    for key in sorted(members):
-        stages, needs, updated = key
-        for part in in_parts(members[key], map(room_of, members[key]), whole):
+    for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
+        for part in in_parts(several, map(room_of, several), whole):
             nbytes = sum(rounded(room_of(p), block) for p in part)
             states = tuple(map(probe.state_bytes, part))
             costs.append(

@@ -44,6 +44,7 @@ from .placed.placement import Placement
 from .placed.tensor import PlacedTensor, prefetch
 from .tape_step import TapeStep
 
+weak_tensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
 FIRST = 2**64 - 1  # autograd runs the node of a gradient before all others that can run, as it does for parameters
 
 
@@ -101,7 +102,7 @@ class Lent:
         assert self.tensor is not None and self.storage is not None
         if self.tensor.untyped_storage()._cdata != self.storage._cdata:  # the model has set its ``.data``
             self.parameter.data = self.tensor.data.to(self.parameter.device)
-        whole, bare = torch._C._WeakTensorRef(self.tensor), StorageWeakRef(self.storage)
+        whole, bare = weak_tensor(self.tensor), StorageWeakRef(self.storage)
         self.tensor = self.storage = self.place.shown = None
         if (device := self.place.device) is not None:
             own = 2 if self.place.on_host else 3  # it, that call's, the caller's
@@ -218,7 +219,12 @@ class Lending:
 
     def weight(self, lent: Lent, storage: torch.UntypedStorage) -> Weight:
         """Return the content that `storage` shows."""
-        self._weights.append(Weight(lambda: self.fill([lent]) or lent.bring(), storage, lent.parameter.nbytes))
+
+        def bring() -> torch.UntypedStorage:
+            self.fill([lent])
+            return lent.bring()
+
+        self._weights.append(Weight(bring, storage, lent.parameter.nbytes))
         return self._weights[-1]
 
     def read_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Lent]:
