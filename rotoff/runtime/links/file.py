@@ -7,6 +7,7 @@ kernel's page cache of the file is not the process's memory; the kernel frees it
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import queue
@@ -75,7 +76,9 @@ class FileTicket:
 
     def _move(self, file: HostFile) -> None:
         for tensor, offset in zip(self._tensors, self.offsets, strict=True):
-            (file.write if self.out else file.read)(tensor.numpy().data, offset)
+            # not ``tensor.numpy()``, after which its storage cannot be resized
+            found = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+            (file.write if self.out else file.read)(memoryview(found).cast("B"), offset)
 
     def host_ranges(self) -> list[tuple[int, int]]:
         """The first and the last host byte, exclusive, of each tensor; before the copy has ended."""

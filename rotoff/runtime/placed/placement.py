@@ -23,7 +23,7 @@ from ...tensors.tree import tensor_leaves
 from ..links.base import Link
 from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
-from .groups import PlacedGroups
+from .groups import ParameterPlaces, PlacedGroups
 from .guard import Guard
 from .in_turn import InTurn
 from .lending import Lender, Streamed
@@ -192,6 +192,18 @@ class Placement:
                     tensor.let_go()
                 elif op.kind is not OpKind.WAIT:
                     tensor.release()
+
+    def tensors(self, v: Value) -> list[PlacedTensor]:
+        """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
+        return self._groups.tensors(v)
+
+    def places(self, groups: Iterable[int]) -> list[ParameterPlaces]:
+        """Return the places of the parameters of `groups`."""
+        return [self._groups.places[id(parameter)] for k in groups for parameter in self._groups.parameters(k)]
+
+    def is_whole(self, k: int) -> bool:
+        """Whether each parameter of group k has a gradient."""
+        return all(self._groups.places[id(p)].gradient.get() is not None for p in self._groups.updatable(k))
 
     def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor, PlacedGradient | None]]:
         """Yield the parameters of `groups` that compute does not read from the caller's tensor, or that are moved

@@ -96,6 +96,7 @@ class PlacedTensor(ABC):
         self._leaving: Ticket = None
         self._out: Ticket = None
         self._fetched = 0  # `version` of the host's tensor when it was copied to the device
+        self.shown: torch.UntypedStorage | None = None  # in which a forward expects the device's copy
 
     @abstractmethod
     def get(self) -> torch.Tensor | None:
@@ -124,6 +125,11 @@ class PlacedTensor(ABC):
     def leaving(self) -> bool:
         """Whether the host has been sent what the device has."""
         return self._valid and self.device is not None
+
+    @property
+    def moving(self) -> bool:
+        """Whether a copy may be running, and nothing has waited for it."""
+        return self._coming is not None or self._leaving is not None
 
     def look(self) -> bool:
         """Update this object to the tensor that the caller has now; returns whether it can be moved."""
@@ -244,11 +250,18 @@ class PlacedTensor(ABC):
             offload([self])
             self.settle()
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return bytes on the device for the copy."""
+        if self.shown is None:
+            return self._link.allocate(nbytes)
+        self.shown.resize_(nbytes)
+        return bytes_of(self.shown)
+
     def _warn_of_sharing(self) -> None:
         """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left. The text
         is the same for all, so that Python shows it once for a whole state dict."""
         assert self.device is not None
-        if _is_kept(self.device):
+        if self.shown is None and _is_kept(self.device):
             warnings.warn(
                 "rotoff: another tensor, as in a kept state dict, shares the memory of a parameter or optimizer"
                 " state that has moved to the host. It stays on the device and does not follow updates; clone such"
@@ -290,7 +303,8 @@ def prefetch(tensors: Iterable[PlacedTensor]) -> None:
     if not coming:
         return
     link, hosts = coming[0]._link, [one.host for one in coming if one.host is not None]
-    there = [link.allocate(host.nbytes) for host in hosts]  # no more, since savers look for storages shared by tensors
+    # no more, since savers look for storages shared by tensors
+    there = [one.allocate(host.nbytes) for one, host in zip(coming, hosts, strict=True)]
     ticket = link.copy_in(there, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
     for one, host, data in zip(coming, hosts, there, strict=True):
         one.device = View.of(host).on(data.untyped_storage())

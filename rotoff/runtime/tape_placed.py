@@ -1,0 +1,423 @@
+"""Parameters that a plan moves, in a step on a tape: they are contents like any other.
+
+Note [What stands for a parameter]
+----------------------------------
+
+For a forward, the places where modules keep such a parameter (entries, lists, attributes) have another tensor in them:
+one on the device whose storage has bytes only while the device has the parameter's. Its one autograd node takes the
+gradient to the parameter. So no operation of the model tells the difference, and the caller's parameter, its gradient
+and its hooks are as ever.
+
+**Within the forward** the storage is filled and emptied as the plan says. An operation, or a view, that meets an empty
+one fills it first; it is emptied again when the next one is filled so. A write goes to the parameter.
+
+**For the backward**, the tape keeps a reference to the parameter in place of each saved tensor. What reads it, a replay
+or an unpack, gets the copy that the device has then, and fills it if there is none. A copy is never emptied there:
+whoever still reads it keeps it.
+
+**What the model's code has kept** of such a tensor when the forward ends (an attribute of an autograd function, a
+result) has the parameter's bytes for as long as it lives. An attribute of a module gets the parameter back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.variable import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..core.sequence import UPDATES, Op, OpKind, Value
+from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
+from ..tape.operators import kind_of, tensors_of
+from ..tape.tape import Known, Tape
+from ..tensors.storage import uses_of
+from .execution_plan import ExecutionPlan
+from .layout import Layout
+from .links.base import Link
+from .placed.groups import ParameterPlaces
+from .placed.placement import Placement
+from .placed.tensor import PlacedTensor, prefetch
+from .tape_step import TapeStep
+
+weak_tensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+FIRST = 2**64 - 1  # autograd runs the node of a gradient before all others that can run, as it does for parameters
+
+
+class _Brought(torch.autograd.Function):
+    """From a parameter to what stands for it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, lent: Lent) -> torch.Tensor:
+        ctx.places = lent.places
+        return lent.new_tensor()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        parameter, gradient = ctx.places.parameter, gradients[0]
+        elsewhere = gradient is not None and gradient.device != parameter.device
+        return ctx.places.gradient.take(gradient) if elsewhere else gradient, None
+
+
+class Lent:
+    """One parameter in one forward, and until its backward ends.
+
+    tensor: what stands for it. storage: that of `tensor`. These are there within the forward alone.
+    """
+
+    def __init__(self, places: ParameterPlaces, device: torch.device) -> None:
+        self.places, self.place, self.parameter = places, places.weight, places.parameter
+        self.version = version_of(self.parameter)
+        self._device = device
+        self.storage: torch.UntypedStorage | None = None
+        needs = self.parameter.requires_grad and torch.is_grad_enabled()
+        self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self) if needs else self.new_tensor()
+        if needs:
+            self.tensor.grad_fn._set_sequence_nr(FIRST)  # type: ignore[union-attr]
+        self.tensor.__class__ = type(self.parameter)
+        self.tensor.__dict__.update(self.parameter.__dict__)
+        self.storage = self.place.shown = self.tensor.untyped_storage()
+
+    def new_tensor(self) -> torch.Tensor:
+        """Return a tensor like the parameter: over the bytes that the device has of it, or with none."""
+        if self.place.device is not None:
+            return self.place.device.detach()
+        p = self.parameter
+        made = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=self._device)
+        made.untyped_storage().resize_(0)
+        return made
+
+    def settle(self) -> None:
+        """Within the forward: the storage is as full as the device's copy."""
+        if self.place.device is None and self.storage is not None and self.storage.nbytes():
+            self.storage.resize_(0)
+
+    def part(self, aborted: bool) -> bool:
+        """The forward has ended, and no module has `tensor` any more. What others have of it keeps its bytes; returns
+        whether there is something."""
+        assert self.tensor is not None and self.storage is not None
+        if self.tensor.untyped_storage()._cdata != self.storage._cdata:  # the model has set its ``.data``
+            self.parameter.data = self.tensor.data.to(self.parameter.device)
+        whole, bare = weak_tensor(self.tensor), StorageWeakRef(self.storage)
+        self.tensor = self.storage = self.place.shown = None
+        if (device := self.place.device) is not None:
+            own = 2 if self.place.on_host else 3  # it, that call's, the caller's
+            return not whole.expired() or (not self.place.moving and uses_of(device) > own)
+        if not aborted and (bytes := torch.UntypedStorage._new_with_weak_ptr(bare.cdata)) is not None:
+            self.place.shown = bytes
+            self.bring()
+            self.place.shown = None
+            return True
+        return False
+
+    def bring(self) -> torch.UntypedStorage:
+        """Return the device's copy, and fetch it if there is none."""
+        if version_of(self.parameter) != self.version:
+            raise RuntimeError(CHANGED.format(tuple(self.parameter.shape)))
+        if self.place.device is None:
+            prefetch([self.place])
+        self.place.settle()
+        assert self.place.device is not None
+        return self.place.device.untyped_storage()
+
+
+class Weight(Content):
+    """A parameter as a content: there whenever something reads it."""
+
+    __slots__ = ("bring",)
+
+    def __init__(self, bring: Callable[[], torch.UntypedStorage], storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().__init__(RESIDENT, 0, 0, storage)
+        self.bring, self.held, self.nbytes = bring, storage, nbytes
+
+    def storage(self, seen: bool) -> torch.UntypedStorage | None:
+        return self.bring() if self.next is None else self.held
+
+    def alive(self) -> bool:
+        return True
+
+
+class Away(Reference):
+    """What autograd keeps of a saved parameter."""
+
+    __slots__ = ()
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.size
+
+
+class Lending:
+    """The parameters of `model` that are lent for one step, and back at its end.
+
+    reached: by id, parameters that the model's code has reached past its modules, or kept beyond its forward.
+
+    Args:
+        places: of those that the plan moves.
+    """
+
+    def __init__(self, model: nn.Module, places: Iterable[ParameterPlaces], device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._places = [one for one in places if _is_alone(one)]
+        self.reached: set[int] = set()
+        self._lent: dict[int, Lent] = {}  # by id of the parameter
+        self._shown: dict[int, Lent] = {}  # by storage
+        self._own: dict[int, int] = {}  # by storage of a parameter that lies elsewhere, its id
+        self._weights: list[Weight] = []
+        self._demanded: list[Lent] = []  # filled because something read them
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The model's forward runs within."""
+        aborted = True
+        try:
+            for places in self._places:
+                lent = self._lent[id(places.parameter)] = Lent(places, self._device)
+                assert lent.storage is not None
+                self._shown[lent.storage._cdata] = lent
+                if (own := lent.parameter.untyped_storage()._cdata) != lent.storage._cdata:
+                    self._own[own] = id(lent.parameter)
+            self._exchange({key: lent.tensor for key, lent in self._lent.items()})
+            yield
+            aborted = False
+        finally:
+            self._exchange({id(lent.tensor): lent.parameter for lent in self._lent.values()})
+            self._shown.clear()
+            for weight in self._weights:
+                if weight.next is None:
+                    weight.held = None
+            self._weights = []  # they refer to this
+            for key, lent in self._lent.items():
+                if lent.part(aborted):
+                    self.reached.add(key)
+
+    def _exchange(self, others: Mapping[int, Any]) -> None:
+        """Put other tensors, given by id, in their places in the modules."""
+        for module in self._model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
+            for holder in (vars(module), *vars(module).values()):
+                if not isinstance(holder, (dict, list)) or not holder:
+                    continue
+                for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+                    if isinstance(value, torch.Tensor) and (other := others.get(id(value))) is not None:
+                        holder[key] = other
+
+    def shown(self, storage: torch.UntypedStorage) -> Lent | None:
+        """The parameter whose place the storage takes."""
+        return self._shown.get(storage._cdata)
+
+    def is_own(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a parameter that is lent lies there. Its reader has reached it past the modules."""
+        if (key := self._own.get(storage._cdata)) is not None:
+            self.reached.add(key)
+        return key is not None
+
+    def weight(self, lent: Lent, storage: torch.UntypedStorage) -> Weight:
+        """Return the content that `storage` shows."""
+
+        def bring() -> torch.UntypedStorage:
+            self.fill([lent])
+            return lent.bring()
+
+        self._weights.append(Weight(bring, storage, lent.parameter.nbytes))
+        return self._weights[-1]
+
+    def read_by(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Lent]:
+        """What an operation reads of parameters."""
+        plain = (t.untyped_storage()._cdata for t in tensors_of(args, kwargs) if is_plain(t))
+        return [lent for key in plain if (lent := self._shown.get(key)) is not None]
+
+    def fill(self, wanted: list[Lent], alone: bool = False) -> None:
+        """Have the device hold `wanted`. alone: and no others that were filled so."""
+        missing = [lent for lent in wanted if lent.place.device is None]
+        if missing and alone:
+            self.empty([lent for lent in self._demanded if lent not in wanted])
+        self._demanded += missing
+        prefetch(dict.fromkeys(lent.place for lent in missing))
+        for lent in wanted:
+            lent.bring()
+
+    def empty(self, gone: Iterable[Lent] | None = None) -> None:
+        """Let go of what was filled on demand; None: all of it."""
+        for lent in list(self._demanded if gone is None else gone):
+            self._demanded.remove(lent)
+            lent.place.release()
+            lent.settle()
+
+    def moved(self, tensors: Iterable[PlacedTensor], keeps: bool) -> None:
+        """The plan has moved these. keeps: it has them on the device from now on."""
+        places = {id(tensor) for tensor in tensors}
+        for lent in self._lent.values():
+            if id(lent.place) in places:
+                lent.settle()
+                if lent in self._demanded and (keeps or lent.place.device is None):
+                    self._demanded.remove(lent)
+
+    def on_demand(self) -> None:
+        """There is no plan any more: whatever the device has may go."""
+        here = [lent for lent in self._lent.values() if lent.place.device is not None]
+        self._demanded = [lent for lent in here if lent.place.on_host]
+
+
+def _is_alone(places: ParameterPlaces) -> bool:
+    """Whether the parameter is there, and no other tensor shares the device's copy of it, which a plan could not
+    empty."""
+    place = places.weight
+    if not place.look():
+        return False
+    if place.on_host:
+        return True
+    # it, `device`, and that call's
+    return uses_of(places.parameter) <= 3 and places.parameter.untyped_storage().resizable()
+
+
+class PlacedTape(Tape):
+    """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends."""
+
+    def __init__(self, known: Known | None, lending: Lending) -> None:
+        super().__init__(known)
+        self._lending = lending
+        self.last_key = -1
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        read = self._lending.read_by(args, kwargs or {})
+        if read and self.ahead >= 0 and self.key == self.last_key:  # only saved tensors were to come before the stage
+            self._come_to()
+        if read and isinstance(func, torch._ops.OpOverload) and kind_of(func).view:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except RuntimeError:
+                pass  # it asks for the bytes
+        if read:
+            with torch._C._DisableTorchDispatch():
+                self._lending.fill(read, alone=True)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def content_of(self, t: torch.Tensor) -> Content:
+        storage = t.untyped_storage()
+        if self._lending.is_own(storage):  # on the host, where it does not change
+            return self._contents.setdefault(storage._cdata, self._resident(storage, t))
+        return super().content_of(t)
+
+    def _resident(self, storage: torch.UntypedStorage, t: torch.Tensor) -> Content:
+        lent = self._lending.shown(storage)
+        if lent is None:
+            return super()._resident(storage, t)
+        lent.version = version_of(lent.parameter)  # it may have written
+        return self._lending.weight(lent, storage)
+
+    def _written(self, *of: Any) -> Any:  # type: ignore[override]
+        written = super()._written(*of)
+        for _, t in written:
+            if (lent := self._lending.shown(t.untyped_storage())) is not None:
+                lent.place.use_device()  # it is the parameter that changes
+        return written
+
+    def pack(self, t: torch.Tensor) -> Any:
+        packed = super().pack(t)
+        if not isinstance(packed, Slot) or packed.reference is not None:
+            return packed
+        with torch._C._DisableTorchDispatch():
+            if self._lending.shown(t.untyped_storage()) is not None:
+                slot = Slot(self, packed.stage, packed.at, witness_of(t))
+                slot.tensor = Away(self.content_of(t), t)  # type: ignore[assignment]
+                return slot
+        return packed
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        found: Any = super().unpack(packed)
+        if not isinstance(found, Away):
+            return found
+        with self._lock, torch._C._DisableTorchDispatch():
+            storage = found.content.storage(self._recording)
+            assert storage is not None
+            return found.on(storage)
+
+
+class PlacedStep(TapeStep):
+    """One training step whose plan moves parameters, gradients and optimizer states, too.
+
+    Args:
+        plan, layout, link, done: as for `TapeStep`. placement: runs those operations.
+    """
+
+    def __init__(
+        self,
+        plan: ExecutionPlan,
+        layout: Layout,
+        link: Link | None,
+        placement: Placement,
+        lending: Lending,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(plan, layout, link, done)
+        self._placement, self._lending = placement, lending
+        self._tape: weakref.ref[Tape] | None = None
+        self._late: list[Op] = []  # updates whose gradients had not come
+        self._ended = False
+
+    @contextmanager
+    def forward(self, tape: Tape) -> Iterator[None]:
+        self._tape = weakref.ref(tape)
+        with self._lending.forward(), super().forward(tape):
+            yield
+
+    def _look_ahead(self, tape: Tape) -> None:
+        super()._look_ahead(tape)
+        assert isinstance(tape, PlacedTape)
+        tape.last_key = self._layout.keys[tape.stage - 1]
+
+    def _leave_course(self) -> None:
+        super()._leave_course()
+        self._lending.on_demand()
+
+    def _run(self, tape: Tape, op: Op) -> None:
+        if not op.of and op.kind not in UPDATES:
+            super()._run(tape, op)
+            return
+        self._next += 1
+        if op.kind in UPDATES and not self._placement.is_whole(op.stage):
+            self._late.append(op)
+            return
+        self._placement.operate(op)
+        if op.of == "w":
+            tensors = self._placement.tensors(Value(False, op.stage, "w"))
+            self._lending.moved(tensors, op.kind in (OpKind.PREFETCH, OpKind.WAIT))
+
+    # -- the backward
+
+    def advance(self, tape: Tape, stage: int) -> None:
+        if self._stage > len(self._layout.begins) or self.left_course:  # not within the forward
+            if not self._queued:
+                self._placement.check_process()
+                self._placement.gradients.backward_begins()
+            self._lending.empty()
+            if self._ended:  # another backward through the graph
+                Variable._execution_engine.queue_callback(self._lending.empty)
+        super().advance(tape, stage)
+
+    def _end(self, tape: Tape) -> None:
+        super()._end(tape)
+        if self._ended:
+            return
+        self._ended = True
+        self._lending.empty()
+        if self._queued:  # and not a forward that has failed
+            ops = self._plan.sequence.ops[self._next :]
+            self._next = len(self._plan.sequence.ops)
+            self._placement.backward_done([*self._late, *(op for op in ops if op.of or op.kind in UPDATES)])
+
+    def abandon(self) -> None:
+        """Another step, or an update by the caller, begins: from now on all is on demand."""
+        self._leave_course()
+        if self._tape is not None and (tape := self._tape()) is not None and not self._ended:
+            self._ended = True
+            super()._end(tape)
+            self._lending.empty()
