@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerator import block_bytes
 from ..capture.unrepeatable import compiled
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
@@ -22,7 +23,7 @@ from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
 from ..tape.contents import Content, Slot, is_plain
 from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation
-from ..tensors.storage import block_bytes, rounded, storage_key
+from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .recorded_step import RecordedStep
 from .tape_chain import TapeChain
@@ -176,8 +177,8 @@ def groups_of(
                     bytes=nbytes,
                     grad_bytes=nbytes if needs else 0,
                     state_bytes=sum(states) if needs else 0,
-                    update_time=probe.update_time(part),
-                    host_update_time=probe.update_time(part, host=True) if host and needs else None,
+                    update_time=probe.update_time(part) if needs else 0.0,
+                    host_update_time=probe.host_update_time(part) if host and needs else None,
                     update_transient_bytes=probe.update_bytes(part) if updated else 0,
                     name=found.chain.stage(stages[0]).name,
                 )

@@ -232,9 +232,9 @@ class TapeStep:
 
     def _release(self, tape: Tape, v: Value) -> None:
         """Let go of v on the device."""
+        self._let_go(v)
         if v.saved:
             tape.empty(v.stage)
-        self._let_go(v)
 
     def _let_go(self, v: Value) -> None:
         if (copy := self._copies.get(v)) is not None and self._link is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...accelerator import BLOCK
+from ...accelerator import BLOCK, named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
 from ...tape import tape as twin
@@ -67,7 +67,7 @@ def fake_trace(
         args, kwargs = fake_copy((args, kwargs), mode)
         step = FakeStep(copied, mode, log)
         if cuda:
-            step.device = torch.device("cuda")
+            step.device = named(0)
         try:
             with mode, log:
                 with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
