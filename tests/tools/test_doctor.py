@@ -103,6 +103,7 @@ def test_a_cpu_from_end_to_end(
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
 
 
+@pytest.mark.slow
 def test_json_alone_is_printed_where_asked(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "found.json"
     main(["doctor", "--device", "cpu", "--seconds", "0", "--json", "-o", str(out)])
@@ -153,6 +154,7 @@ def test_a_check_that_raises_is_said_and_the_others_run(
         assert found[other]["sentence"] == "not checked, since 'small model' failed"
 
 
+@pytest.mark.slow
 def test_what_was_found_before_an_interrupt_is_on_disk(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -559,6 +561,7 @@ def test_a_limit_on_addresses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pinned.available_bytes() is not None
 
 
+@pytest.mark.slow
 def test_a_default_device_without_bytes_changes_no_check(tiny: None) -> None:
     with torch.device("meta"):
         report = examine(CPU, 0.0)

@@ -380,6 +380,7 @@ def lm(batch: int) -> tuple[nn.Module, torch.Tensor]:
         return model, torch.empty(batch, 128, 512, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_each_row_fits_and_a_larger_one_does_not() -> None:
     rows = {row.name: row for row in rotoff.plan(*lm(8), device=device_of(240)).steps}
     assert {"plain PyTorch", "checkpoint every block", "all saved tensors to the host"} < {*rows}
