@@ -392,6 +392,7 @@ def test_the_largest_batch_of_each_row_fits_and_a_larger_one_does_not() -> None:
             assert row.fits is fits
 
 
+@pytest.mark.slow
 def test_the_largest_batch_of_the_table_is_what_largest_finds() -> None:
     found = rotoff.plan(*lm(8), device=device_of(48))
     assert found.placed[0].largest_batch == rotoff.largest(lm, device=device_of(48)).size
