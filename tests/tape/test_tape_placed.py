@@ -310,8 +310,8 @@ def test_bits_of_the_plain_model(name: str, solve: str, make: Any, updates: str)
     assert run.last.operations and all(not course.strayed for course in run.courses.values())
 
 
-# of others the chain without parameters tells too few bytes as well
-SIZED = ["shares", "writes", "weight_norm", "spectral", "convolutions"]
+# Not foretold yet: what a matrix exponential takes, which depends on its numbers, and PyTorch's own checkpoints.
+SIZED = [name for name in MODELS if name not in ("parametrized", "checkpoints", "reentrant")]
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
