@@ -201,29 +201,37 @@ def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool, pla
     assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
 
 
+class Text(torch.utils.data.Dataset):
+    """Drawn rows of `words` words for a language model."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def __len__(self) -> int:
+        return 4 * ROWS
+
+    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, self.words, (12,), generator=torch.Generator().manual_seed(n))
+        return {"input_ids": ids, "labels": ids}
+
+
 def test_trainer_of_a_language_model(tmp_path: Path) -> None:
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
     from rotoff.integrations.transformers import RotoffCallback
-
-    class Text(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 4 * ROWS
-
-        def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
-            ids = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(n))
-            return {"input_ids": ids, "labels": ids}
 
     def gpt() -> Any:
         torch.manual_seed(0)
         sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
-    measured = rotoff.Checkpointable(gpt()).measure(**{k: v.expand(ROWS, -1) for k, v in Text()[0].items()}, repeats=1)
-    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text())
+    measured = rotoff.Checkpointable(gpt()).measure(
+        **{k: v.expand(ROWS, -1) for k, v in Text(64)[0].items()}, repeats=1
+    )
+    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(64))
     plain.train()
     callback = RotoffCallback(measured.keep_all_memory * 6 // 10, refine=False, backward_from="loss")
-    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text())
+    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(64))
     trainer.train()
     assert works_hard(callback.planned)
     assert losses(trainer) == losses(plain)
@@ -240,20 +248,12 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: f
     transformers = pytest.importorskip("transformers")
     from rotoff.integrations.transformers import RotoffCallback
 
-    class Text(torch.utils.data.Dataset):
-        def __len__(self) -> int:
-            return 4 * ROWS
-
-        def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
-            ids = torch.randint(0, 3000, (12,), generator=torch.Generator().manual_seed(n))
-            return {"input_ids": ids, "labels": ids}
-
     def gpt() -> Any:
         torch.manual_seed(0)
         sizes = {"n_layer": 8, "n_embd": 16, "n_head": 2, "vocab_size": 3000, "n_positions": 16, "use_cache": False}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
-    batch = {name: torch.stack([Text()[n][name] for n in range(ROWS)]) for name in Text()[0]}
+    batch = {name: torch.stack([Text(3000)[n][name] for n in range(ROWS)]) for name in Text(3000)[0]}
 
     def step(model: nn.Module) -> None:
         model(**batch)["loss"].backward()
@@ -262,10 +262,12 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: f
     usual.gradient_checkpointing_enable()
     step(usual)
     flag = peak_bytes(lambda: step(usual))
-    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(), label_smoothing_factor=smoothing)
+    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(3000), label_smoothing_factor=smoothing)
     plain.train()
     callback = RotoffCallback("90%" if smoothing else flag, refine=False)
-    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(), label_smoothing_factor=smoothing)
+    trainer = hugging_face(
+        tmp_path / "planned", callback, model=gpt(), data=Text(3000), label_smoothing_factor=smoothing
+    )
     trainer.train()
     planned = callback.planned
     assert works_hard(planned)
