@@ -372,7 +372,8 @@ class PlacedStep(TapeStep):
     def _look_ahead(self, tape: Tape) -> None:
         super()._look_ahead(tape)
         assert isinstance(tape, PlacedTape)
-        tape.last_key = -1 if self.left_course else self._layout.keys[tape.stage - 1]
+        keys = self._layout.keys[:-1]
+        tape.last_key = keys[tape.stage - 1] if tape.stage <= len(keys) and not self.left_course else -1
 
     def _leave_course(self) -> None:
         super()._leave_course()

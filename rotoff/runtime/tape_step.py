@@ -83,7 +83,7 @@ class TapeStep:
     # -- the forward
 
     def _look_ahead(self, tape: Tape) -> None:
-        begins = (*self._layout.begins, self._layout.end)
+        begins = (*self._layout.begins, self._layout.end + 1)  # what is not noted may follow the last that is
         tape.ahead = tape.position + OFF_COURSE if self.left_course else begins[tape.stage]
 
     def _ahead(self, tape: Tape) -> None:
