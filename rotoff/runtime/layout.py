@@ -22,3 +22,6 @@ class Layout:
     handed: tuple[tuple[tuple[int, Key], ...], ...]
     forms: tuple[tuple[frozenset[Key], ...], ...]
     stay: tuple[tuple[Key, ...], ...]
+
+
+NO_LAYOUT = Layout((), 0, (), (), (), ())  # of a step without a plan

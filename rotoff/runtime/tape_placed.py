@@ -411,8 +411,8 @@ class PlacedStep(TapeStep):
         self._ended = True
         self._lending.empty()
         if self._queued:  # and not a forward that has failed
-            ops = self._plan.sequence.ops[self._next :]
-            self._next = len(self._plan.sequence.ops)
+            ops = self._ops[self._next :]
+            self._next = len(self._ops)
             self._placement.backward_done([*self._late, *(op for op in ops if op.of or op.kind in UPDATES)])
 
     def abandon(self) -> None:
