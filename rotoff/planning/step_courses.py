@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..capture import strategy
 from ..core.chain import LinkRates
 from ..errors import MeasureError
 from ..profile.recorded_step import RecordedStep
-from ..profile.tape_chain import STAGES
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
 from ..runtime.links.pool import LinkPool
@@ -32,6 +30,7 @@ from ..tensors.tree import tensor_leaves
 from .options import Options
 from .request import Request
 from .signatures import constants, signature
+from .stages import stages_of
 from .step_planner import StepPlan, make_plan, room_of
 
 logger = logging.getLogger("rotoff")
@@ -223,7 +222,7 @@ class StepRunner:
             recorded.device,
             self._rates_of(recorded.device),
             recorded.batch_bytes,
-            _stages_of(self.model, self.options.stages),
+            stages_of(self.model, self.options.stages),
             bool(self.options.forms),
             recorded.shapes,
         )
@@ -370,10 +369,3 @@ class StepRunner:
         if self._recorded is not None:
             self._recorded.step.stop()
             self._recorded = None
-
-
-def _stages_of(model: nn.Module, wanted: Any) -> int | tuple[str, ...]:
-    """About how many stages, or the names of the modules that are one each."""
-    if wanted is None and strategy.is_sequential(model):
-        return tuple(strategy.modules(model))
-    return tuple(strategy.named(model, wanted)) or (STAGES if wanted is None else wanted)

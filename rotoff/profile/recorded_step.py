@@ -21,7 +21,7 @@ from torch.autograd.variable import Variable
 
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot
-from ..tape.tape import Known, Operation, Tape
+from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 
 MARK = "rotoff::"
@@ -246,7 +246,7 @@ class RecordedStep(Verified):
         self._gone(parameter.grad)
 
     def _gone(self, gradient: torch.Tensor) -> None:
-        if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+        if gradient.layout is torch.strided and not is_wrapper(gradient):
             with self.region(f"{GRADIENT} {self.address(gradient.untyped_storage())}"):
                 pass
 

@@ -36,7 +36,7 @@ class TapeStep:
     """One training step.
 
     Args:
-        plan: the operations; None: all is off its course. layout: how to find the stages and their contents on the tape.
+        plan: the operations; None: all is off its course. layout: how to find stages and contents on the tape.
         link: to the host; None if the plan moves nothing. done: called when the step has ended.
         spill: where what is saved goes if the forward leaves its course; None: it is made again.
         times: of the operations, if they are recorded.
