@@ -357,7 +357,7 @@ class PlacedStep(TapeStep):
         lending: Lending,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(plan, layout, link, done)
+        super().__init__(plan, layout, None if link is None else lambda: link, lambda _: done())
         self._placement, self._lending = placement, lending
         self._tape: weakref.ref[Tape] | None = None
         self._late: list[Op] = []  # updates whose gradients had not come
