@@ -87,7 +87,7 @@ def a_device_limit() -> int:
 
 def moves_parameters(planned: rotoff.Checkpointable | None) -> bool:
     assert planned is not None
-    return planned._plan.placed is not None and any(op.of for op in planned.sequence)
+    return any(op.of for op in planned.sequence)
 
 
 def works_hard(planned: rotoff.Checkpointable | None) -> bool:
