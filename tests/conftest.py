@@ -62,7 +62,7 @@ def on_the_tape() -> None:
     for name in ("tools.attach", "tools.estimate", "tools.schedule", "tools.stage_report", "tools.doctor.model"):
         import_module(f"rotoff.{name}")
     for name in ("transformers", "lightning"):
-        with suppress(ImportError):
+        with suppress(ImportError, RuntimeError):
             import_module(f"rotoff.integrations.{name}")
     rotoff.Checkpointable = new
     for name, module in list(sys.modules.items()):

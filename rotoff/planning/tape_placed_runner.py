@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from ..core.chain import Chain
+from ..core.chain import Chain, LinkRates
 from ..core.sequence import OpKind, w
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import simulate
@@ -106,7 +106,7 @@ class PlacedRunner:
         step.stop()
         if not step.complete or not step.operations:
             return
-        found = chain_of(trace_of(step), self._bandwidth, self._stages)
+        found = chain_of(trace_of(step), LinkRates(*self._bandwidth, False), self._stages)
         step.trust_stages(found.layout.begins)
         groups = groups_of(step, found, self.model, self._probe, self._host, batch_bytes, self._staying)
         self.courses[key] = self.planned(found, groups, self._solve(groups.chain))
