@@ -90,7 +90,7 @@ def test_data_dependent_modules_run_their_own_code(block: type[nn.Module], share
     twin = copy.deepcopy(model)
     expected = trained(model, batches)
     # as the forward of another model, so that it is recorded
-    wrapped = rotoff.Checkpointable(Around(twin), cache_directory=None).measure(batches[0], repeats=1)
+    wrapped = rotoff.Checkpointable(Around(twin), cache_directory=None).measure(batches[0])
     try:
         wrapped.compute_sequence(int(share * wrapped.keep_all_memory) or 1, mode="remat", refine=False)
     except rotoff.InfeasibleError as error:
@@ -122,7 +122,7 @@ def test_step_counter_does_not_cause_measuring(block: Callable[[], nn.Module]) -
     batches = [part * torch.randn(400, 8) for part in (1, 3, 0)]
     twin = copy.deepcopy(model)
     expected = trained(model, batches)
-    wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(batches[0], repeats=1)
+    wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(batches[0])
     with pytest.raises(rotoff.InfeasibleError) as least:
         wrapped.compute_sequence(1, mode="remat", refine=False)
     wrapped.compute_sequence(least.value.min_mem_limit, mode="remat", refine=False)
@@ -167,7 +167,7 @@ def test_packed_sequences_may_vary_in_length(kind: Callable[[list[int]], Any], i
     torch.manual_seed(0)
     model, x = Reads(inside=inside), torch.randn(6, 7, 8)
     twin = copy.deepcopy(model)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, kind([7] * 6), repeats=1)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, kind([7] * 6))
     run.compute_sequence(int(0.9 * run.keep_all_memory), mode="remat", refine=False)
     assert works(run.sequence)
     for lengths in ([7] * 6, [1, 5, 2, 7, 3, 3], [2, 4, 1, 1, 3, 2]):
@@ -199,7 +199,7 @@ def test_data_that_needs_more_than_the_limit_is_told_with_the_figure(caplog: pyt
     torch.manual_seed(0)
     model, x = Picks(), torch.randn(64, 8)
     twin = copy.deepcopy(model)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, 1.0, repeats=1)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, 1.0)
     limit = (run.min_mem_limit("joint") + run.keep_all_memory) // 2
     run.compute_sequence(limit)
     for least, told in ((1.0, 0), (2.0, 0), (-9.0, 1), (-9.0, 1)):
@@ -226,7 +226,7 @@ class PicksOften(nn.Module):
 def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device(mode: str) -> None:
     torch.manual_seed(0)
     model, x = PicksOften(), torch.randn(256, 8)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0), repeats=1)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
     limit = run.min_mem_limit(mode)
     run.compute_sequence(limit, mode=mode, refine=False)
     for parameter in model.parameters():
@@ -240,7 +240,7 @@ def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(mon
     torch.manual_seed(0)
     model, x = PicksOften(), torch.randn(256, 8)
     twin = copy.deepcopy(model)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0), repeats=1)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
     run.compute_sequence(run.min_mem_limit("offload"), mode="offload", refine=False)
     run(x, torch.tensor(0.0)).backward()
     model.zero_grad()
@@ -277,5 +277,5 @@ class Table(nn.Module):
 
 def test_constant_returned_by_a_call_stays_a_constant() -> None:
     model, x = Table(), torch.ones(2, 4)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1).compute_sequence("1 MiB")
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x).compute_sequence("1 MiB")
     assert torch.equal(wrapped(x), model(x))

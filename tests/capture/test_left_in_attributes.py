@@ -45,7 +45,7 @@ def trained(limited: bool, mode: str) -> list[torch.Tensor]:
     net, batches = Net(), [torch.randn(64, 16) for _ in range(3)]
     model = rotoff.Checkpointable(net, cache_directory=None) if limited else net
     if isinstance(model, rotoff.Checkpointable):
-        model.measure(batches[0], repeats=1)
+        model.measure(batches[0])
         model.compute_sequence(smallest(model, mode), mode=mode)
     optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
     for x in batches:

@@ -37,7 +37,7 @@ class Net(nn.Module):
 
 
 def planned(model: nn.Module) -> rotoff.Checkpointable:
-    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 16), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 16))
     return wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
 
 

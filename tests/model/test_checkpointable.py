@@ -80,7 +80,7 @@ def test_what_is_set_reaches_the_model() -> None:
     torch.manual_seed(0)
     plain = Scaled()
     model = copy.deepcopy(plain)
-    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8))
     wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
     x = torch.randn(32, 8)
     for change in (lambda model: model, changed):

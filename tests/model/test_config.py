@@ -60,7 +60,7 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
 
 def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:
     planned = rotoff.attach(net(), RotoffConfig(mem_limit="500 KiB", mode="remat"), mode="offload", refine=False)
-    planned.measure(torch.randn(256, 16), repeats=1)
+    planned.measure(torch.randn(256, 16))
     assert planned.mem_limit == 500 * 2**10
     planned.compute_sequence(planned.min_mem_limit("offload"), mode="offload", refine=False)
     assert RotoffConfig().arguments() == {"mem_limit": "auto"}

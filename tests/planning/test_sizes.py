@@ -130,7 +130,7 @@ def planned(kind: str, share: float, largest: int, **options: Any) -> tuple[roto
     plain = copy.deepcopy(model)
     for parameter in plain.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*KINDS[kind][1](largest), repeats=1)
+    probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*KINDS[kind][1](largest))
     least = probe.min_mem_limit(options.get("mode", "joint"))
     limit = int(least + share * (probe.keep_all_memory - least))
     probe.close()
@@ -210,7 +210,7 @@ def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> No
         parameter.grad = torch.zeros_like(parameter)
 
     def measured(size: int) -> Any:
-        return rotoff.Checkpointable(model).measure(*make(size), repeats=1).profile
+        return rotoff.Checkpointable(model).measure(*make(size)).profile
 
     low, high = measured(64), measured(192)
     for size in (96, 128, 160):
@@ -230,7 +230,7 @@ def test_a_step_between_two_sizes_takes_no_more_than_is_charged(kind: str) -> No
 def test_smaller_forms_are_redone_at_sizes_that_were_not_measured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped, plain = planned(kind, 0.5, 192)
     make = KINDS[kind][1]
-    wrapped.measure(*make(192), repeats=1)  # all forms, also those that this limit does not need
+    wrapped.measure(*make(192))  # all forms, also those that this limit does not need
     wholly: list[int] = []
     make_all = "rotoff.runtime.stage_run.StageRun._make_all"
     monkeypatch.setattr(
@@ -476,7 +476,7 @@ def test_a_new_process_measures_no_size_that_the_cache_knows(
     torch.manual_seed(0)
     make, batch = KINDS[kind]
     model = make()
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(*batch(sizes[0]), repeats=1)
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(*batch(sizes[0]))
     limit = int(0.6 * probe.keep_all_memory)
 
     def train_all() -> list[int]:
@@ -575,7 +575,7 @@ def test_other_kinds_of_input_are_other_families() -> None:
 
 def test_profiles_of_other_stages_are_not_mixed() -> None:
     few, many = (
-        rotoff.Checkpointable(nn.Sequential(*(Residual(WIDTH) for _ in range(n)))).measure(*rows(8), repeats=1).profile
+        rotoff.Checkpointable(nn.Sequential(*(Residual(WIDTH) for _ in range(n)))).measure(*rows(8)).profile
         for n in (2, 3)
     )
     with pytest.raises(NotAlike):
@@ -583,7 +583,7 @@ def test_profiles_of_other_stages_are_not_mixed() -> None:
 
 
 def test_of_many_measured_sizes_the_last_are_kept() -> None:
-    one = rotoff.Checkpointable(nn.Sequential(*(Residual(WIDTH) for _ in range(2)))).measure(*rows(8), repeats=1)
+    one = rotoff.Checkpointable(nn.Sequential(*(Residual(WIDTH) for _ in range(2)))).measure(*rows(8))
     measured: MeasuredSizes[Any] = MeasuredSizes()
     for size in range(30):
         measured.add(((size,),), one)

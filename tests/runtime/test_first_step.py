@@ -17,7 +17,7 @@ import rotoff
 
 def limit_of(model: nn.Module, batch: Any) -> int:
     """A little above the smallest."""
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(batch(), repeats=1)
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(batch())
     least = probe.min_mem_limit()
     limit = least + (probe.keep_all_memory - least) // 5
     probe.close()

@@ -108,7 +108,7 @@ def failing_step(wrapped: nn.Module, batch: Batch, message: str) -> None:
 def moving(name: str = "residual", moves: int = 3) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
     """A model with a sequence that fetches at least `moves` values from the host, and recomputes."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     for seed in range(1000):
         sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
         kinds = [op.kind.value for op in sequence]
@@ -198,7 +198,7 @@ def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Bat
     """Every stage in a smaller form, where it has one; of two of them, all that it stores leaves for the host and comes
     back."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     L = len(wrapped.chain)
     text = []
     for i in range(1, L + 1):
@@ -314,7 +314,7 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
     model, x = Retrying(), torch.randn(16, 8)
     model(x).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
     faults.arm(0, MemoryError)
     with Operations():
@@ -394,14 +394,14 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
     hooks = [module.register_forward_pre_hook(faults.event) for module in model]
     x = batch()
     state = [b.clone() for b in model.buffers()]
-    rotoff.Checkpointable(model).measure(x, repeats=1).close()
+    rotoff.Checkpointable(model).measure(x).close()
     calls = faults.count
     for n in range(1, calls + 1, 1 + calls // 16):
         faults.arm(n, ERRORS["interrupt"])
         wrapped = rotoff.Checkpointable(model)
         generator = torch.get_rng_state()
         with nothing_left(wrapped):
-            said = outcome(lambda wrapped=wrapped: wrapped.measure(x, repeats=1))
+            said = outcome(lambda wrapped=wrapped: wrapped.measure(x))
         # how often something is timed, the clock decides
         assert "KeyboardInterrupt" in said or n > faults.count > calls // 2
         assert same(list(model.buffers()), state)
@@ -441,7 +441,7 @@ class Forked:
         parts = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(4)]
         self.model, self.x = nn.Sequential(*parts), torch.randn(32, 16)
         self.expected = [self.stepped(copy.deepcopy(self.model), 3)[n] for n in range(3)]
-        self.net = rotoff.Checkpointable(self.model, cache_directory=None).measure(self.x, repeats=1)
+        self.net = rotoff.Checkpointable(self.model, cache_directory=None).measure(self.x)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         if placed:
             limit = {"device_limit": "120 KiB", "optimizer": self.optimizer, "updates": placed}
@@ -630,7 +630,7 @@ def test_an_error_within_a_checkpoint_reaches_the_caller(error: BaseException, r
     model, x = Pieces(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(64, 16, requires_grad=True)
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
-    net = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    net = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     net.compute_sequence(net.min_mem_limit("remat"), "remat", refine=False)
     raised.append(error)
     with pytest.raises(type(error)) as seen:
