@@ -57,7 +57,7 @@ def made(name: str, updates: str, share: float) -> list[tuple[Any, nn.Module, to
         rows(),
     )
     for head in range(2):
-        placed.measure(x, head)
+        placed.measure(x, head, repeats=1)
     options: dict[str, Any] = {"optimizer": optimizer, "updates": updates, "refine": False}
     with pytest.raises(rotoff.InfeasibleError) as refused:
         placed.compute_sequence(device_limit=1, **options)
@@ -139,7 +139,7 @@ def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> 
         optimizer.step()
         optimizer.zero_grad()
     layers[:3].requires_grad_(False)
-    model = rotoff.Checkpointable(layers, cache_directory=None).measure(x)
+    model = rotoff.Checkpointable(layers, cache_directory=None).measure(x, repeats=1)
     options: dict[str, Any] = {"optimizer": optimizer, "refine": False, "updates": updates}
     with pytest.raises(rotoff.InfeasibleError) as refused:
         model.compute_sequence(device_limit=1, **options)

@@ -51,7 +51,7 @@ def limited(model: nn.Module, updates: str, **options: Any) -> tuple[rotoff.Chec
     """The model with half of the memory that it needs at its largest size."""
     wrapped, optimizer = rotoff.Checkpointable(model, cache_directory=None), adamw(model)
     torch.manual_seed(3)
-    wrapped.measure(batches()[0]).compute_sequence(device_limit="1 TiB", optimizer=optimizer)
+    wrapped.measure(batches()[0], repeats=1).compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     limit = wrapped.keep_all_memory // 2
     wrapped.compute_sequence(device_limit=limit, optimizer=optimizer, updates=updates, refine=False, **options)
     return wrapped, optimizer, limit

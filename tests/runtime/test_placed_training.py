@@ -269,7 +269,7 @@ def trained(
     torch.manual_seed(7)
     wrapped: Any = model
     if limit is not None:
-        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch())
+        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
         model.zero_grad()
     else:
         batch()
@@ -381,7 +381,7 @@ def test_the_host_may_update_what_lies_there(share: float) -> None:
     """Plans in which some groups are updated over the file's pages."""
     plain = plainly("untied", adamw, usual)
     model, batch = made("untied")
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch())
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
     optimizers = adamw(list(model.parameters()))
     force(wrapped, optimizers, share, host=True)
     assert any(op.kind.value == "H" for op in wrapped.sequence)
@@ -752,7 +752,7 @@ def peaks(name: str, updates: str) -> tuple[int, int, int]:
     """Measured and expected bytes of steps, and those of a gradient of the output that the last stage frees."""
     torch.manual_seed(0)
     model, x = SIZED[name]()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     model.zero_grad()
     optimizers = adamw(list(model.parameters()))
     options: dict[str, Any] = {"optimizer": optimizers, "refine": False}
@@ -821,7 +821,7 @@ def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:
 
     torch.manual_seed(0)
     net, x = Exits(), torch.randn(16, 64)
-    model = rotoff.Checkpointable(net, cache_directory=None).measure(x)
+    model = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
     force(model, adamw([p for p in net.parameters() if p.requires_grad]), 0.0)
     for until in (5, 4, 3, 2):
         net.until = until
@@ -834,7 +834,7 @@ def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:
 def small(**options: Any) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
     torch.manual_seed(0)
     model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(32, 64)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x, repeats=1)
     return wrapped, adamw(list(model.parameters())), x
 
 
@@ -917,7 +917,7 @@ def distorted(profile: Profile, seed: int) -> Profile:
 def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> None:
     torch.manual_seed(0)
     model, x = SIZED[name]()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     optimizers = tuple(adamw([p for p in model.parameters() if p.requires_grad]))
     least: list[int] = []
     for seed in range(3):
@@ -1134,7 +1134,7 @@ def test_gradients_that_no_given_optimizer_updates_are_the_callers() -> None:
     model, batch = made("untied")
     x = batch()
     plain = copy.deepcopy(model)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     model.zero_grad()
 
     def both(net: nn.Module) -> list[Optimizer]:
@@ -1162,7 +1162,7 @@ def test_gradients_that_no_given_optimizer_updates_are_the_callers() -> None:
 def test_parameters_changed_between_forward_and_backward_are_noticed(updates: str) -> None:
     model, batch = made("untied")
     x = batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     model.zero_grad()
     optimizers = adamw(list(model.parameters()))
     force(wrapped, optimizers, 0.0, updates=updates)
@@ -1193,7 +1193,7 @@ def test_a_backward_may_end_before_the_first_stage(updates: str) -> None:
     torch.manual_seed(0)
     plain, x = Skips(), torch.randn(32, 32)
     model = copy.deepcopy(plain)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     model.zero_grad()
     own, twin = adamw(list(model.parameters())), adamw(list(plain.parameters()))
     force(wrapped, own, 0.0, updates=updates)
@@ -1209,7 +1209,7 @@ def test_steps_in_hooks_of_parameters_are_refused(updates: str) -> None:
     """As in the tutorial of updates in the backward, which rotoff does by itself."""
     torch.manual_seed(0)
     net, x = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)]), torch.randn(16, 48)
-    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
     net.zero_grad()
     own = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
     force(wrapped, list(own.values()), 0.0, updates=updates)
@@ -1315,7 +1315,7 @@ def test_what_is_kept_and_what_data_makes_larger_lie_apart_on_the_host(updates: 
     few[:, 0] = -few[:, 0].abs()
     few[:32, 0] = 1
     plain, kept = copy.deepcopy(model), []
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(few)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(few, repeats=1)
     model.zero_grad()
     optimizers, twin = adamw(list(model.parameters())), adamw(list(plain.parameters()))
     force(wrapped, optimizers, 0.0, updates=updates)
@@ -1429,7 +1429,7 @@ def test_copies_are_plain_models_of_their_own() -> None:
 def test_each_parameter_fills_its_storage() -> None:
     """Safetensors takes a tensor in a larger storage for a part of another one."""
     net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))  # biases of 160 bytes, which are no multiple of 64
-    model = rotoff.Checkpointable(net).measure(x := torch.randn(8, 40))
+    model = rotoff.Checkpointable(net).measure(x := torch.randn(8, 40), repeats=1)
     optimizer = torch.optim.AdamW(model.parameters())
     model.compute_sequence(device_limit="80 KiB", optimizer=optimizer, refine=False)
     added_up(model, [optimizer], x)
@@ -1656,7 +1656,7 @@ def test_frozen_first_layers_lie_on_the_host(recorded: bool) -> None:
 
     model, batch = made()
     x, optimizers = batch(), adamw(list(model.parameters()))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     limit = place(wrapped, optimizers, 0.0)
     frozen = {id(p) for p in model.parameters() if not p.requires_grad}
     assert frozen == {id(p) for group in wrapped._plan.placed.before for p in group.parameters}
@@ -1665,7 +1665,7 @@ def test_frozen_first_layers_lie_on_the_host(recorded: bool) -> None:
     with pytest.raises(rotoff.InfeasibleError):
         wrapped.compute_sequence(device_limit=limit, optimizer=optimizers, host_limit=away - 1, refine=False)
     whole, _ = made()
-    trained_whole = rotoff.Checkpointable(whole.requires_grad_(), cache_directory=None).measure(x)
+    trained_whole = rotoff.Checkpointable(whole.requires_grad_(), cache_directory=None).measure(x, repeats=1)
     assert limit <= place(trained_whole, adamw(list(whole.parameters())), 0.0) + x.nbytes
     model.requires_grad_()
     place(wrapped, optimizers, 0.0)
@@ -1758,7 +1758,7 @@ def test_a_forward_without_gradients_keeps_the_limit_of_training(trains: bool) -
     torch.manual_seed(0)
     model, batch = first_frozen()
     twin, x = copy.deepcopy(model), batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     model.zero_grad()
     own, others = adamw(list(model.parameters())), adamw(list(twin.parameters()))
     limit = place(wrapped, own, 0.0)
@@ -1789,7 +1789,7 @@ def test_a_forward_without_gradients_says_that_it_exceeds_the_limit_of_training(
     torch.manual_seed(0)
     model, batch = first_frozen()
     x, optimizers = batch(), adamw(list(model.parameters()))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     limit = place(wrapped, optimizers, 0.0, updates="during")
     added_up(wrapped, optimizers, x)
     optimizers[0].zero_grad()
@@ -1880,7 +1880,7 @@ def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
         optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
         runs = models
         if placed:
-            runs = [rotoff.Checkpointable(model, cache_directory=None).measure(x) for model in models]
+            runs = [rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1) for model in models]
             for model, run, optimizer in zip(models, runs, optimizers, strict=True):
                 model.zero_grad()
                 place(run, [optimizer], 0.2, updates="during")
