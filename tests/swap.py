@@ -45,7 +45,12 @@ def unused(source: str) -> set[str]:
     for node in ast.parse(source).body:
         name = name_of(node)
         marks = [ast.unparse(one) for one in getattr(node, "decorator_list", [])]
-        if name is None or name.lower().startswith("test") or name == "pytestmark" or any("autouse" in m for m in marks):
+        if (
+            name is None
+            or name.lower().startswith("test")
+            or name == "pytestmark"
+            or any("autouse" in m for m in marks)
+        ):
             continue
         if len(re.findall(rf"\b{name}\b", source)) == len(re.findall(rf"\b{name}\b", ast.unparse(node))):
             found.add(name)

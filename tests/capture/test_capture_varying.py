@@ -1,72 +1,16 @@
-"""Modules whose work depends on data, taken whole by themselves and run by their own code; constants and conjugates; to
-the plain model's bits."""
+"""Steps whose data need more than was measured, and constants: limits and bits as in the plain model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from allocated import peak_bytes
-from step_by_step import works
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import rotoff
-
-
-class Experts(nn.Module):
-    """A loop over the experts in use, each on the rows sent to it."""
-
-    def __init__(self, width: int = 8, count: int = 4) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(count))
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        result = torch.zeros_like(x)
-        counts = torch.nn.functional.one_hot(chosen, len(self.experts)).sum(0)
-        for expert in counts.greater(0).nonzero():
-            rows = (chosen == expert).nonzero()[:, 0]
-            result[rows] = self.experts[expert](x[rows]).tanh()
-        return result
-
-
-class Sent(nn.Module):
-    """Chooses an expert for each row."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.before, self.router, self.experts = nn.Linear(width, width), nn.Linear(width, 4), Experts(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.before(x))
-        return x + self.experts(x, self.router(x).argmax(1))
-
-
-class Shifted(nn.Module):
-    """Rolls by a number that it computes."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        return torch.roll(y, int(y.detach().sum(0).argmax()), 1).sin()
-
-
-class Counter(nn.Module):
-    """Replaces its buffer by another in each step."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.register_buffer("most", torch.zeros(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.most = torch.maximum(self.most, x.detach().abs().amax(0))
-        return x / (1 + self.most)
 
 
 def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,27 +22,6 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]
         found += [y.detach(), *(torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters())]
         found += [b.clone() for b in model.buffers()]
     return found
-
-
-@pytest.mark.parametrize("block", [Sent, Shifted, Counter])
-@pytest.mark.parametrize("share", [0.0, 2.0])
-@pytest.mark.grid
-def test_data_dependent_modules_run_their_own_code(block: type[nn.Module], share: float) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU(), block(), nn.Linear(8, 8)) for _ in range(4)))
-    batches = [torch.randn(12, 8), 3 * torch.randn(12, 8), torch.ones(12, 8)]  # the last sends all rows to one expert
-    twin = copy.deepcopy(model)
-    expected = trained(model, batches)
-    # as the forward of another model, so that it is recorded
-    wrapped = rotoff.Checkpointable(Around(twin), cache_directory=None).measure(batches[0])
-    try:
-        wrapped.compute_sequence(int(share * wrapped.keep_all_memory) or 1, mode="remat", refine=False)
-    except rotoff.InfeasibleError as error:
-        wrapped.compute_sequence(error.min_mem_limit, mode="remat", refine=False)
-    got = trained(wrapped, batches)
-    assert len(got) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    wrapped.close()
 
 
 class Paced(nn.Module):
@@ -132,52 +55,6 @@ def test_step_counter_does_not_cause_measuring(block: Callable[[], nn.Module]) -
     assert len(got) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     wrapped.close()
-
-
-class Packs(nn.Module):
-    """A recurrent layer on sequences of various lengths, a tensor or a list of them."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.rows = nn.LSTM(width, width, batch_first=True)
-
-    def forward(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.rows(packed)[0], batch_first=True, total_length=x.shape[1])[0]
-
-
-class Reads(nn.Module):
-    """Packs in a submodule, or in its own forward."""
-
-    def __init__(self, width: int = 8, inside: bool = True) -> None:
-        super().__init__()
-        self.inside = inside
-        piece = nn.Sequential(nn.Linear(width, 16 * width), nn.GELU(), nn.Linear(16 * width, width))
-        self.before = nn.Sequential(*(copy.deepcopy(piece) for _ in range(3)))
-        self.packs, self.after = Packs(width), copy.deepcopy(self.before)
-
-    def forward(self, x: torch.Tensor, lengths: Any) -> torch.Tensor:
-        x = self.before(x)
-        return self.after(self.packs(x, lengths) if self.inside else Packs.forward(self.packs, x, lengths))
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("kind", [torch.tensor, list])
-def test_packed_sequences_may_vary_in_length(kind: Callable[[list[int]], Any], inside: bool) -> None:
-    torch.manual_seed(0)
-    model, x = Reads(inside=inside), torch.randn(6, 7, 8)
-    twin = copy.deepcopy(model)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, kind([7] * 6))
-    run.compute_sequence(int(0.9 * run.keep_all_memory), mode="remat", refine=False)
-    assert works(run.sequence)
-    for lengths in ([7] * 6, [1, 5, 2, 7, 3, 3], [2, 4, 1, 1, 3, 2]):
-        expected, got = twin(x, kind(lengths)), run(x, kind(lengths))
-        gradients = [
-            torch.autograd.grad(y.square().sum(), list(m.parameters())) for y, m in ((expected, twin), (got, model))
-        ]
-        assert torch.equal(got, expected)
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    run.close()
 
 
 class Picks(nn.Module):
