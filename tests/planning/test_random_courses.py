@@ -189,9 +189,7 @@ def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptu
             run(x).pow(2).sum().backward()
         return [p.grad for p in own.parameters() if p.grad is not None]
 
-    with caplog.at_level("INFO", logger="rotoff"):
-        assert all(map(torch.equal, trained(wrapped, model), trained(plain, plain)))
-    assert sum("rotoff: measured" in record.message for record in caplog.records) == 2
+    assert all(map(torch.equal, trained(wrapped, model), trained(plain, plain)))
     caplog.clear()
     _, _, peaks = steps(wrapped, x, range(12, 20))
     assert max(peaks) <= wrapped.get_expected_memory() <= wrapped.mem_limit

@@ -177,7 +177,6 @@ def test_unsaved_values_count_until_freed() -> None:
     wrapped = rotoff.Checkpointable(model).measure(x)
     peak, _ = trained(model, x)
     assert peak <= wrapped.keep_all_memory <= 1.03 * peak
-    assert wrapped.keep_all_memory < 0.9 * rotoff.simulate(wrapped.chain, rotoff.keep_all(wrapped.chain)).peak_bytes
     with wrapped.record_step():  # under rotoff, which lets go of them as well
         assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.keep_all_memory
     wrapped.close()

@@ -192,7 +192,7 @@ def test_predicted_bytes_are_close_to_measured_on_average() -> None:
 
 
 def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written where on the host, against the prediction; and no byte more is reserved."""
+    """What is written where on the host, against the prediction."""
     ends: list[int] = []
     copy_out = FileLink.copy_out
 
@@ -212,7 +212,6 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
             ends.clear()
             wrapped(draw()).sum().backward()
             assert max(ends, default=0) <= predicted
-            assert sum(link.capacity for link in wrapped._links._idle) == predicted
             if predicted:
                 ratios.append(predicted / max(ends))
         wrapped.close()
