@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice, product
 from typing import Any
 
@@ -37,6 +37,9 @@ AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search f
 ROUNDS = 6  # solver calls, each for a chain that charges more, or for less or more bytes
 
 LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
+
+MORE = 1.0, 1.05, 1.2  # than the bytes of the largest operation, in which a plan for the smallest limit is looked for
+FEW = 2  # proposals in each
 
 Found = tuple[TapeGroups, Sequence]
 
@@ -160,17 +163,18 @@ def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
     best: Proposal | None = None
     whens = ("after", "during")[: 1 + _during(request)]
     modes = ("joint", "offload") if request.mode == "joint" else (request.mode,)
+    tried: list[tuple[int, Request, TapeGroups, TapeGroups]] = []
     for when, mode, groups in product(whens, modes, ways):
-        options = {**request.options, "refine": False, "updates": when}
-        quick = replace(request, mem_limit=0, mode=mode, options=options)
+        quick = replace(request, mode=mode, options={**request.options, "refine": False, "updates": when})
         even = replace(groups, chain=_evenly_timed(groups.chain))
-        limit = floor = _floor(even.chain, quick) + even.constant(_during(request))
-        while best is None or limit < best.peak:
-            for one in _proposed(even, quick):
-                one = replace(one, groups=groups, request=request)
-                best = one if best is None or one.peak < best.peak else best
-            limit += max(limit - floor, 1 + floor // 50)
-            quick = replace(quick, mem_limit=limit)
+        floor = _floor(even.chain, quick) + even.constant(_during(request))
+        tried += [(int(more * floor), replace(quick, mem_limit=int(more * floor)), even, groups) for more in MORE]
+    for limit, quick, even, groups in sorted(tried, key=lambda one: one[0]):
+        if best is not None and limit >= best.peak:
+            break
+        for proposed in islice(_proposed(even, quick), FEW):
+            one = replace(proposed, groups=groups, request=request)
+            best = one if best is None or one.peak < best.peak else best
     assert best is not None
     least = min(best.peak, ways[0].whole)
     if best.peak > request.mem_limit:
@@ -207,27 +211,31 @@ def _floor(chain: Chain, request: Request) -> int:
     return min_mem_limit(chain, request.mode, _when(request))
 
 
+@lru_cache(maxsize=64)
+def _solved(chain: Chain, limit: int, mode: str, mem_slots: int, options: tuple[tuple[str, Any], ...]) -> Sequence:
+    return solve(chain, limit, mode=mode, mem_slots=mem_slots, **dict(options))
+
+
 def _proposed(groups: TapeGroups, request: Request, start: Proposal | None = None) -> Iterator[Proposal]:
-    """Propose sequences for the request's limit, or, if that is 0, for the smallest that the chain has. Where the first
-    run of a stage exceeds it, the next is for a chain that charges the stage with more; elsewhere, for fewer bytes;
-    where bytes are left, once for more. start: from which to go on."""
+    """Propose sequences for the request's limit. Where the first run of a stage exceeds it, the next is for a chain that
+    charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which to go
+    on."""
     constant, limit = groups.constant(_during(request)), request.mem_limit
     chain, asked = (groups.chain, limit - constant) if start is None else (start.chain, start.asked)
     options, more = {**request.options, "updates": _when(request)}, start is None
     for _ in range(ROUNDS):
         floor = _floor(chain, request)
-        if limit and asked < floor:
+        if asked < floor:
             return
-        asked = max(asked, floor)
         try:
-            sequence = solve(chain, asked, mode=request.mode, mem_slots=request.mem_slots, **options)
+            sequence = _solved(chain, asked, request.mode, request.mem_slots, tuple(options.items()))
         except InfeasibleError:  # by the host's limit
             return
         one = Proposal(groups, chain, asked, sequence, request)
         yield one
-        if over := _first_runs_over(sequence, one.levels, limit or asked + constant):
+        if over := _first_runs_over(sequence, one.levels, limit):
             chain = _charging(chain, over)
-        elif not limit or one.peak == limit or (one.peak < limit and not more):
+        elif one.peak == limit or (one.peak < limit and not more):
             return
         else:
             asked, more = asked + limit - one.peak, False

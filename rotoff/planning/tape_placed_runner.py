@@ -33,7 +33,7 @@ from ..runtime.placed.placement import Placement
 from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
 from ..solver import keep_all
 from ..solver.search import parse_host_limit
-from ..tape.tape import Known, Tape
+from ..tape.tape import Known
 from ..tensors.storage import storage_key
 from .options import Options
 from .request import Request
@@ -103,7 +103,6 @@ class PlacedRunner:
         self.latest: Any = None if before is None else before.latest  # the signature of the last step
         self.courses: dict[Any, PlacedCourse] = {}
         self.placement: Placement | None = None
-        self.last: Tape | None = None
         self._recorded: tuple[Any, RecordedReads, int] | None = None
         self._staying: set[int] = set()  # by id, parameters that have to stay on the device
         self._streaming = False
@@ -258,7 +257,7 @@ class PlacedRunner:
         tape = RecordedReads(self.known, self.model)
         if lending is not None:
             tape = RecordedLent(self.known, self.model, lending, self.device)
-        self._recorded, self.last = (key, tape, sum(given.values())), tape
+        self._recorded = key, tape, sum(given.values())
         with ExitStack() as stack:
             if lending is not None:
                 stack.enter_context(lending.forward())
@@ -288,7 +287,6 @@ class PlacedRunner:
         link = self._links.take(self.device, course.plan.host_bytes) if course.plan.host_bytes else None
         lending = Lending(self.model, placement.places(placed.moved), self.device)
         tape = PlacedTape(self.known, lending)
-        self.last = tape
         done = (lambda: None) if link is None else partial(self._links.give_back, link)
         step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done)
         placement.takes(step)
