@@ -217,9 +217,9 @@ def _solved(chain: Chain, limit: int, mode: str, mem_slots: int, options: tuple[
 
 
 def _proposed(groups: TapeGroups, request: Request, start: Proposal | None = None) -> Iterator[Proposal]:
-    """Propose sequences for the request's limit. Where the first run of a stage exceeds it, the next is for a chain that
-    charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which to go
-    on."""
+    """Propose sequences for the request's limit. Where the first run of a stage exceeds it, the next is for a chain
+    that charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which
+    to go on."""
     constant, limit = groups.constant(_during(request)), request.mem_limit
     chain, asked = (groups.chain, limit - constant) if start is None else (start.chain, start.asked)
     options, more = {**request.options, "updates": _when(request)}, start is None

@@ -106,7 +106,8 @@ class PlacedRunner:
         self._recorded: tuple[Any, RecordedReads, int] | None = None
         self._staying: set[int] = set()  # by id, parameters that have to stay on the device
         self._streaming = False
-        self._forward_bytes: dict[Any, int] = {}  # by signature, what forwards without gradients allocate
+        # by signature, what forwards without gradients allocate
+        self._forward_bytes: dict[Any, int] = {} if before is None else before._forward_bytes
 
     # -- what is planned
 

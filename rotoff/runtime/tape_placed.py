@@ -54,15 +54,15 @@ class _Brought(torch.autograd.Function):
     """From a parameter to what stands for it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, lent: Lent, home: bool) -> torch.Tensor:
-        ctx.places, ctx.home = lent.places, home
+    def forward(ctx: Any, parameter: torch.Tensor, lent: Lent, lending: Lending) -> torch.Tensor:
+        ctx.places, ctx.lending = lent.places, lending
         return lent.new_tensor()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         parameter, gradient = ctx.places.parameter, gradients[0]
         if gradient is not None and gradient.device != parameter.device:
-            gradient = gradient.to(parameter.device) if ctx.home else ctx.places.gradient.take(gradient)
+            gradient = gradient.to(parameter.device) if ctx.lending.home else ctx.places.gradient.take(gradient)
         return gradient, None, None
 
 
@@ -72,13 +72,13 @@ class Lent:
     tensor: what stands for it. storage: that of `tensor`. These are there within the forward alone.
     """
 
-    def __init__(self, places: ParameterPlaces, device: torch.device, home: bool) -> None:
+    def __init__(self, places: ParameterPlaces, device: torch.device, lending: Lending) -> None:
         self.places, self.place, self.parameter = places, places.weight, places.parameter
         self.version = version_of(self.parameter)
         self._device = device
         self.storage: torch.UntypedStorage | None = None
         needs = self.parameter.requires_grad and torch.is_grad_enabled()
-        self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, home) if needs else self.new_tensor()
+        self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, lending) if needs else self.new_tensor()
         if needs:
             self.tensor.grad_fn._set_sequence_nr(FIRST)  # type: ignore[union-attr]
         self.tensor.__class__ = type(self.parameter)
@@ -172,7 +172,7 @@ class Lending:
         room: int = 0,
         home: bool = False,
     ) -> None:
-        self._model, self._device, self._room, self._home = model, device, room, home
+        self._model, self._device, self._room, self.home = model, device, room, home
         self._places = [one for one in places if _is_alone(one)]
         self.reached: set[int] = set()
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # what fills storages
@@ -188,7 +188,7 @@ class Lending:
         aborted = True
         try:
             for places in self._places:
-                lent = self._lent[id(places.parameter)] = Lent(places, self._device, self._home)
+                lent = self._lent[id(places.parameter)] = Lent(places, self._device, self)
                 assert lent.storage is not None
                 self._shown[lent.storage._cdata] = lent
                 if (own := lent.parameter.untyped_storage()._cdata) != lent.storage._cdata:
@@ -279,7 +279,8 @@ class Lending:
                     self._demanded.remove(lent)
 
     def on_demand(self) -> None:
-        """There is no plan any more: whatever the device has may go."""
+        """There is no plan any more: whatever the device has may go, and gradients go to where the parameters lie."""
+        self.home = True
         here = [lent for lent in self._lent.values() if lent.place.device is not None]
         self._demanded = [lent for lent in here if lent.place.on_host]
 

@@ -22,8 +22,12 @@ class Placed(ModuleProxy):
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__(model)
+        self._check = options.get("check", False)
         self._options = Options(**{k: v for k, v in options.items() if k != "check"})
         self._begin()
+
+    def record_step(self) -> Any:
+        raise rotoff.OptionError("record_step needs a plan with a mem_limit")
 
     def _begin(self) -> None:
         self._links = LinkPool()
@@ -70,6 +74,8 @@ class Placed(ModuleProxy):
             self._begin()
             return self
         check_options(mode, mem_slots, policy, options)
+        if self._check:
+            raise rotoff.OptionError("check=True needs a mem_limit; leave it out with a device_limit")
         optimizers = read_optimizers(optimizer, self._model)
         request = Request(parse_bytes(device_limit, "device_limit"), mode, mem_slots, options, here=True)
         runner = PlacedRunner(self._model, optimizers, request, self._options, self._links, before=self.runner)
@@ -108,10 +114,15 @@ class Placed(ModuleProxy):
         self.runner.close(resident=False)
 
 
+def runner_of(model: Any) -> PlacedRunner:
+    """What runs the steps of `model`."""
+    return model.runner  # type: ignore[no-any-return]
+
+
 def force(model: Any, optimizers: Any, share: float, host: bool = False, updates: str = "after") -> None:
     """Place everything as in so little memory that a small model's generator states would not fit beside it."""
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
-    runner = model.runner
+    runner = runner_of(model)
     ways = runner._ways(runner.recordings[runner.latest])
     groups = next(one for one in ways if any(g.host_update_time is not None for g in one.chain.parameters) == host)
     low, high = (
