@@ -14,31 +14,43 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ..core.chain import Chain, LinkRates
-from ..core.sequence import OpKind
 from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.memory.allocator import DeviceAllocator
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
-from ..profile.tape_chain import STAGES, TapeChain, chain_of
-from ..profile.tape_groups import Reads, RecordedLent, RecordedReads, TapeGroups, groups_of, waiting_plan
-from ..profile.trace import Trace, trace_of
+from ..profile.recorded_step import BUSY
+from ..profile.tape_groups import (
+    Reads,
+    RecordedLent,
+    RecordedReads,
+    TapeGroups,
+    groups_of,
+    waiting_plan,
+    without_gradients,
+)
+from ..profile.tape_profile import TapeProfile
+from ..profile.trace import trace_of
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool, new_link
+from ..runtime.links.spill import Spill
 from ..runtime.placed.lending import all_on
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
+from ..runtime.tape_step import TapeStep
 from ..solver import keep_all
 from ..solver.search import parse_host_limit
-from ..tape.tape import Known
+from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
+from ..tensors.tree import tensor_leaves
 from .options import Options
 from .request import Request
+from .signatures import signature
+from .stages import stages_of
+from .step_courses import LINK_BYTES, PATIENCE
 from .tape_placed_planner import Found, check_updates, compiled, plan, read_optimizers
-from .tape_runner import PATIENCE, signature
 
 logger = logging.getLogger("rotoff")
 
@@ -47,9 +59,18 @@ logger = logging.getLogger("rotoff")
 class Recording:
     """What a recorded step did, in numbers alone."""
 
-    trace: Trace
+    profile: TapeProfile
     reads: Reads
+
+
+@dataclass
+class _Recorded:
+    """A step that is recorded, until its backward has ended."""
+
+    key: Any
+    step: RecordedReads
     batch_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass
@@ -65,11 +86,7 @@ class PlacedCourse:
         """The most bytes that the device holds; of the plain model, in a loop that sets gradients to None."""
         if self.plan.placed is not None:
             return self.plan.placed.peak_bytes
-        groups, everything = self.groups, keep_all(self.groups.chain, "after")
-        last = next(n for n, op in enumerate(everything) if op.kind is OpKind.B and op.stage == 1)
-        own = sum(one.bytes + one.grad_bytes + one.state_bytes for one in groups.chain.parameters)
-        updating = own + groups.beside + groups.updates[1]
-        return max(*groups.levels(everything, during=False)[: last + 1], updating)
+        return self.groups.expected
 
 
 class PlacedRunner:
@@ -103,7 +120,7 @@ class PlacedRunner:
         self.latest: Any = None if before is None else before.latest  # the signature of the last step
         self.courses: dict[Any, PlacedCourse] = {}
         self.placement: Placement | None = None
-        self._recorded: tuple[Any, RecordedReads, int] | None = None
+        self._recorded: _Recorded | None = None
         self._staying: set[int] = set()  # by id, parameters that have to stay on the device
         self._streaming = False
         # by signature, what forwards without gradients allocate
@@ -187,25 +204,12 @@ class PlacedRunner:
     def _ways(self, recording: Recording) -> list[TapeGroups]:
         """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU
         shares its processor with the host."""
-        chains = self._chains(recording.trace)
         probe = OptimizerProbe(self.optimizers, self.device, self.times)
         return [
-            groups_of(recording.reads, found, self.model, probe, host, recording.batch_bytes, self._staying)
-            for found in chains
+            groups_of(recording.profile, found, recording.reads, self.model, probe, host, self._staying)
+            for found in without_gradients(recording.profile).chains
             for host in ((False, True) if self.device.type == "cpu" else (True,))
         ]
-
-    def _chains(self, trace: Trace) -> list[TapeChain]:
-        if self._rates is None:
-            several = [p.nbytes for p in self.model.parameters()]
-            self._rates = self._links.bandwidth(self.device, sum(several) // max(1, len(several)))
-        rates = self._links.shared(self._rates)
-        stages = self._options.stages if isinstance(self._options.stages, int) else STAGES
-        made = chain_of(trace, (rates.d2h_bandwidth, rates.h2d_bandwidth), stages)
-        chains = [made]
-        if made.stay:
-            chains.append(chain_of(trace, (rates.d2h_bandwidth, rates.h2d_bandwidth), stages, far=math.inf))
-        return [replace(found, chain=replace(found.chain, **rates._asdict())) for found in chains]
 
     # -- a training step
 
@@ -215,15 +219,17 @@ class PlacedRunner:
         Raises:
             InfeasibleError: if the step before was recorded, and nothing fits.
         """
-        held = [*self.model.parameters(), *_tensors(args, kwargs)]
+        held = [*self.model.parameters(), *tensor_leaves((args, kwargs))]
         if self._streaming or not any(t.requires_grad for t in held):
             return self.unplanned(self.model, args, kwargs)
         if self.placement is not None:
             self.placement.forward_begins()
         self.plan_recorded()
-        self.latest = key = self._signature(args, kwargs)
+        self.latest = key = signature((args, kwargs), self.model)
         course = self._course(key)
         if course is None:
+            if BUSY.locked() or torch.autograd._profiler_enabled():  # a step cannot be recorded now
+                return self._away(args, kwargs)
             return self._record(key, args, kwargs)
         if not course.plan.keeps_all:
             return self._follow(course, args, kwargs)
@@ -234,51 +240,84 @@ class PlacedRunner:
                     return self.watched(self.model(*args, **kwargs))
         return self.watched(self.model(*args, **kwargs))
 
-    def _signature(self, args: Any, kwargs: Any) -> Any:
-        needs = hash(tuple(p.requires_grad for p in self.model.parameters()))
-        kind = self.device.type
-        cast = torch.is_autocast_enabled(kind) and (torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-        return signature(self.model, args, kwargs), needs, cast
-
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: Callable[[Any], object]) -> None:
         """Record a step of which `backward` runs the backward, given what the model returns."""
-        key = self.latest = self._signature(args, kwargs)
-        backward(self._record(key, args, kwargs))
-        self.plan_recorded()
+        key = self.latest = signature((args, kwargs), self.model)
+        try:
+            backward(self._record(key, args, kwargs, patient=True))
+        finally:
+            self.plan_recorded()
 
-    def _record(self, key: Any, args: Any, kwargs: Any) -> Any:
+    def _record(self, key: Any, args: Any, kwargs: Any, patient: bool = False) -> Any:
         """Run a step with everything on the host, from where its operations get it."""
-        lending = None
-        if self.request is not None or self.device.type != "cpu":
-            placement = self._placed()
-            placement.begin(self._waiting())
-            if placement.link.queues:
-                lending = Lending(self.model, placement.away(), self.device, home=True)
-        given = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors(args, kwargs)}
-        tape = RecordedReads(self.known, self.model)
+        lending, spill = self._lending_all(), self._spill()
+        step = RecordedReads(self.known, self.model, spill, patient)
         if lending is not None:
-            tape = RecordedLent(self.known, self.model, lending, self.device)
-        self._recorded = key, tape, sum(given.values())
+            step = RecordedLent(self.known, self.model, lending, self.device, spill, patient)
+        given = tensor_leaves((args, kwargs))
+        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() * (1 + t.requires_grad) for t in given}.values())
+        self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
+        try:
+            with ExitStack() as stack:
+                if lending is not None:
+                    stack.enter_context(lending.forward())
+                stack.enter_context(step)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack))
+                return self.watched(self.model(*args, **kwargs))
+        except BaseException:
+            step.stop()
+            self._recorded = None
+            raise
+
+    def _away(self, args: Any, kwargs: Any) -> Any:
+        """Run a step without a plan or a record: what it saves leaves the device at once."""
+        lending, step = self._lending_all(), TapeStep(None, spill=self._spill())
         with ExitStack() as stack:
+            if self._recorded is not None:
+                stack.enter_context(self._recorded.step.others())
             if lending is not None:
                 stack.enter_context(lending.forward())
-            stack.enter_context(tape)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack))
+            stack.enter_context(step.forward(Tape(self.known) if lending is None else PlacedTape(self.known, lending)))
             return self.watched(self.model(*args, **kwargs))
+
+    def _lending_all(self) -> Lending | None:
+        """Put all that can be placed on the host, and return what lends it; None where operations read it there."""
+        if self.request is None and self.device.type == "cpu":
+            return None
+        placement = self._placed()
+        placement.begin(self._waiting())
+        return Lending(self.model, placement.away(), self.device, home=True) if placement.link.queues else None
+
+    def _spill(self) -> Spill:
+        return Spill(self._options.host_directory)
 
     def plan_recorded(self) -> None:
         """Take what the step that was recorded last has shown, if its backward has run."""
-        if self._recorded is None:
+        recorded = self._recorded
+        if recorded is None or not (recorded.step.complete or recorded.step.abandoned()):
             return
-        (key, step, batch_bytes), self._recorded = self._recorded, None
-        step.stop()
-        if not step.complete or not step.operations:
+        self._recorded = None
+        recorded.step.stop()
+        if not recorded.step.complete or not recorded.step.operations:
             return
-        recording = Recording(trace_of(step), step.reading, batch_bytes)
-        for found in self._chains(recording.trace):
-            step.trust_stages(found.layout.begins)
-        self.recordings[key] = recording
-        self.courses.pop(key, None)
+        if self._rates is None:
+            self._rates = self._links.shared(self._links.bandwidth(self.device, LINK_BYTES))
+        profile = TapeProfile(
+            trace_of(recorded.step),
+            self.device,
+            self._rates,
+            recorded.batch_bytes,
+            stages_of(self.model, self._options.stages),
+            bool(self._options.forms),
+            recorded.shapes,
+        )
+        for found in profile.chains:
+            recorded.step.trust_stages(found.layout.begins)
+        known = self.recordings.get(recorded.key)
+        if known is not None and known.profile.chain_keys == profile.chain_keys:
+            profile = known.profile.timed_by(profile.trace)
+        self.recordings[recorded.key] = Recording(profile, recorded.step.reading)
+        self.courses.pop(recorded.key, None)
 
     def _follow(self, course: PlacedCourse, args: Any, kwargs: Any) -> Any:
         placed = course.plan.placed
@@ -289,7 +328,7 @@ class PlacedRunner:
         lending = Lending(self.model, placement.places(placed.moved), self.device)
         tape = PlacedTape(self.known, lending)
         done = (lambda: None) if link is None else partial(self._links.give_back, link)
-        step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done)
+        step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done, self._spill())
         placement.takes(step)
         with step.forward(tape):
             result = self.model(*args, **kwargs)
@@ -311,12 +350,12 @@ class PlacedRunner:
                 step is planned in that limit; else that is a warning.
         """
         run, request, placement = partial(plain, *args, **kwargs), self.request, self.placement
-        held = [*self.model.parameters(), *_tensors(args, kwargs)]
+        held = [*self.model.parameters(), *tensor_leaves((args, kwargs))]
         saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
         if placement is None or request is None or saves or not placement.between_steps:
             with self.streamed():
                 return self.watched(run())
-        key = self._signature(args, kwargs)
+        key = signature((args, kwargs), self.model)
         held += [*self.model.buffers(), *placement.beside_parameters()]
         whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
         known = self._forward_bytes.get(key)
@@ -403,7 +442,7 @@ class PlacedRunner:
     def close(self, resident: bool = True) -> None:
         """Return everything to the caller, on the device if `resident`, else where it lies."""
         if self._recorded is not None:
-            self._recorded[1].stop()
+            self._recorded.step.stop()
             self._recorded = None
         before, self._before = self._before, None
         if before is not None:
@@ -413,7 +452,3 @@ class PlacedRunner:
             if not placement.here:  # the process that this one was forked from has placed them
                 placement.gradients.marks.remove()
             placement.close(resident=resident and placement.here)
-
-
-def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ..core.chain import LinkRates
 from ..core.sequence import OpKind
 from ..profile.recorded_step import RecordedStep
 from ..profile.tape_chain import TapeChain, chain_of
@@ -96,9 +97,9 @@ class TapeRunner:
         if not step.complete or not step.operations:
             return
         trace = trace_of(step)
-        chains = [chain_of(trace, self._bandwidth, self._stages)]
+        chains = [chain_of(trace, LinkRates(*self._bandwidth, False), self._stages)]
         if chains[0].stay:
-            chains.append(chain_of(trace, self._bandwidth, self._stages, far=math.inf))
+            chains.append(chain_of(trace, LinkRates(*self._bandwidth, False), self._stages, far=math.inf))
         limit = self._limit(chains) if callable(self._limit) else self._limit
         if trace.plain_bytes() <= limit:
             self.courses[key] = Course(chains[0], None)

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..core.chain import Chain, Form, Stage
+from ..core.chain import Chain, Form, LinkRates, Stage
 from ..core.sequence import FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import Machine, early_stops
 from ..runtime.layout import Layout
-from .trace import Trace
+from .trace import Ran, Trace
 
 STAGES = 40  # by default; the solver takes seconds for 100
 CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
@@ -88,6 +88,25 @@ def _cuts(uses: _Uses, count: int) -> list[int]:
         cuts.append(best)
         last, since, best = best, after, 0
     return [*cuts, best] if best else cuts
+
+
+def _between(uses: _Uses, names: Collection[str]) -> list[int]:
+    """Return the positions at which calls of these modules begin and end, where the model can be cut."""
+    trace, allowed = uses.trace, uses.crossed_once()
+
+    def within(op: Ran) -> str:
+        return next((name for name in names if op.module == name or op.module.startswith(f"{name}.")), "")
+
+    cuts, alive = list[int](), list[int]()
+    for before, op in pairwise(trace.ran):
+        alive = [c for c in (*alive, *before.makes) if uses.last[c] > before.at]
+        if within(op) == within(before):
+            continue
+        at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
+        crossing = [c for c in alive if at is not None and uses.last[c] >= at]
+        if at is not None and crossing and not _overwritten(trace, crossing, at):
+            cuts.append(at)
+    return cuts
 
 
 def _overwritten(trace: Trace, crossing: Collection[int], at: int) -> bool:
@@ -190,10 +209,22 @@ class TapeChain:
         return self.forms[v.stage - 1][form[v.stage]] if v.saved else self.handed[v.stage]
 
 
-def chain_of(trace: Trace, bandwidth: tuple[float, float], count: int = STAGES, far: float = FAR) -> TapeChain:
-    """Return the chain of a step. bandwidth: to the host and from it, B/s. count: about how many stages."""
+def chain_of(
+    trace: Trace,
+    rates: LinkRates,
+    stages: int | Collection[str] = STAGES,
+    far: float = FAR,
+    beside: int = 0,
+    forms: bool = True,
+) -> TapeChain:
+    """Return the chain of a step.
+
+    Args:
+        stages: about how many, or the names of modules that are one each. beside: bytes of the batch. forms: whether
+            stages have smaller ones.
+    """
     uses, made = _Uses(trace), trace.made
-    begins = [0, *_cuts(uses, count)]
+    begins = [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
     many = len(begins)
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
 
@@ -215,16 +246,16 @@ def chain_of(trace: Trace, bandwidth: tuple[float, float], count: int = STAGES, 
     backward = _Backward(trace, begins, of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
-    stages, runs, forms, layout_forms = [], [], [], []
+    costed, runs, contents, layout_forms = [], [], [], []
     ends = [*firsts[1:], len(trace.ran)]
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
         run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay)
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
-        costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak)
-        stages.append(costs)
+        costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, forms)
+        costed.append(costs)
         runs.append(run)
-        forms.append([frozenset(part | run.handed) for part in kept])
+        contents.append([frozenset(part | run.handed) for part in kept])
         layout_forms.append(tuple(frozenset((made[c].op - first, made[c].out) for c in part) for part in kept))
 
     def key(c: int) -> tuple[int, int]:
@@ -232,14 +263,15 @@ def chain_of(trace: Trace, bandwidth: tuple[float, float], count: int = STAGES, 
 
     layout = Layout(
         tuple(begins),
+        trace.end,
         tuple(_key(trace, first, end, i) for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1)),
         tuple(tuple((of_stage[c], key(c)) for c in handed[i]) for i in range(1, many + 1)),
         tuple(layout_forms),
         tuple(tuple(key(c) for c in sorted(stay) if of_stage[c] == i) for i in range(1, many + 1)),
     )
-    constant = trace.size(stay) + trace.beside
-    chain = Chain(tuple(stages), *bandwidth, duplex=False, input_bytes=constant, input_grad_bytes=backward.grads[0])
-    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), forms, frozenset(stay), runs)
+    constant = trace.size(stay) + trace.beside + beside
+    chain = Chain(tuple(costed), **rates._asdict(), input_bytes=constant, input_grad_bytes=backward.grads[0])
+    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), contents, frozenset(stay), runs)
 
 
 def _key(trace: Trace, first: int, end: int, stage: int) -> int:
@@ -263,13 +295,15 @@ class StageRun:
     def makes(self, c: int) -> bool:
         return self.first <= self.trace.made[c].op < self.end
 
-    def stage(self, backward_seconds: float, grads: int, grads_before: int, peak: int) -> tuple[Stage, list[set[int]]]:
+    def stage(
+        self, backward_seconds: float, grads: int, grads_before: int, peak: int, smaller: bool
+    ) -> tuple[Stage, list[set[int]]]:
         size, ran = self.trace.size, self.trace.ran[self.first : self.end]
         seconds = sum(op.seconds for op in ran) + CALL * len(ran)
         transient = max(0, peak - size(self.whole) - grads - grads_before)
         kept, forms = [self.saved], []
         self.backward_peaks = [peak]
-        for share in SHARES:
+        for share in SHARES if smaller else ():
             part = self._kept(share)
             if part == kept[-1] or not part:
                 continue

@@ -22,13 +22,14 @@ from ..core.steady_step import at_rest, group_bytes
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
 from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
 from ..runtime.tape_placed import Lending, PlacedTape
-from ..tape.contents import Content, Slot, is_plain
+from ..tape.contents import Content, Slot, checksum_room, is_plain
 from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation
 from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .recorded_step import OWN, RecordedStep
 from .tape_chain import TapeChain
+from .tape_profile import TapeProfile
 
 CAST = "aten::_to_copy"
 
@@ -49,8 +50,8 @@ class Reads:
 class RecordedReads(RecordedStep):
     """A recorded step that also notes which operations read parameters, where they lie."""
 
-    def __init__(self, known: Known, model: nn.Module) -> None:
-        super().__init__(known, model)
+    def __init__(self, known: Known, model: nn.Module, *how: Any) -> None:
+        super().__init__(known, model, *how)
         # numbers of operations, and ids of parameters that they, or views right before them, read
         self._reads: set[tuple[int, int]] = set()
         # positions at which autograd has saved parameters that nothing has read since the operation before
@@ -113,8 +114,8 @@ class RecordedReads(RecordedStep):
 class RecordedLent(PlacedTape, RecordedReads):
     """The same, with parameters that lie on the host and are lent."""
 
-    def __init__(self, known: Known, model: nn.Module, lending: Lending, device: torch.device) -> None:
-        super().__init__(known, lending, model)
+    def __init__(self, known: Known, model: nn.Module, lending: Lending, device: torch.device, *how: Any) -> None:
+        super().__init__(known, lending, model, *how)
         self.device = device
 
     def __enter__(self) -> RecordedLent:
@@ -131,8 +132,9 @@ class TapeGroups:
     found: the step. chain: its chain, with what the groups cost. placed: their parameters. outside: those that stay on
     the device. first: of each group, the most that the first update of one of its parameters takes and leaves behind,
     where the host's memory is the device's. beside: bytes that the device holds throughout: what is outside, buffers,
-    the batch, the caller's loss. marks: those of the gradients that are used up. updates: bytes that the update of
-    what is outside takes, and that of all at once.
+    the caller's loss. marks: those of the gradients that are used up. update: bytes that the update of what is outside
+    takes. whole: the bytes with which the plain model and its optimizers run; expected: those of them that they take if
+    no gradients are there when a step begins.
     """
 
     found: TapeChain
@@ -142,14 +144,10 @@ class TapeGroups:
     first: tuple[int, ...]
     beside: int
     marks: int
-    updates: tuple[int, int]
+    update: int
+    whole: int
+    expected: int
     device: torch.device
-
-    @property
-    def whole(self) -> int:
-        """The bytes with which the plain model and its optimizers run."""
-        own = sum(one.bytes + one.grad_bytes + one.state_bytes for one in self.chain.parameters)
-        return own + self.beside + max(self.found.trace.plain_bytes(), self.updates[1])
 
     def constant(self, during: bool) -> int:
         """Bytes that the device holds throughout."""
@@ -189,7 +187,7 @@ class TapeGroups:
             levels.append(level + stays)
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
-        return [*levels[:-1], levels[-1] + self.updates[0]]
+        return [*levels[:-1], levels[-1] + self.update]
 
     def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
         """Return where `sequence` has the parameters. Unless the device is a CPU, a parameter lies where its gradient
@@ -217,7 +215,7 @@ class TapeGroups:
             early=early,
             outside=self.outside,
             during=during,
-            room=max(0, limit - self.constant(during) - alone - kept),
+            room=max(0, limit - self.constant(during) - self.chain.input_bytes - alone - kept),
             on_host=all(one.host_update_time is not None for one in self.chain.parameters if one.grad_bytes)
             or not apart,
         )
@@ -227,20 +225,26 @@ def _contents(found: TapeChain, v: Value, machine: Machine) -> frozenset[int]:
     return found.forms[v.stage - 1][machine.form[v.stage]] if v.saved else found.handed[v.stage]
 
 
+def without_gradients(profile: TapeProfile) -> TapeProfile:
+    """Return the profile of a step whose parameters' gradients count as those of groups."""
+    events = (event for event in profile.trace.backward if not event.kept)
+    return replace(profile, trace=replace(profile.trace, backward=tuple(events)))
+
+
 def groups_of(
-    reads: Reads,
+    profile: TapeProfile,
     found: TapeChain,
+    reads: Reads,
     model: nn.Module,
     probe: OptimizerProbe,
     host: bool,
-    batch_bytes: int,
     outside: Iterable[int] = (),
 ) -> TapeGroups:
     """Group the parameters of each stage, or of the stages that share them.
 
     Args:
-        host: whether the host may update a group. outside: ids of parameters that stay on the device, beyond those that
-            must.
+        found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
+            parameters that stay on the device, beyond those that must.
     """
     device, begins = reads.device, found.layout.begins
     block = block_bytes(device)
@@ -275,10 +279,15 @@ def groups_of(
             first.append(max(one_by_one) if here else 0)
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
+    gradients = sum(p.nbytes for p in left if p.requires_grad)
     beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
-    beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in left)
-    beside += probe.unplaced_bytes(every) + checksum_bytes(block) + batch_bytes + 2 * rounded(8, block)
-    marks = sum(p.requires_grad for p in every) * rounded(8, block)
+    beside += sum(p.nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
+    returned = max((one.nbytes for one in profile.trace.made if one.returned), default=0)
+    beside += max(checksum_bytes(block), checksum_room(returned)) + 2 * rounded(8, block)
+    resting = beside + profile.batch_bytes + sum(one.bytes + one.state_bytes for one in costs)
+    updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)
+    events = tuple(event for event in profile.trace.backward if not event.kept or event.size > 0)
+    with_gradients = replace(profile.trace, backward=events).plain_bytes()  # which stay
     return TapeGroups(
         found,
         replace(found.chain, parameters=tuple(costs)),
@@ -286,9 +295,11 @@ def groups_of(
         tuple(left),
         tuple(first),
         beside,
-        marks,
-        (probe.update_bytes(left), probe.update_bytes(every)),
-        device,
+        marks=sum(p.requires_grad for p in every) * rounded(8, block),
+        update=probe.update_bytes(left),
+        whole=max(resting + sum(one.grad_bytes for one in costs) + profile.trace.plain_bytes(), updating),
+        expected=max(resting - gradients + with_gradients, updating),
+        device=device,
     )
 
 

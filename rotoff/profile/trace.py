@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..tape.contents import Content
@@ -79,8 +79,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step. beside: bytes that it holds beside its contents; states: those of them that are generators' states,
-    which only what is made again needs."""
+    """One step. end: the position after its forward. beside: bytes that it holds beside its contents; states: those of
+    them that are generators' states, which only what is made again needs."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
@@ -88,32 +88,54 @@ class Trace:
     backward: tuple[Event, ...]
     beside: int
     states: int
+    end: int
 
     def size(self, contents: Iterable[int]) -> int:
         return sum(self.made[c].nbytes for c in set(contents))
 
     def plain_bytes(self) -> int:
         """Return the most bytes that the model holds without a tape."""
+        return max(self._plain_levels())
+
+    def plain_resting(self) -> int:
+        """Return the bytes that it holds between forward and backward."""
+        return list(self._plain_levels())[2 * len(self.ran) + 1]
+
+    def _plain_levels(self) -> Iterator[int]:
+        """Yield the bytes at the begin, in and after each operation, then between forward and backward, and after each
+        event of that."""
         kept = {self.latest(saved.content) for saved in self.saved if saved.content is not None}
         leave: dict[int, list[int]] = {}
-        level = most = self.beside - self.states
+        level = self.beside - self.states
+        yield level
         for n, op in enumerate(self.ran):
             level -= self.size(leave.pop(n, ()))
-            most = max(most, level + op.peak)
+            yield level + op.peak
             level += self.size(op.makes)
+            yield level
             for c in op.makes:
                 if c not in kept:
                     leave.setdefault(self.made[c].dies, []).append(c)
         level -= self.size(c for gone in leave.values() for c in gone if not self.made[c].returned)
+        yield level
         left = Counter(event.freed[0] for event in self.backward if event.freed is not None)
         for event in self.backward:
             level += event.size
-            most = max(most, level)
+            yield level
             if event.freed is not None:
                 c = event.freed[0]
                 left[c] -= 1
                 level -= 0 if left[c] or self.made[c].returned else self.made[c].nbytes
-        return most
+
+    def timed_by(self, other: Trace) -> Trace:
+        """Return this with the shorter of the two times of each operation; `other` is the same step again."""
+        ran = (replace(op, seconds=min(op.seconds, one.seconds)) for op, one in zip(self.ran, other.ran, strict=True))
+        waits = iter([event.seconds for event in other.backward if event.seconds])
+        backward = (
+            replace(event, seconds=min(event.seconds, next(waits, event.seconds))) if event.seconds else event
+            for event in self.backward
+        )
+        return replace(self, ran=tuple(ran), backward=tuple(backward))
 
     def latest(self, content: int) -> int:
         """What its storage has at the end, which is what autograd reads."""
@@ -161,7 +183,15 @@ def trace_of(step: RecordedStep) -> Trace:
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
     states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
     beside = _beside(step) + max(states, default=0)  # one is put back while an operation runs again
-    return Trace(made, tuple(ran), saved, tuple(_backward(step, number)), beside, sum(states) + max(states, default=0))
+    return Trace(
+        made,
+        tuple(ran),
+        saved,
+        tuple(_backward(step, number)),
+        beside,
+        sum(states) + max(states, default=0),
+        step.position,
+    )
 
 
 def _peaks(step: RecordedStep, many: int) -> list[int]:

@@ -41,6 +41,7 @@ from ..tensors.storage import uses_of
 from .execution_plan import ExecutionPlan
 from .layout import Layout
 from .links.base import Link
+from .links.spill import Spill
 from .placed.groups import ParameterPlaces
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor, prefetch
@@ -415,7 +416,7 @@ class PlacedStep(TapeStep):
     """One training step whose plan moves parameters, gradients and optimizer states, too.
 
     Args:
-        plan, layout, link, done: as for `TapeStep`. placement: runs those operations.
+        plan, layout, link, done, spill: as for `TapeStep`. placement: runs those operations.
     """
 
     def __init__(
@@ -426,8 +427,9 @@ class PlacedStep(TapeStep):
         placement: Placement,
         lending: Lending,
         done: Callable[[], None] = lambda: None,
+        spill: Spill | None = None,
     ) -> None:
-        super().__init__(plan, layout, link, done)
+        super().__init__(plan, layout, link, done, spill)
         self._placement, self._lending = placement, lending
         self._tape: weakref.ref[Tape] | None = None
         self._late: list[Op] = []  # updates whose gradients had not come
@@ -442,7 +444,8 @@ class PlacedStep(TapeStep):
     def _look_ahead(self, tape: Tape) -> None:
         super()._look_ahead(tape)
         assert isinstance(tape, PlacedTape)
-        tape.last_key = self._layout.keys[tape.stage - 1]
+        keys = self._layout.keys[:-1]
+        tape.last_key = keys[tape.stage - 1] if tape.stage <= len(keys) and not self.left_course else -1
 
     def _leave_course(self) -> None:
         super()._leave_course()
@@ -480,8 +483,8 @@ class PlacedStep(TapeStep):
         self._ended = True
         self._lending.empty()
         if self._queued:  # and not a forward that has failed
-            ops = self._plan.sequence.ops[self._next :]
-            self._next = len(self._plan.sequence.ops)
+            ops = self._ops[self._next :]
+            self._next = len(self._ops)
             self._placement.backward_done([*self._late, *(op for op in ops if op.of or op.kind in UPDATES)])
 
     def abandon(self) -> None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from trunks import TABLE
 
 import rotoff
+from rotoff.core.chain import LinkRates
 from rotoff.profile.estimate.devices import find
 from rotoff.profile.estimate.fake_trace import backward_of_all, fake_trace
 from rotoff.profile.recorded_step import RecordedStep
@@ -84,7 +85,10 @@ def shares(fake: Trace, real: Trace) -> list[float]:
     """The expected peaks of three plans over those by the step that ran; the values of both chains are the same."""
     assert contents(fake) == contents(real)
     assert fake.saved == real.saved
-    expected, chains = chain_of(alike(real), (1e9, 1e9)), chain_of(alike(fake), (1e9, 1e9))
+    expected, chains = (
+        chain_of(alike(real), LinkRates(1e9, 1e9, False)),
+        chain_of(alike(fake), LinkRates(1e9, 1e9, False)),
+    )
     assert chains.layout == expected.layout
     for one, other in zip(chains.chain.stages, expected.chain.stages, strict=True):
         assert (one.output_bytes, one.saved_bytes) == (other.output_bytes, other.saved_bytes)
@@ -194,7 +198,7 @@ def test_a_model_for_a_cuda_device_that_is_not_there_has_a_plan() -> None:
     )
     block, numbers = sorted([x.nbytes, 4 * 2 * 4 * 64, x.nbytes, x.numel()]), 512
     assert sorted(one.nbytes for one in trace.made) == sorted([*block * 6, *[numbers] * 12])
-    found = chain_of(trace, (1e9, 1e9))
+    found = chain_of(trace, LinkRates(1e9, 1e9, False))
     plan = rotoff.solve(found.chain, rotoff.min_mem_limit(found.chain, "joint"), mode="joint")
     assert 0 < max(found.levels(plan)) < 0.75 * max(found.levels(keep_all(found.chain)))
 

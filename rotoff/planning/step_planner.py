@@ -1,0 +1,330 @@
+"""Plans a step on a tape within a limit: the solver proposes on the chain, the exact levels decide."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..core.chain import Chain
+from ..core.sequence import FORWARDS, Sequence
+from ..core.simulator import Trace
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError, InvalidSequenceError
+from ..profile.tape_chain import TapeChain
+from ..profile.tape_profile import TapeProfile
+from ..report.rotor_names import NO_LIMIT
+from ..report.summary import in_words
+from ..runtime.execution_plan import ExecutionPlan, compile_sequence
+from ..runtime.links.pinned import room_for_plan
+from ..solver import keep_all
+from ..solver.anneal import CLOSE, least_compute
+from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
+from ..solver.in_flight import least_in_flight, resting_bytes
+from ..solver.search import parse_host_limit
+from .distributed import agree_on_limit
+from .request import Request
+
+logger = logging.getLogger("rotoff")
+ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
+GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
+EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """A plan for a step.
+
+    Attributes:
+        profile: of the step. found: the chain that was planned, with its contents.
+        execution: what the step runs; `keeps_all` if it is the model as it is.
+        levels: the most bytes that each operation holds, in the terms of a `mem_limit`. peak: of the step, likewise.
+    """
+
+    profile: TapeProfile
+    found: TapeChain
+    execution: ExecutionPlan
+    levels: tuple[int, ...]
+    peak: int
+
+    @property
+    def chain(self) -> Chain:
+        return self.found.chain
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.execution.sequence
+
+    @property
+    def trace(self) -> Trace:
+        return self.execution.trace
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.execution.keeps_all
+
+    @property
+    def resting(self) -> int:
+        """Bytes that the step holds between forward and backward, if several are under way."""
+        if self.execution.keeps_all:
+            return self.profile.trace.plain_resting()
+        return resting_bytes(self.chain, self.sequence.ops) - self.profile.batch_bytes
+
+
+def make_plan(
+    profile: TapeProfile, request: Request, near: Iterable[Sequence] = (), room: int | None = None
+) -> StepPlan:
+    """Return the fastest plan that was found for a request.
+
+    Args:
+        near: of the same step at other sizes; one that is good enough is taken, so that a new size needs no search.
+        room: bytes of the host that there are, if that is known.
+
+    Raises:
+        InfeasibleError: if nothing fits.
+    """
+    began = time.perf_counter()
+    if request.plain and request.policy is None and profile.keep_all_bytes(request.in_flight) <= request.mem_limit:
+        plan = keeping_all(profile, request.in_flight)
+    else:
+        plan = _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
+    _report(profile, request, plan, time.perf_counter() - began)
+    return plan
+
+
+def keeping_all(profile: TapeProfile, in_flight: int = 1) -> StepPlan:
+    """Return the plan to run the model as it is."""
+    found, peak = profile.chains[0], profile.keep_all_bytes(in_flight)
+    sequence = keep_all(found.chain)
+    execution = replace(compile_sequence(found.chain, sequence, in_flight=in_flight), keeps_all=True)
+    levels = (min(level - profile.batch_bytes, peak) for level in found.levels(sequence))
+    return StepPlan(profile, found, execution, tuple(levels), peak)
+
+
+def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flight: int = 1) -> StepPlan:
+    """Return the plan that runs `sequence` of the chain `found`.
+
+    Raises:
+        InvalidSequenceError: if the machine refuses it.
+    """
+    resting = (in_flight - 1) * (resting_bytes(found.chain, sequence.ops) - profile.batch_bytes) if in_flight > 1 else 0
+    levels = tuple(level - profile.batch_bytes + resting for level in found.levels(sequence))
+    execution = compile_sequence(found.chain, sequence, in_flight=in_flight)
+    charged = replace(sequence, mem_limit=max(sequence.mem_limit or 0, execution.trace.peak_bytes))
+    return StepPlan(profile, found, replace(execution, sequence=charged), levels, max(levels))
+
+
+def least_limit(profile: TapeProfile, request: Request) -> int:
+    """Return the smallest limit that a request can have, whatever its own is."""
+    quick = replace(_quick(request, 1), policy=None)
+    plans = (
+        p for part in _parts(request.mode) for found in profile.chains for p in _proposed(profile, found, quick, part)
+    )
+    least = min(plan.peak for plan in plans)
+    return max(1, min(profile.keep_all_bytes(request.in_flight), least) if request.plain else least)
+
+
+def least_time(profile: TapeProfile, request: Request, found: float = math.inf) -> float:
+    """Return seconds that no step within the request's limit can beat. found: seconds of a plan.
+
+    Raises:
+        InfeasibleError: if nothing fits.
+    """
+    if profile.keep_all_bytes() <= request.mem_limit:
+        return profile.chain.compute_time
+    limit = request.mem_limit + profile.batch_bytes
+    fitting = [one.chain for one in profile.chains if limit >= min_mem_limit(one.chain, "joint")]
+    if not fitting:
+        raise _infeasible(profile, replace(request, mode="joint"))
+    alone = min(map(least_compute, fitting))
+    if found <= CLOSE * alone:
+        return alone * (1 - SUM_ERROR)
+    return min(least_time_of(chain, limit) for chain in fitting)
+
+
+def room_of(device: Any, group: Any = None) -> int | None:
+    """Return the fewest free bytes of the host in any process of the group; None if none of them is known."""
+
+    def room_here() -> int:
+        room = room_for_plan(device)
+        return NO_LIMIT if room is None else room
+
+    least = room_here() if group is None else agree_on_limit(room_here, group)
+    return None if least >= NO_LIMIT else least
+
+
+def _parts(mode: str) -> tuple[str, ...]:
+    """The modes whose sequences `mode` allows. The chain's least sequence in joint may hold more than one of these."""
+    return ("joint", "remat", "offload") if mode == "joint" else (mode,)
+
+
+def _searched(profile: TapeProfile, request: Request, room: int | None) -> StepPlan:
+    """Return the fastest plan that the solver finds."""
+    plan = _best(profile, request)
+    if plan is not None and room is not None and request.in_flight * plan.execution.host_bytes > room:
+        asked = request.options.get("host_limit")
+        most = room if asked is None else min(room, parse_host_limit(asked))
+        needs = request.in_flight * plan.execution.host_bytes
+        if request.policy is None:  # the slab is larger than the host limit by gaps between values
+            for share in (1.0, 0.75, 0.5, 0.0):
+                plan = _best(profile, replace(request, options={**request.options, "host_limit": int(share * most)}))
+                if plan is None or request.in_flight * plan.execution.host_bytes <= room:
+                    break
+        if plan is None or request.in_flight * plan.execution.host_bytes > room:
+            raise _no_room(profile, request, needs, room)
+    if plan is None:
+        raise _infeasible(profile, request)
+    return plan
+
+
+def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
+    """Return the fastest plan within the limit. Near the smallest limit of the chain, short searches find plans that
+    hold less than it charges."""
+    best: StepPlan | None = None
+    tries = [(request.mode, request)]
+    if request.policy is None:
+        tries += [(part, _quick(request, 1)) for part in _parts(request.mode)]
+    for part, asked in tries:
+        for found in profile.chains if best is None else ():
+            for plan in _proposed(profile, found, asked, part):
+                if plan.peak <= request.mem_limit and (best is None or plan.trace.makespan < best.trace.makespan):
+                    best = plan
+    return best
+
+
+def _quick(request: Request, limit: int) -> Request:
+    """`request` for another limit, without a search."""
+    return replace(request, mem_limit=limit, options={**request.options, "refine": False})
+
+
+def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: str) -> Iterator[StepPlan]:
+    """Plans for the request's limit, or for the smallest that the chain has. Where the first run of a stage exceeds it,
+    the next is for a chain that charges the stage with more; where bytes are left, for a larger limit. The last one is
+    searched for."""
+    chain, limit = found.chain, request.mem_limit + profile.batch_bytes
+    request, asked, raised = replace(request, mode=mode), limit, False
+    searches = request.policy is None and bool(request.options.get("refine", True))
+    quick = _quick(request, request.mem_limit) if searches else request
+    for n in range(ROUNDS):
+        if request.policy is None:
+            asked = max(asked, least_in_flight(chain, mode, request.in_flight, -profile.batch_bytes))
+        try:
+            sequence = quick.solve(chain, asked, -profile.batch_bytes)
+            plan = compiled(profile, found, sequence, request.in_flight)
+        except (InfeasibleError, InvalidSequenceError):
+            return
+        yield plan
+        if over := _first_runs_over(plan, max(limit, asked) - profile.batch_bytes):
+            chain = _charging(chain, over)
+        elif plan.peak < request.mem_limit and not raised and asked < 2 * limit:
+            asked, raised = asked + request.mem_limit - plan.peak, True
+        elif searches and quick is not request and n < ROUNDS - 1:
+            quick = request
+        else:
+            return
+
+
+def _first_runs_over(plan: StepPlan, limit: int) -> dict[int, int]:
+    ran, over = 0, dict[int, int]()
+    for op, level in zip(plan.sequence, plan.levels, strict=True):
+        if op.kind in FORWARDS and op.stage > ran:
+            ran = op.stage
+            if level > limit:
+                over[op.stage] = max(level - limit, limit // 64)
+    return over
+
+
+def _charging(chain: Chain, more: dict[int, int]) -> Chain:
+    """Return `chain` with `more` bytes for forwards of these stages."""
+    stages = list(chain.stages)
+    for i, nbytes in more.items():
+        stage = stages[i - 1]
+        stages[i - 1] = replace(
+            stage,
+            forward_transient_bytes=stage.forward_transient_bytes + nbytes,
+            checkpoint_transient_bytes=(stage.checkpoint_transient_bytes or 0) + nbytes,
+            forms=tuple(
+                replace(form, forward_transient_bytes=form.forward_transient_bytes + nbytes) for form in stage.forms
+            ),
+        )
+    return replace(chain, stages=tuple(stages))
+
+
+def _reused(profile: TapeProfile, request: Request, near: Several[Sequence], room: int | None) -> StepPlan | None:
+    """Return the fastest of the plans `near` that fits this size, or what a short search finds if that is faster."""
+    if not near or request.policy is not None:
+        return None
+    best: StepPlan | None = None
+    for sequence in near:
+        for found in profile.chains:
+            try:
+                plan = compiled(profile, found, replace(sequence, mem_limit=None, meta={}), request.in_flight)
+            except (InvalidSequenceError, IndexError, StopIteration):
+                continue
+            fits = plan.peak <= request.mem_limit and (room is None or plan.execution.host_bytes <= room)
+            if fits and (best is None or plan.trace.makespan < best.trace.makespan):
+                best = plan
+    if best is not None and best.trace.makespan <= GOOD * profile.chain.compute_time:
+        return best
+    effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
+    quick = _best(profile, replace(request, options=effort))
+    if quick is not None and room is not None and quick.execution.host_bytes > room:
+        quick = None
+    fitting = [one for one in (best, quick) if one is not None]
+    return min(fitting, key=lambda one: one.trace.makespan, default=None)
+
+
+def _infeasible(profile: TapeProfile, request: Request) -> InfeasibleError:
+    least = least_limit(profile, request)
+    needs = f"the training step needs at least {format_bytes(least)} ({least} bytes)"
+    limit = f"{format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+    if least <= request.mem_limit:
+        if (host := request.options.get("host_limit")) is None:
+            return InfeasibleError(f"nothing was found {request} within {limit}; {needs}", least)
+        found = f"nothing was found {request} within {limit} on the device and host_limit={host!r}"
+        return InfeasibleError(f"{found}; without a host_limit {needs}, so give a larger host_limit", least)
+    phase, stage, nbytes = largest_operation(profile.chain)
+    binds = ""
+    if nbytes - profile.batch_bytes >= least:
+        name = profile.chain.stage(stage).name
+        binds = f". The {phase} of stage {stage} ({name}) alone needs that much"
+    return InfeasibleError(f"{needs} {request}; the limit is {limit}{binds}", least)
+
+
+def _no_room(profile: TapeProfile, request: Request, needed: int, room: int) -> InfeasibleError:
+    least = least_limit(profile, replace(request, mode="remat"))
+    return InfeasibleError(
+        f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps"
+        f" {needed} bytes in pinned host memory, and {room} are available; give a limit of at least"
+        f" {format_bytes(least)} ({least} bytes), which needs none, give the process more memory, or say in the"
+        " environment that there is more (ROTOFF_HOST_MEMORY)",
+        least,
+    )
+
+
+def _report(profile: TapeProfile, request: Request, plan: StepPlan, seconds: float) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    everything = format_bytes(profile.keep_all_bytes(request.in_flight))
+    limit = "there is no limit" if request.mem_limit >= NO_LIMIT else f"the limit is {format_bytes(request.mem_limit)}"
+    if plan.execution.keeps_all:
+        logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)
+        return
+    trace, base = plan.trace, profile.chain.compute_time
+    logger.info("rotoff: keeping everything takes %s, and %s", everything, limit)
+    logger.info(
+        "rotoff: planned %s in %.1f s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        " %.4g s recomputed; %s",
+        request,
+        seconds,
+        format_bytes(plan.peak),
+        trace.makespan,
+        round(100 * (trace.makespan / base - 1), 1) + 0.0 if base else 0.0,  # never -0.0
+        format_bytes(trace.d2h_bytes),
+        trace.recompute_time,
+        in_words(plan.sequence),
+    )

@@ -1,0 +1,73 @@
+"""What a step of a model showed, and the chains into which it can be cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ..core.chain import Chain, LinkRates
+from .tape_chain import STAGES, TapeChain, chain_of
+from .trace import Trace
+
+
+@dataclass(frozen=True, eq=False)
+class TapeProfile:
+    """The profile of a step.
+
+    Attributes:
+        trace: what the step did.
+        device: on which it ran.
+        rates: of the link to the host.
+        batch_bytes: of the input, which the chain counts and a `mem_limit` does not.
+        stages: about how many, or the names of the modules that are stages.
+        forms: whether stages may keep a part of what they save.
+        shapes: of the tensors of the input.
+        seen: whether the step has run; if not, its bytes are those of fake tensors.
+    """
+
+    trace: Trace
+    device: torch.device
+    rates: LinkRates
+    batch_bytes: int = 0
+    stages: int | Collection[str] = STAGES
+    forms: bool = True
+    shapes: tuple[tuple[int, ...], ...] = ()
+    seen: bool = True
+
+    @cached_property
+    def chains(self) -> list[TapeChain]:
+        """The step as a chain. If contents that few stages need stay on the device, also one that hands them on."""
+        found = [self._chain()]
+        return [*found, self._chain(far=math.inf)] if found[0].stay else found
+
+    def _chain(self, **how: float) -> TapeChain:
+        return chain_of(self.trace, self.rates, self.stages, beside=self.batch_bytes, forms=self.forms, **how)
+
+    @property
+    def chain(self) -> Chain:
+        """The first of the chains."""
+        return self.chains[0].chain
+
+    def timed_by(self, other: Trace) -> TapeProfile:
+        """Return this with the shorter time of each operation of its trace and of `other`, the same step again."""
+        return replace(self, trace=self.trace.timed_by(other))
+
+    @property
+    def chain_keys(self) -> tuple[int, ...]:
+        """What tells the operations of this step from others."""
+        return self.chains[0].layout.keys
+
+    def keep_all_bytes(self, in_flight: int = 1) -> int:
+        """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
+        return self.trace.plain_bytes() + (in_flight - 1) * self.trace.plain_resting()
+
+    @property
+    def strategy(self) -> str:
+        """How the step was cut into stages, for people."""
+        if isinstance(self.stages, int):
+            return f"{len(self.chain)} stages, cut where few bytes cross"
+        return f"{len(self.chain)} stages, which end where calls of {len(self.stages)} modules end"
