@@ -42,7 +42,7 @@ def model() -> nn.Sequential:
 
 
 def keep_all(rows: int) -> int:
-    probe = rotoff.Checkpointable(model(), cache_directory=None).measure(torch.randn(rows, 16), repeats=1)
+    probe = rotoff.Checkpointable(model(), cache_directory=None).measure(torch.randn(rows, 16))
     return probe.keep_all_memory
 
 

@@ -264,7 +264,7 @@ def planned(row: Row, net: nn.Module, mode: str) -> rotoff.Checkpointable | None
     seeded()
     args, kwargs = row.call(0)
     try:
-        run.measure(*args, repeats=1, **kwargs)
+        run.measure(*args, **kwargs)
         for limit in limits(run, mode, row.room):
             run.compute_sequence(limit, mode=mode, refine=False)
             if works(run.sequence):
