@@ -31,6 +31,7 @@ from .core.sequence import Sequence
 from .core.sizes import is_auto, parse_bytes
 from .errors import MeasureError, OptionError
 from .io.cache import Cache
+from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
@@ -50,6 +51,8 @@ from .tensors.rng import Generators
 from .tensors.tree import tensor_leaves
 
 logger = logging.getLogger("rotoff")
+REPEATS = 2  # steps that are recorded on a sample; the first one also pays for what happens once
+Progress = Callable[[int, int, str], object]
 
 
 class Checkpointable(RotorNames, ModuleProxy):
@@ -150,7 +153,9 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     # -- planning
 
-    def measure(self, *sample: Any, **kwargs: Any) -> Checkpointable:
+    def measure(
+        self, *sample: Any, progress: Progress | bool | None = None, repeats: int | None = None, **kwargs: Any
+    ) -> Checkpointable:
         """Record a step on a sample batch: its bytes and times; returns the module.
 
         Nothing of it is left: gradients, buffers, generators and attributes are restored. What the step saves leaves
@@ -158,17 +163,29 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Args:
             sample, kwargs: arguments of the model, on its device; a single dict holds named arguments.
+            progress: called with (steps recorded, of so many, "step"). None: a progress line on standard error, if that
+                is a terminal; False: no progress.
+            repeats: how many steps are recorded; each operation takes its shortest time. None: 2.
 
         Raises:
             MeasureError: if the model cannot run on this input.
         """
 
         def sample_here() -> Any:
+            if repeats is not None and (isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1):
+                raise MeasureError(f"repeats is {repeats!r}; give a whole number of at least 1")
             given = strategy.read_sample(self._model, sample, kwargs)
             return strategy.chain_input(self._model, *given)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
-        self._measured(value)
+        many = REPEATS if repeats is None else repeats
+        with Bar("measuring") as bar:
+            for n in range(many):
+                self._measured(value)
+                if callable(progress):
+                    progress(n + 1, many, "step")
+                elif progress is not False:
+                    bar((n + 1) / many)
         return self
 
     def _measured(self, value: Any) -> Course:
@@ -179,10 +196,13 @@ class Checkpointable(RotorNames, ModuleProxy):
             Generators(self._steps.device_for(tensor_leaves(value))),
             BufferCopies(buffers_of(self._model)),
         )
-        states, gradients = generators.copies(), [(p, p.grad) for p in self._model.parameters() if p.is_leaf]
-        before = self._model.training
+        states, before = generators.copies(), self._model.training
         try:
-            with undone(self._model), torch.enable_grad():
+            with (
+                _as_they_are([*self._model.parameters(), *tensor_leaves(value)]),
+                undone(self._model),
+                torch.enable_grad(),
+            ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
                 return self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
@@ -199,8 +219,6 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._model.train(before)
             generators.put(states)
             buffers.put_back()
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
     def _starts(self, result: Any) -> list[torch.Tensor]:
         """The outputs from which a backward starts."""
@@ -459,6 +477,21 @@ class Checkpointable(RotorNames, ModuleProxy):
 # Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor
 # replays. `torch.compiler.disable` is the public way, but imports the compiler at once, which takes a second.
 _left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(Checkpointable._planned)
+
+
+@contextmanager
+def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
+    """Give leaf tensors their gradients back at the end, and call no hook of theirs meanwhile."""
+    names = "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
+    leaves = {id(t): t for t in tensors if t.is_leaf and t.requires_grad}.values()
+    before = [(t, name, getattr(t, name)) for t in leaves for name in names]
+    try:
+        for t, name, _ in before:
+            setattr(t, name, None)
+        yield
+    finally:
+        for t, name, had in before:
+            setattr(t, name, had)
 
 
 def _refuse_lazy(model: nn.Module) -> None:

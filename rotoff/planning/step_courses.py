@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
-from ..profile.recorded_step import RecordedStep
+from ..profile.recorded_step import BUSY, RecordedStep
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
 from ..runtime.links.pool import LinkPool
@@ -167,7 +167,7 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
-        if self._recorded is not None:  # several are under way
+        if BUSY.locked():  # several are under way
             return self._away(plain, args, kwargs)
         if torch.autograd._profiler_enabled():
             self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
@@ -230,6 +230,8 @@ class StepRunner:
         patience = max((2 * one.patience for one in known), default=PATIENCE)
         alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
         course = alike[0] if alike else Course(profile, recorded.hint, patience=patience)
+        if alike:
+            course.profile, course.plan = course.profile.timed_by(profile.trace), None
         for one in known:
             one.strayed, one.patience = 0, patience
         if alike:
@@ -312,18 +314,18 @@ class StepRunner:
         starts: Callable[[Any], list[torch.Tensor]],
     ) -> Course:
         """Record a step on a sample. starts: the outputs from which its backward starts."""
-        if torch.autograd._profiler_enabled():
+        if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
-        step = RecordedStep(self.known, self.model, self._spill(), alone=True)
+        step = RecordedStep(self.known, self.model, self._spill(), patient=True)
         recorded = self._begin(key, hint, args, kwargs, step)
         try:
             with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
                 result = plain(*args, **kwargs)
             roots = starts(result)
             del result
-            inputs = [t for t in (*self.model.parameters(), *tensor_leaves((args, kwargs))) if t.requires_grad]
-            torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)
+            if roots:
+                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         finally:
             step.stop()
         return self._learn(recorded)

@@ -64,6 +64,10 @@ class StepPlan:
         return self.execution.trace
 
     @property
+    def keeps_all(self) -> bool:
+        return self.execution.keeps_all
+
+    @property
     def resting(self) -> int:
         """Bytes that the step holds between forward and backward, if several are under way."""
         if self.execution.keeps_all:

@@ -7,9 +7,11 @@ needs it. So the step keeps its limit if anything does, and shows how long each 
 from __future__ import annotations
 
 import os
+import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
+from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot
 from ..tape.tape import Known, Operation, Tape, is_wrapper
@@ -45,12 +48,16 @@ class Segment:
     saved: dict[Content, None] = field(default_factory=dict)
 
 
+BUSY = threading.Lock()  # there is one profiler
+PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
+OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
     Args:
-        spill: where what is saved goes. alone: whether the backward is ``torch.autograd.grad``, which leaves no
-            gradients behind.
+        spill: where what is saved goes. patient: whether it waits for the end of one in another thread.
 
     Attributes:
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
@@ -60,9 +67,9 @@ class RecordedStep(Verified):
             did.
     """
 
-    def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, alone: bool = False) -> None:
+    def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
         super().__init__(known)
-        self._alone = alone
+        self._patient = patient
         self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
         self.seconds: list[float] = []
@@ -88,6 +95,7 @@ class RecordedStep(Verified):
         self._spill = Spill() if spill is None else spill
         self._away: dict[Content, Away] = {}
         self._profile: profile | None = None
+        self.thread = 0
         self._queued = False
         self._clock = 0.0
         self._last = 0.0
@@ -99,10 +107,7 @@ class RecordedStep(Verified):
         self._start()
         self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
-        if self._alone:
-            self._gradient_hooks = [p.register_hook(self._gone) for p in trained]
-        else:
-            self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
+        self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
         super().__enter__()
         return self
 
@@ -225,12 +230,25 @@ class RecordedStep(Verified):
         self._gradient_hooks = []
         if self._profile is not None:
             profiler, self._profile = self._profile, None
-            self.log = _stopped(profiler)
+            OPEN.discard(self)
+            self._unstopped.detach()
+            try:
+                self.log = _stopped(profiler)
+            finally:
+                BUSY.release()
 
     # -- the log
 
     def _start(self) -> None:
-        self._profile = _started()
+        if self._patient:
+            for step in [one for one in OPEN if one.thread == threading.get_ident()]:
+                step.stop()  # its backward may never come
+        if not BUSY.acquire(timeout=PATIENCE if self._patient else 0.001):
+            raise MeasureError("a step is recorded in another thread already; run its backward, and measure then")
+        profiler = self._profile = _started()
+        self.thread = threading.get_ident()
+        OPEN.add(self)
+        self._unstopped = weakref.finalize(self, _discarded, profiler)
 
     def region(self, name: str) -> AbstractContextManager[object]:
         """A region of the log."""
@@ -242,10 +260,9 @@ class RecordedStep(Verified):
 
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is no longer the step's: a later one is added to it, and released."""
-        assert parameter.grad is not None
-        self._gone(parameter.grad)
-
-    def _gone(self, gradient: torch.Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is None:  # another hook has taken it
+            return
         if gradient.layout is torch.strided and not is_wrapper(gradient):
             with self.region(f"{GRADIENT} {self.address(gradient.untyped_storage())}"):
                 pass
@@ -277,6 +294,14 @@ def _started() -> profile:
     found = profile(profile_memory=True, use_cpu=True)
     found.__enter__()
     return found
+
+
+def _discarded(profiler: profile) -> None:
+    try:
+        with suppress(RuntimeError):
+            profiler.__exit__(None, None, None)
+    finally:
+        BUSY.release()
 
 
 def _stopped(profiler: profile) -> list[Event]:

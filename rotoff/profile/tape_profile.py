@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -51,6 +51,10 @@ class TapeProfile:
     def chain(self) -> Chain:
         """The first of the chains."""
         return self.chains[0].chain
+
+    def timed_by(self, other: Trace) -> TapeProfile:
+        """Return this with the shorter time of each operation of its trace and of `other`, the same step again."""
+        return replace(self, trace=self.trace.timed_by(other))
 
     @property
     def chain_keys(self) -> tuple[int, ...]:

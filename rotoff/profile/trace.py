@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..tape.contents import Content
 from .recorded_step import END, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
@@ -125,6 +125,16 @@ class Trace:
                 c = event.freed[0]
                 left[c] -= 1
                 level -= 0 if left[c] or self.made[c].returned else self.made[c].nbytes
+
+    def timed_by(self, other: Trace) -> Trace:
+        """Return this with the shorter of the two times of each operation; `other` is the same step again."""
+        ran = (replace(op, seconds=min(op.seconds, one.seconds)) for op, one in zip(self.ran, other.ran, strict=True))
+        waits = iter([event.seconds for event in other.backward if event.seconds])
+        backward = (
+            replace(event, seconds=min(event.seconds, next(waits, event.seconds))) if event.seconds else event
+            for event in self.backward
+        )
+        return replace(self, ran=tuple(ran), backward=tuple(backward))
 
     def latest(self, content: int) -> int:
         """What its storage has at the end, which is what autograd reads."""
