@@ -177,6 +177,14 @@ class Checkpointable(RotorNames, ModuleProxy):
         if asked is not None:
             self._specializations.request = replace(asked, cache=self._cache)
 
+    @property
+    def _plain(self) -> Callable[..., Any] | None:
+        return self._specializations.meter.plain
+
+    @_plain.setter
+    def _plain(self, plain: Callable[..., Any]) -> None:
+        self._specializations.meter.plain = plain
+
     # -- planning
 
     def measure(

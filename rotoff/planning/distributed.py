@@ -30,7 +30,7 @@ def agree_on_sample(read: Callable[[], T], group: Any) -> T:
         MeasureError: if it raises in another process. Whatever it raises here.
     """
     found: list[T] = []
-    _from_everyone(lambda: found.append(read()), "take the sample", group)
+    from_everyone(lambda: found.append(read()), "take the sample", group)
     return found[0]
 
 
@@ -47,7 +47,7 @@ def agree_on_profile(measure: Callable[[], Profile], group: Any) -> Profile:
         found.append(measure())
         return SentProfile(found[0])
 
-    everyone = _from_everyone(told, "measure the model", group)
+    everyone = from_everyone(told, "measure the model", group)
     return common_profile(found[0], everyone)
 
 
@@ -57,7 +57,7 @@ def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
     Raises:
         LimitError: if it raises in another process. Whatever it raises here.
     """
-    return min(_from_everyone(mem_limit, "take the limit", group, LimitError))
+    return min(from_everyone(mem_limit, "take the limit", group, LimitError))
 
 
 def agree_on_sequence(solve: Callable[[], Plan], group: Any) -> Plan:
@@ -101,9 +101,7 @@ def refuse_root_shards(root: nn.Module, stages: Sequence[StageModule]) -> None:
                 )
 
 
-def _from_everyone(
-    act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError
-) -> list[T]:
+def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
     """The results of `act` in all processes; if it fails in one it raises in all, so that none waits forever."""
     failure: Exception | None = None
     mine: tuple[Any, str] = None, ""
