@@ -263,6 +263,7 @@ def chain_of(
 
     layout = Layout(
         tuple(begins),
+        trace.end,
         tuple(_key(trace, first, end, i) for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1)),
         tuple(tuple((of_stage[c], key(c)) for c in handed[i]) for i in range(1, many + 1)),
         tuple(layout_forms),

@@ -78,8 +78,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """One step. beside: bytes that it holds beside its contents; states: those of them that are generators' states,
-    which only what is made again needs."""
+    """One step. end: the position after its forward. beside: bytes that it holds beside its contents; states: those of
+    them that are generators' states, which only what is made again needs."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
@@ -87,6 +87,7 @@ class Trace:
     backward: tuple[Event, ...]
     beside: int
     states: int
+    end: int
 
     def size(self, contents: Iterable[int]) -> int:
         return sum(self.made[c].nbytes for c in set(contents))
@@ -171,7 +172,15 @@ def trace_of(step: RecordedStep) -> Trace:
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
     states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
     beside = _beside(step) + max(states, default=0)  # one is put back while an operation runs again
-    return Trace(made, tuple(ran), saved, tuple(_backward(step, number)), beside, sum(states) + max(states, default=0))
+    return Trace(
+        made,
+        tuple(ran),
+        saved,
+        tuple(_backward(step, number)),
+        beside,
+        sum(states) + max(states, default=0),
+        step.position,
+    )
 
 
 def _peaks(step: RecordedStep, many: int) -> list[int]:

@@ -372,7 +372,7 @@ class PlacedStep(TapeStep):
     def _look_ahead(self, tape: Tape) -> None:
         super()._look_ahead(tape)
         assert isinstance(tape, PlacedTape)
-        tape.last_key = self._layout.keys[tape.stage - 1]
+        tape.last_key = -1 if self.left_course else self._layout.keys[tape.stage - 1]
 
     def _leave_course(self) -> None:
         super()._leave_course()

@@ -25,6 +25,10 @@ from ..tape.tape import Tape
 from .execution_plan import ExecutionPlan
 from .layout import Layout
 from .links.base import Link, Ticket
+from .links.spill import Away, Spill
+from .step_times import StepTimes
+
+OFF_COURSE = 64  # operations and saved tensors after which what a step without a plan has saved leaves the device
 
 
 class TapeStep:
@@ -33,12 +37,22 @@ class TapeStep:
     Args:
         plan: the operations. layout: how to find the stages and their contents on the tape.
         link: to the host; None if the plan moves nothing. done: called when the step has ended.
+        spill: where what is saved goes if the forward leaves its course; None: it is made again.
+        times: of the operations, if they are recorded.
     """
 
     def __init__(
-        self, plan: ExecutionPlan, layout: Layout, link: Link | None, done: Callable[[], None] = lambda: None
+        self,
+        plan: ExecutionPlan,
+        layout: Layout,
+        link: Link | None,
+        done: Callable[[], None] = lambda: None,
+        spill: Spill | None = None,
+        times: StepTimes | None = None,
     ) -> None:
         self._plan, self._layout, self._link, self._done = plan, layout, link, done
+        self._spill, self._times = spill, times
+        self._away: dict[Content, Away] = {}
         self._next = 0  # the operation to run next
         self._stage = 0  # the stage of the forward
         self._backward = len(layout.begins) + 1  # the stage whose B autograd runs
@@ -69,10 +83,12 @@ class TapeStep:
     # -- the forward
 
     def _look_ahead(self, tape: Tape) -> None:
-        begins = self._layout.begins
-        tape.ahead = begins[tape.stage] if tape.stage < len(begins) else -1
+        begins = (*self._layout.begins, self._layout.end)
+        tape.ahead = tape.position + OFF_COURSE if self.left_course else begins[tape.stage]
 
     def _ahead(self, tape: Tape) -> None:
+        if tape.stage == len(self._layout.begins):  # the forward goes on beyond its planned end
+            self._stage = -1
         self._enter(tape, tape.stage + 1)
         self._look_ahead(tape)
 
@@ -80,24 +96,23 @@ class TapeStep:
         """The model's code comes to a stage: end the one before, and run what the plan does in between."""
         with torch._C._DisableTorchDispatch():
             if self.left_course or stage != self._stage + 1:
-                self._leave_course()
-                tape.enter(stage)
+                self._enter_off_course(tape)
                 return
             if self._stage:
                 if tape.key != self._layout.keys[self._stage - 1]:
-                    self._leave_course()
-                    tape.enter(stage)
+                    self._enter_off_course(tape)
                     return
                 self._first_run(tape, self._plan.sequence.ops[self._next])
             self._stage = stage
             ops, last = self._plan.sequence.ops, stage > len(self._layout.begins)
             while not ((op := ops[self._next]).kind in FORWARDS and op.stage == stage):
-                if last and op.kind in (OpKind.B, *FORWARDS):
+                if last and self._next >= self._plan.forward_end:
                     break
                 self._run(tape, op)
             tape.enter(0 if last else stage)
             if not last:
                 tape.keep = self._keeps(op)
+                self._begin_timing(self._next)
 
     def _keeps(self, op: Op) -> bool | frozenset[tuple[int, int]]:
         if op.kind is OpKind.F_ALL:
@@ -106,6 +121,7 @@ class TapeStep:
 
     def _first_run(self, tape: Tape, op: Op) -> None:
         """The model's own code has run the stage of a forward operation."""
+        self._end_timing()
         self._hold(tape, op.value, self._handed(tape, op.stage))
         for key in self._layout.stay[op.stage - 1]:
             if (content := tape.content(op.stage, *key)) is not None:
@@ -115,14 +131,45 @@ class TapeStep:
         self._next += 1
 
     def _leave_course(self) -> None:
-        """The forward runs other operations than the plan was made for: from now on all is on demand."""
         self.left_course = True
         self._next = len(self._plan.sequence.ops)
+
+    def _enter_off_course(self, tape: Tape) -> None:
+        """The forward runs other operations than the plan was made for: what is saved leaves the device at once, and
+        is brought or made again on demand."""
+        self._end_timing()
+        self._leave_course()
+        if self._spill is not None:
+            for content, storage in tape.owned(tape.stage).items():
+                if content not in self._away:
+                    self._away[content] = self._spill.put(storage)
+                if content not in self._owners:
+                    content.held = None
+            tape.empty(tape.stage)
+        tape.enter(tape.stage + 1)
+        tape.keep = self._spill is not None
+
+    def _bring(self, tape: Tape, stage: int) -> None:
+        """Bring back what a stage off the course has saved."""
+        assert self._spill is not None
+        tape.fill(stage, {c: self._spill.get(self._away[c]) for c in tape.saved_contents(stage) if c in self._away})
+
+    def _begin_timing(self, index: int) -> None:
+        if self._times is not None:
+            self._times.begin(index)
+
+    def _end_timing(self) -> None:
+        if self._times is not None:
+            self._times.end()
 
     # -- one method for each operation
 
     def _run(self, tape: Tape, op: Op) -> None:
+        if op.kind in FORWARDS:
+            self._begin_timing(self._next)
         getattr(self, f"_{op.kind.name.lower()}")(tape, op)
+        if op.kind in FORWARDS:
+            self._end_timing()
         self._next += 1
 
     def _f_all(self, tape: Tape, op: Op) -> None:
@@ -163,6 +210,8 @@ class TapeStep:
         if sum(sizes) > place.room:
             return  # it is larger than when it was planned, and stays
         ticket = self._link.copy_out(sources, place.offset)
+        if self._times is not None:
+            self._times.copy(self._next, ticket)
         self._copies[op.value] = ticket, place.offset, list(storages), sizes
 
     def _free(self, tape: Tape, op: Op) -> None:
@@ -184,6 +233,8 @@ class TapeStep:
         ]
         targets = [self._link.allocate(nbytes) for _, nbytes, _ in coming]
         arrival = self._link.copy_in(targets, [first for _, _, first in coming], ticket)
+        if self._times is not None:
+            self._times.copy(self._next, arrival)
         own = {c: (target.untyped_storage(), arrival) for (c, _, _), target in zip(coming, targets, strict=True)}
         self._arriving[op.value] = own | {c: shared[c] for c in contents if c in shared}
 
@@ -254,7 +305,9 @@ class TapeStep:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(lambda: self._end(tape))
-        if stage >= self._backward or not stage:
+        if self._away:
+            self._bring(tape, stage)
+        if stage >= self._backward or not stage or self.left_course:
             return
         if self._backward <= len(self._layout.begins):
             self._gone(tape, self._backward)  # its B has ended
@@ -262,11 +315,14 @@ class TapeStep:
         while self._next < len(ops):
             op = ops[self._next]
             if op.kind is not OpKind.B:
+                self._end_timing()
                 self._run(tape, op)
                 continue
             if op.stage < stage:
                 break
             self._begin(tape, op.stage)
+            self._end_timing()
+            self._begin_timing(self._next)
             self._next += 1
             if op.stage == stage:
                 break
@@ -286,6 +342,10 @@ class TapeStep:
 
     def _end(self, tape: Tape) -> None:
         """The backward has ended, or failed: release everything."""
+        if self._times is not None:
+            self._times.close(self._next >= len(self._plan.sequence.ops) and not self.left_course)
+            self._times = None
+        self._away.clear()
         for v in list(self._values):
             self._release(tape, v)
         self._copies.clear()
