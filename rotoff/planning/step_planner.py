@@ -109,12 +109,14 @@ def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flig
     """
     resting = (in_flight - 1) * (resting_bytes(found.chain, sequence.ops) - profile.batch_bytes) if in_flight > 1 else 0
     levels = tuple(level - profile.batch_bytes + resting for level in found.levels(sequence))
-    return StepPlan(profile, found, compile_sequence(found.chain, sequence, in_flight=in_flight), levels, max(levels))
+    execution = compile_sequence(found.chain, sequence, in_flight=in_flight)
+    charged = replace(sequence, mem_limit=max(sequence.mem_limit or 0, execution.trace.peak_bytes))
+    return StepPlan(profile, found, replace(execution, sequence=charged), levels, max(levels))
 
 
 def least_limit(profile: TapeProfile, request: Request) -> int:
     """Return the smallest limit that a request can have, whatever its own is."""
-    quick = replace(request, options={**request.options, "refine": False}, policy=None)
+    quick = replace(_quick(request, 1), policy=None)
     plans = (
         p for part in _parts(request.mode) for found in profile.chains for p in _proposed(profile, found, quick, part)
     )
@@ -176,12 +178,12 @@ def _searched(profile: TapeProfile, request: Request, room: int | None) -> StepP
 
 
 def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
-    """Return the fastest plan within the limit; with the smallest limits of the chain, those that hold less than it
-    charges are tried, too."""
+    """Return the fastest plan within the limit. Near the smallest limit of the chain, short searches find plans that
+    hold less than it charges."""
     best: StepPlan | None = None
     tries = [(request.mode, request)]
     if request.policy is None:
-        tries += [(part, replace(request, mem_limit=1)) for part in _parts(request.mode)]
+        tries += [(part, _quick(request, 1)) for part in _parts(request.mode)]
     for part, asked in tries:
         for found in profile.chains if best is None else ():
             for plan in _proposed(profile, found, asked, part):
@@ -190,24 +192,34 @@ def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
     return best
 
 
+def _quick(request: Request, limit: int) -> Request:
+    """`request` for another limit, without a search."""
+    return replace(request, mem_limit=limit, options={**request.options, "refine": False})
+
+
 def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: str) -> Iterator[StepPlan]:
     """Plans for the request's limit, or for the smallest that the chain has. Where the first run of a stage exceeds it,
-    the next is for a chain that charges the stage with more; where bytes are left, for a larger limit."""
+    the next is for a chain that charges the stage with more; where bytes are left, for a larger limit. The last one is
+    searched for."""
     chain, limit = found.chain, request.mem_limit + profile.batch_bytes
     request, asked, raised = replace(request, mode=mode), limit, False
-    for _ in range(ROUNDS):
+    searches = request.policy is None and bool(request.options.get("refine", True))
+    quick = _quick(request, request.mem_limit) if searches else request
+    for n in range(ROUNDS):
         if request.policy is None:
             asked = max(asked, least_in_flight(chain, mode, request.in_flight, -profile.batch_bytes))
         try:
-            sequence = request.solve(chain, asked, -profile.batch_bytes)
-            plan = compiled(profile, found, replace(sequence, mem_limit=None), request.in_flight)
+            sequence = quick.solve(chain, asked, -profile.batch_bytes)
+            plan = compiled(profile, found, sequence, request.in_flight)
         except (InfeasibleError, InvalidSequenceError):
             return
-        yield replace(plan, execution=replace(plan.execution, sequence=replace(sequence, mem_limit=max(asked, limit))))
+        yield plan
         if over := _first_runs_over(plan, max(limit, asked) - profile.batch_bytes):
             chain = _charging(chain, over)
         elif plan.peak < request.mem_limit and not raised and asked < 2 * limit:
             asked, raised = asked + request.mem_limit - plan.peak, True
+        elif searches and quick is not request and n < ROUNDS - 1:
+            quick = request
         else:
             return
 

@@ -21,7 +21,7 @@ from torch.autograd.variable import Variable
 
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot
-from ..tape.tape import Known, Operation, Tape
+from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 
 MARK = "rotoff::"
@@ -48,6 +48,10 @@ class Segment:
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
+    Args:
+        spill: where what is saved goes. alone: whether the backward is ``torch.autograd.grad``, which leaves no
+            gradients behind.
+
     Attributes:
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
@@ -56,8 +60,9 @@ class RecordedStep(Verified):
             did.
     """
 
-    def __init__(self, known: Known, model: nn.Module) -> None:
+    def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, alone: bool = False) -> None:
         super().__init__(known)
+        self._alone = alone
         self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
         self.seconds: list[float] = []
@@ -80,7 +85,7 @@ class RecordedStep(Verified):
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
-        self._spill = Spill()
+        self._spill = Spill() if spill is None else spill
         self._away: dict[Content, Away] = {}
         self._profile: profile | None = None
         self._queued = False
@@ -93,11 +98,11 @@ class RecordedStep(Verified):
     def __enter__(self) -> RecordedStep:
         self._start()
         self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
-        self._gradient_hooks = [
-            p.register_post_accumulate_grad_hook(self._accumulated)
-            for p in self.parameters
-            if p.requires_grad and p.is_leaf
-        ]
+        trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
+        if self._alone:
+            self._gradient_hooks = [p.register_hook(self._gone) for p in trained]
+        else:
+            self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
         super().__enter__()
         return self
 
@@ -238,8 +243,20 @@ class RecordedStep(Verified):
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is no longer the step's: a later one is added to it, and released."""
         assert parameter.grad is not None
-        with self.region(f"{GRADIENT} {self.address(parameter.grad.untyped_storage())}"):
-            pass
+        self._gone(parameter.grad)
+
+    def _gone(self, gradient: torch.Tensor) -> None:
+        if gradient.layout is torch.strided and not is_wrapper(gradient):
+            with self.region(f"{GRADIENT} {self.address(gradient.untyped_storage())}"):
+                pass
+
+    def others(self) -> AbstractContextManager[object]:
+        """What happens within belongs to another step."""
+        return self.region(OWN)
+
+    def abandoned(self) -> bool:
+        """Whether its graph is gone without a backward."""
+        return not self._queued and not any(self.live(stage) for stage in self.slots)
 
 
 # -- what the allocator did

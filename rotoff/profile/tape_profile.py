@@ -52,6 +52,11 @@ class TapeProfile:
         """The first of the chains."""
         return self.chains[0].chain
 
+    @property
+    def chain_keys(self) -> tuple[int, ...]:
+        """What tells the operations of this step from others."""
+        return self.chains[0].layout.keys
+
     def keep_all_bytes(self, in_flight: int = 1) -> int:
         """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
         return self.trace.plain_bytes() + (in_flight - 1) * self.trace.plain_resting()

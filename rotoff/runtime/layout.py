@@ -11,9 +11,9 @@ Key = tuple[int, int]  # the number of an operation, counted from the stage's fi
 class Layout:
     """How a step on a tape finds the stages and values of the chain.
 
-    begins: the position with which each stage begins. end: with which the last one ends. keys: of its operations. handed: the contents of a_i, with the
-    stages that made them. forms: for each form of ā_i, the whole one first, what autograd saves and the form keeps.
-    stay: contents of the stage that stay on the device until its backward.
+    begins: the position with which each stage begins. end: that after the last one. keys: of the operations of each.
+    handed: the contents of a_i, with the stages that made them. forms: for each form of ā_i, the whole one first, what
+    autograd saves and the form keeps. stay: contents of the stage that stay on the device until its backward.
     """
 
     begins: tuple[int, ...]
@@ -22,3 +22,6 @@ class Layout:
     handed: tuple[tuple[tuple[int, Key], ...], ...]
     forms: tuple[tuple[frozenset[Key], ...], ...]
     stay: tuple[tuple[Key, ...], ...]
+
+
+NO_LAYOUT = Layout((), 0, (), (), (), ())  # of a step without a plan

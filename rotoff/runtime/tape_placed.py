@@ -372,7 +372,8 @@ class PlacedStep(TapeStep):
     def _look_ahead(self, tape: Tape) -> None:
         super()._look_ahead(tape)
         assert isinstance(tape, PlacedTape)
-        tape.last_key = -1 if self.left_course else self._layout.keys[tape.stage - 1]
+        keys = self._layout.keys[:-1]
+        tape.last_key = keys[tape.stage - 1] if tape.stage <= len(keys) and not self.left_course else -1
 
     def _leave_course(self) -> None:
         super()._leave_course()
@@ -410,8 +411,8 @@ class PlacedStep(TapeStep):
         self._ended = True
         self._lending.empty()
         if self._queued:  # and not a forward that has failed
-            ops = self._plan.sequence.ops[self._next :]
-            self._next = len(self._plan.sequence.ops)
+            ops = self._ops[self._next :]
+            self._next = len(self._ops)
             self._placement.backward_done([*self._late, *(op for op in ops if op.of or op.kind in UPDATES)])
 
     def abandon(self) -> None:

@@ -23,11 +23,12 @@ from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
 from ..tape.contents import Content, bytes_in
 from ..tape.tape import Tape
 from .execution_plan import ExecutionPlan
-from .layout import Layout
+from .layout import NO_LAYOUT, Layout
 from .links.base import Link, Ticket
 from .links.spill import Away, Spill
 from .step_times import StepTimes
 
+BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
 OFF_COURSE = 64  # operations and saved tensors after which what a step without a plan has saved leaves the device
 
 
@@ -35,7 +36,7 @@ class TapeStep:
     """One training step.
 
     Args:
-        plan: the operations. layout: how to find the stages and their contents on the tape.
+        plan: the operations; None: all is off its course. layout: how to find stages and contents on the tape.
         link: to the host; None if the plan moves nothing. done: called when the step has ended.
         spill: where what is saved goes if the forward leaves its course; None: it is made again.
         times: of the operations, if they are recorded.
@@ -43,14 +44,18 @@ class TapeStep:
 
     def __init__(
         self,
-        plan: ExecutionPlan,
-        layout: Layout,
-        link: Link | None,
+        plan: ExecutionPlan | None,
+        layout: Layout = NO_LAYOUT,
+        link: Link | None = None,
         done: Callable[[], None] = lambda: None,
         spill: Spill | None = None,
         times: StepTimes | None = None,
     ) -> None:
-        self._plan, self._layout, self._link, self._done = plan, layout, link, done
+        self._layout, self._link, self._done = layout, link, done
+        self._ops: tuple[Op, ...] = () if plan is None else plan.sequence.ops
+        self._turn = 0 if plan is None else plan.forward_end
+        self._early: frozenset[int] = frozenset() if plan is None else plan.early
+        self._host = {} if plan is None else plan.host
         self._spill, self._times = spill, times
         self._away: dict[Content, Away] = {}
         self._next = 0  # the operation to run next
@@ -60,7 +65,8 @@ class TapeStep:
         self._owners: Counter[Content] = Counter()  # in how many of them a content is
         self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
         self._arriving: dict[Value, dict[Content, tuple[torch.UntypedStorage, Ticket]]] = {}
-        self.left_course = False  # whether the forward made other operations than planned
+        self.ended = False
+        self.left_course = plan is None  # whether the forward made other operations than planned
         self._queued = False
 
     @contextmanager
@@ -83,7 +89,7 @@ class TapeStep:
     # -- the forward
 
     def _look_ahead(self, tape: Tape) -> None:
-        begins = (*self._layout.begins, self._layout.end)
+        begins = (*self._layout.begins, self._layout.end + 1)  # what is not noted may follow the last that is
         tape.ahead = tape.position + OFF_COURSE if self.left_course else begins[tape.stage]
 
     def _ahead(self, tape: Tape) -> None:
@@ -102,11 +108,11 @@ class TapeStep:
                 if tape.key != self._layout.keys[self._stage - 1]:
                     self._enter_off_course(tape)
                     return
-                self._first_run(tape, self._plan.sequence.ops[self._next])
+                self._first_run(tape, self._ops[self._next])
             self._stage = stage
-            ops, last = self._plan.sequence.ops, stage > len(self._layout.begins)
-            while not ((op := ops[self._next]).kind in FORWARDS and op.stage == stage):
-                if last and self._next >= self._plan.forward_end:
+            last = stage > len(self._layout.begins)
+            while not ((op := self._ops[self._next]).kind in FORWARDS and op.stage == stage):
+                if last and self._next >= self._turn:
                     break
                 self._run(tape, op)
             tape.enter(0 if last else stage)
@@ -132,22 +138,22 @@ class TapeStep:
 
     def _leave_course(self) -> None:
         self.left_course = True
-        self._next = len(self._plan.sequence.ops)
+        self._next = len(self._ops)
 
     def _enter_off_course(self, tape: Tape) -> None:
         """The forward runs other operations than the plan was made for: what is saved leaves the device at once, and
-        is brought or made again on demand."""
+        is brought back on demand."""
         self._end_timing()
         self._leave_course()
+        before = tape.stage
         if self._spill is not None:
-            for content, storage in tape.owned(tape.stage).items():
+            for content, storage in tape.owned(before).items():
                 if content not in self._away:
                     self._away[content] = self._spill.put(storage)
-                if content not in self._owners:
-                    content.held = None
-            tape.empty(tape.stage)
-        tape.enter(tape.stage + 1)
-        tape.keep = self._spill is not None
+            tape.empty(before)
+        tape.enter(max(before, BEYOND) + 1)
+        if self._spill is not None and before >= BEYOND:
+            tape.let_go(before)
 
     def _bring(self, tape: Tape, stage: int) -> None:
         """Bring back what a stage off the course has saved."""
@@ -181,7 +187,7 @@ class TapeStep:
             for content in tape.saved_contents(op.stage)
             if content.op >= first and (form is None or (content.op - first, content.out) in form)
         ]
-        handed = [] if self._next in self._plan.early else self._handed(tape, op.stage)
+        handed = [] if self._next in self._early else self._handed(tape, op.stage)
         made = tape.make([*saved, *handed])
         tape.fill(op.stage, {content: made[content] for content in saved})
         self._hold(tape, abar(op.stage), handed, made)
@@ -204,7 +210,7 @@ class TapeStep:
             owned = tape.owned(op.stage).items()
             storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
         assert self._link is not None
-        place = self._plan.host[self._next]
+        place = self._host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
         if sum(sizes) > place.room:
@@ -311,7 +317,7 @@ class TapeStep:
             return
         if self._backward <= len(self._layout.begins):
             self._gone(tape, self._backward)  # its B has ended
-        ops = self._plan.sequence.ops
+        ops = self._ops
         while self._next < len(ops):
             op = ops[self._next]
             if op.kind is not OpKind.B:
@@ -343,9 +349,9 @@ class TapeStep:
     def _end(self, tape: Tape) -> None:
         """The backward has ended, or failed: release everything."""
         if self._times is not None:
-            self._times.close(self._next >= len(self._plan.sequence.ops) and not self.left_course)
+            self._times.close(self._next >= len(self._ops) and not self.left_course)
             self._times = None
-        self._away.clear()
+        self.ended = True
         for v in list(self._values):
             self._release(tape, v)
         self._copies.clear()

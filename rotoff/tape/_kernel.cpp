@@ -342,6 +342,11 @@ PyObject* tape_empty(PyObject* self, PyObject* stage) {
   return none();
 }
 
+PyObject* tape_let_go(PyObject* self, PyObject* stage) {
+  tape_in(self).let_go(integer(stage));
+  return none();
+}
+
 PyObject* tape_saved_contents(PyObject* self, PyObject* stage) {
   auto found = checked(PyDict_New());
   for (auto& slot : tape_in(self).live(integer(stage))) put(found, slot->reference->content, Storage());
@@ -440,6 +445,7 @@ PyMethodDef tape_methods[] = {
     {"fill", method<tape_fill>, METH_VARARGS, nullptr},
     {"owned", method<tape_owned>, METH_O, nullptr},
     {"empty", method<tape_empty>, METH_O, nullptr},
+    {"let_go", method<tape_let_go>, METH_O, nullptr},
     {"saved_contents", method<tape_saved_contents>, METH_O, nullptr},
     {},
 };

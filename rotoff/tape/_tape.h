@@ -90,6 +90,11 @@ struct Tape {
     begins[stage] = static_cast<int>(operations.size());
   }
 
+  void let_go(int of) {
+    for (int n = begins.at(of); n < begins.at(stage); ++n)
+      operations[n].each_new([](const ContentPtr& content) { content->held = Storage(); });
+  }
+
   // What the dispatcher calls for each operation below autograd. As a mode of Python, a tape does not see what runs
   // while modes are off.
   static void dispatched(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {

@@ -215,6 +215,12 @@ class Tape(TorchDispatchMode):
         self.stage, self.key, self._unsure = stage, stage, False
         self.begins[stage] = len(self.operations)
 
+    def let_go(self, stage: int) -> None:
+        """Hold nothing that the stage before the open one has made."""
+        for op in self.operations[self.begins[stage] : self.begins[self.stage]]:
+            for content in (*op.made, *op.written()):
+                content.held = None
+
     # -- the forward
 
     def content_of(self, t: torch.Tensor) -> Content:

@@ -11,13 +11,14 @@ import pytest
 import state_models  # noqa: F401
 from step_by_step import MODES, Row, is_right, verdict
 from trunks import TABLE
+from whole_models import UNSEEN
 
 
 def cases() -> list[Any]:
     """Every fourth row in one of the modes; slowly, its neighbours, which are like it, too, and each in the others. In
     joint, after others, the first step measures."""
     found = []
-    for n, row in enumerate(TABLE):
+    for n, row in enumerate([*TABLE, *UNSEEN]):
         one = MODES[n // 3 % len(MODES)]
         others = [mode for mode in MODES if mode == "joint" or mode != one]
         found.append(pytest.param(row, [one], id=row.name, marks=[pytest.mark.slow] if n % 4 else []))
@@ -32,4 +33,4 @@ def test_what_changes_between_steps_is_followed_or_refused(row: Row, modes: list
 
 
 def test_names_tell_rows_apart() -> None:
-    assert len({row.name for row in TABLE}) == len(TABLE)
+    assert len({row.name for row in [*TABLE, *UNSEEN]}) == len(TABLE) + len(UNSEEN)

@@ -90,6 +90,9 @@ if __name__ == "__main__":
     import torch._dynamo
 
     import rotoff.checkpointable  # noqa: F401
+
+    if os.environ.get("ROTOFF_TAPE") == "1":
+        import conftest  # noqa: F401 - on the tape, here too
     from rotoff.profile.timing import convergence
     from rotoff.runtime.links import bandwidth
     from rotoff.solver import anneal

@@ -1,0 +1,371 @@
+"""Runs the training steps of a model: the first of each kind is recorded, later ones follow the plan that it allows."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..core.chain import LinkRates
+from ..errors import MeasureError
+from ..profile.recorded_step import RecordedStep
+from ..profile.tape_profile import TapeProfile
+from ..profile.trace import trace_of
+from ..runtime.links.pool import LinkPool
+from ..runtime.links.spill import Spill
+from ..runtime.step_times import Recording
+from ..runtime.tape_step import TapeStep
+from ..tape import kernel
+from ..tape.tape import Known, Tape
+from ..tensors.storage import storage_key
+from ..tensors.tree import tensor_leaves
+from .options import Options
+from .request import Request
+from .signatures import constants, signature
+from .stages import stages_of
+from .step_planner import StepPlan, make_plan, room_of
+
+logger = logging.getLogger("rotoff")
+PATIENCE = 2  # steps in a row off their course before another one is recorded
+MOST = 64  # courses that are kept
+OF_ONE_KIND = 8  # of them for inputs of one signature
+LINK_BYTES = 16 << 20  # of a copy whose time says how fast the link is
+
+
+@dataclass(eq=False)
+class Course:
+    """What is known of steps with inputs of one signature that made the same operations.
+
+    hint: the input's leaves that are no tensors. strayed: steps in a row that made others. patience: how many such
+    steps there may be until another course is recorded. in_python: whether steps are followed in Python, as they were
+    recorded: with a mode of Python, some functions of PyTorch take other operations. kept: whether one has kept it.
+    """
+
+    profile: TapeProfile
+    hint: str
+    plan: StepPlan | None = None
+    strayed: int = 0
+    patience: int = PATIENCE
+    in_python: bool = False
+    kept: bool = False
+
+    def followed(self, step: TapeStep) -> None:
+        """Note whether a step has kept to this course."""
+        self.kept |= not step.left_course
+        if not step.left_course:
+            self.strayed = 0
+        elif self.kept or self.in_python:
+            self.strayed += 1
+        else:
+            self.in_python = True
+
+
+class PlannedSize(NamedTuple):
+    """The plan for one size of input.
+
+    Attributes:
+        shapes: of the input's tensors.
+        measured: whether a step of this size has run; if not, its bytes are those of fake tensors.
+        memory: expected peak of the step in bytes, in the terms of `mem_limit`.
+        makespan: expected seconds of the step.
+        overhead: expected seconds beyond those of keeping everything, as a share of the latter.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    measured: bool
+    memory: int
+    makespan: float
+    overhead: float
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """A step that is recorded, until its backward has ended."""
+
+    step: RecordedStep
+    key: Any
+    hint: str
+    shapes: tuple[tuple[int, ...], ...]
+    batch_bytes: int
+    device: torch.device
+
+
+class StepRunner:
+    """Runs steps of `model`, and owns what lives longer than one step.
+
+    Args:
+        links: where steps take their links. check: whether every operation compares the bytes held with the bytes
+            charged, and the model never runs as it is. group: of processes that follow one plan.
+
+    Attributes:
+        request: for every plan; None: none yet.
+        latest: the course recorded or followed last.
+        plain: why steps have had no plan.
+        recording: records the times of the next step, if given.
+        last: the tape of the last step.
+    """
+
+    def __init__(
+        self, model: nn.Module, options: Options, links: LinkPool, check: bool = False, group: Any = None
+    ) -> None:
+        self.model, self.options, self.links = model, options, links
+        self.request: Request | None = None
+        self.latest: Course | None = None
+        self.plain: list[str] = []
+        self.recording: Recording | None = None
+        self.last: Tape | None = None
+        self.known = Known()
+        self.new_tape: Callable[[Known], Tape] = kernel.Tape
+        self._check, self._group = check, group
+        self._courses: OrderedDict[Any, list[Course]] = OrderedDict()
+        self._recorded: _Recorded | None = None
+        self._rates: dict[torch.device, LinkRates] = {}
+        self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
+        self._said_in_flight = 0
+        self._said_astray = False
+
+    def __iter__(self) -> Iterator[Course]:
+        return (course for courses in self._courses.values() for course in courses)
+
+    # -- a step
+
+    def forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a training step; `plain` is the model's own."""
+        value = args, kwargs
+        given = tensor_leaves(value)
+        if not any(t.requires_grad for t in (*self.model.parameters(), *given)):
+            return plain(*args, **kwargs)
+        self.settle()
+        key, hint = signature(value, self.model), constants(value)
+        course = self._course(key, hint)
+        if course is None or course.strayed >= course.patience:
+            return self._record(plain, key, hint, args, kwargs)
+        self.latest = course
+        planned = self.planned(course)
+        recording = self.recording if self.recording is not None and self.recording.times is None else None
+        if planned.execution.keeps_all and recording is None:
+            return plain(*args, **kwargs)
+        return self._follow(course, planned, recording, partial(plain, *args, **kwargs))
+
+    def _course(self, key: Any, hint: str) -> Course | None:
+        """The course that is expected of an input."""
+        known = self._courses.get(key)
+        if not known:
+            return None
+        self._courses.move_to_end(key)
+        return next((one for one in known if one.hint == hint), known[0])
+
+    def _record(
+        self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a step that no plan is for: what it saves leaves the device at once."""
+        if self._recorded is not None:  # several are under way
+            return self._away(plain, args, kwargs)
+        if torch.autograd._profiler_enabled():
+            self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
+            return self._away(plain, args, kwargs)
+        recorded = self._begin(key, hint, args, kwargs, RecordedStep(self.known, self.model, self._spill()))
+        self._recorded, self.last = recorded, recorded.step
+        try:
+            with recorded.step, torch.autograd.graph.saved_tensors_hooks(recorded.step.pack, recorded.step.unpack):
+                return plain(*args, **kwargs)
+        except BaseException:
+            recorded.step.stop()
+            self._recorded = None
+            raise
+
+    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, step: RecordedStep) -> _Recorded:
+        given = tensor_leaves((args, kwargs))
+        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
+        return _Recorded(step, key, hint, tuple(tuple(t.shape) for t in given), nbytes, self.device_for(given))
+
+    def device_for(self, given: list[torch.Tensor]) -> torch.device:
+        """Where a step runs on these tensors."""
+        every = (*self.model.parameters(), *self.model.buffers(), *given)
+        return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
+
+    def _spill(self) -> Spill:
+        return Spill(self.options.host_directory)
+
+    def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step without a plan or a record: what it saves leaves the device at once."""
+        step = TapeStep(None, spill=self._spill())
+        tape = self.new_tape(self.known)
+        with ExitStack() as stack:
+            if self._recorded is not None:
+                stack.enter_context(self._recorded.step.others())
+            stack.enter_context(step.forward(tape))
+            return plain(*args, **kwargs)
+
+    def settle(self) -> None:
+        """Make a course of the step that was recorded last, if its backward has run."""
+        recorded = self._recorded
+        if recorded is None or not (recorded.step.complete or recorded.step.abandoned()):
+            return
+        self._recorded = None
+        recorded.step.stop()
+        if recorded.step.complete and recorded.step.operations:
+            self._learn(recorded)
+
+    def _learn(self, recorded: _Recorded) -> Course:
+        """Return the course of a recorded step."""
+        profile = TapeProfile(
+            trace_of(recorded.step),
+            recorded.device,
+            self._rates_of(recorded.device),
+            recorded.batch_bytes,
+            stages_of(self.model, self.options.stages),
+            bool(self.options.forms),
+            recorded.shapes,
+        )
+        known = self._courses.setdefault(recorded.key, [])
+        patience = max((2 * one.patience for one in known), default=PATIENCE)
+        alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
+        course = alike[0] if alike else Course(profile, recorded.hint, patience=patience)
+        for one in known:
+            one.strayed, one.patience = 0, patience
+        if alike:
+            known.remove(course)
+        known.insert(0, course)
+        del known[OF_ONE_KIND:]
+        self._courses.move_to_end(recorded.key)
+        while len(self._courses) > MOST:
+            self._courses.popitem(last=False)
+        for found in profile.chains:
+            recorded.step.trust_stages(found.layout.begins)
+        self.latest = course
+        return course
+
+    def _rates_of(self, device: torch.device) -> LinkRates:
+        if device not in self._rates:
+            self._rates[device] = self.links.shared(self.links.bandwidth(device, LINK_BYTES))
+        return self._rates[device]
+
+    def planned(self, course: Course) -> StepPlan:
+        """Return the plan of a course; it is made now if there is none.
+
+        Raises:
+            InfeasibleError: if nothing fits the request.
+        """
+        assert self.request is not None
+        if course.plan is None:
+            near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.execution.keeps_all]
+            course.plan = make_plan(course.profile, self.request, near, room_of(course.profile.device))
+        return course.plan
+
+    def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
+        plan, link, links = planned.execution, None, self.links
+        if plan.host_bytes:
+            link = links.take(course.profile.device, plan.host_bytes)
+        times = None if recording is None else recording.begin(plan.trace, course.profile.device, link)
+        done = (lambda: None) if link is None else partial(links.give_back, link)
+        step = TapeStep(plan, planned.found.layout, link, done, self._spill(), times)
+        self.last = tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
+        self._warn_in_flight(step)
+        with step.forward(tape):
+            result = run()
+        course.followed(step)
+        if course.strayed and not self._said_astray:
+            self._said_astray = True
+            logger.warning(
+                "rotoff: the model's forward made other operations than the planned ones. Its result is that of the"
+                " plain model, and what it saves leaves the device at once, which takes longer, until such a step is"
+                " planned; that happens when it recurs"
+            )
+        return result
+
+    def _warn_in_flight(self, step: TapeStep) -> None:
+        """Warn, once for each number, if more steps are in flight than the plan counts on."""
+        self._in_flight.add(step)
+        many = sum(not one.ended for one in self._in_flight)
+        if self.request is not None and max(self.request.in_flight, self._said_in_flight) < many:
+            self._said_in_flight = many
+            logger.warning(
+                "rotoff: %d steps are between their forward and their backward at once, and the plan counts on %d, so"
+                " together they may exceed the limit; plan with compute_sequence(..., in_flight=%d)",
+                many,
+                self.request.in_flight,
+                many,
+            )
+
+    def _say_plain(self, why: str) -> None:
+        """Log a warning, once for each reason, that a step has no plan."""
+        if why not in self.plain:
+            self.plain.append(why)
+            logger.warning("rotoff: a step with a new input shape has no plan, since %s", why)
+
+    # -- what is asked without a step
+
+    def measure(
+        self,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        starts: Callable[[Any], list[torch.Tensor]],
+    ) -> Course:
+        """Record a step on a sample. starts: the outputs from which its backward starts."""
+        if torch.autograd._profiler_enabled():
+            raise MeasureError("nothing can be measured while a profiler is active; measure before")
+        key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
+        step = RecordedStep(self.known, self.model, self._spill(), alone=True)
+        recorded = self._begin(key, hint, args, kwargs, step)
+        try:
+            with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
+                result = plain(*args, **kwargs)
+            roots = starts(result)
+            del result
+            inputs = [t for t in (*self.model.parameters(), *tensor_leaves((args, kwargs))) if t.requires_grad]
+            torch.autograd.grad(roots, inputs, [torch.ones_like(t) for t in roots], allow_unused=True)
+        finally:
+            step.stop()
+        return self._learn(recorded)
+
+    def ask(self, request: Request) -> None:
+        """Plan for a request from now on; for the latest course now.
+
+        Raises:
+            InfeasibleError: if nothing fits; the request before stays.
+        """
+        self.settle()
+        before, self.request = self.request, request
+        plans = [(course, course.plan) for course in self]
+        for course in self:
+            course.plan = None
+        try:
+            if self.latest is not None:
+                self.planned(self.latest)
+        except BaseException:
+            self.request = before
+            for course, plan in plans:
+                course.plan = plan
+            raise
+
+    def plans(self) -> list[PlannedSize]:
+        """The plans so far."""
+        self.settle()
+        found = []
+        for course in self:
+            if course.plan is None and self.request is None:
+                continue
+            plan, base = self.planned(course), course.profile.chain.compute_time
+            seconds = plan.trace.makespan
+            found.append(
+                PlannedSize(
+                    course.profile.shapes, course.profile.seen, plan.peak, seconds, seconds / base - 1 if base else 0.0
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """Give back what belongs to no step."""
+        if self._recorded is not None:
+            self._recorded.step.stop()
+            self._recorded = None

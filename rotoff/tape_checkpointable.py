@@ -1,0 +1,475 @@
+"""`Checkpointable`: the public class that trains a model inside a limit.
+
+``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs
+have a new signature (shapes, strides, dtypes, `requires_grad`, autocast) is measured and planned on first use. The
+plans of the last signatures are kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._functorch import peek_interpreter_stack
+from torch.optim import Optimizer
+
+from .capture import strategy
+from .capture.backward_roots import BackwardFrom, BackwardStarts, read_backward_from
+from .capture.undo import undone
+from .checkpointable import refuse_planned
+from .core.chain import Chain
+from .core.modes import check_mode
+from .core.sequence import Sequence
+from .core.sizes import is_auto, parse_bytes
+from .errors import MeasureError, OptionError
+from .io.cache import Cache
+from .module_proxy import ModuleProxy
+from .planning.distributed import agree_on_limit, agree_on_sample
+from .planning.link_share import with_host_share
+from .planning.options import Options, check_flag, check_module, read_device
+from .planning.request import Request, check_limits, check_options
+from .planning.step_courses import Course, PlannedSize, StepRunner
+from .planning.step_planner import StepPlan, least_limit
+from .profile.tape_profile import TapeProfile
+from .report.expected_step import with_expected
+from .report.rotor_names import NO_LIMIT, RotorNames
+from .runtime.links.free_memory import free_memory
+from .runtime.links.pool import LinkPool
+from .runtime.step_times import Recording
+from .solver.in_flight import parse_in_flight
+from .tensors.buffers import BufferCopies, buffers_of
+from .tensors.rng import Generators
+from .tensors.tree import tensor_leaves
+
+logger = logging.getLogger("rotoff")
+
+
+class Checkpointable(RotorNames, ModuleProxy):
+    """Wraps a model so that its training steps stay inside a memory limit.
+
+    Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode (but for a
+    frozen model) and without gradients the plain model runs. `state_dict`, `named_parameters` and attributes are the
+    model's own.
+
+    Args:
+        model: any module. Its forward is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
+            (nested ones are flattened).
+        host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
+            first of the usual temporary directories that is on one and is writable.
+        check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
+            errors.
+        process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
+            plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
+            All must call `measure` and `compute_sequence`. If one gets a new input signature in a step, all must, and
+            likewise when a signature recurs; the signatures may differ. Needed if stages communicate (FSDP); otherwise
+            it keeps step times equal.
+        stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
+            a list of modules of the model, or of their dotted names: each becomes one stage.
+        backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
+            of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
+            them raises an error. None: any.
+        cache_directory: where plans and profiles are kept for the next process. True: the environment variable
+            ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
+            nowhere.
+        forms: whether plans may keep a part of what a stage saves and recompute the rest.
+        device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
+            None: where the parameters are.
+
+    Raises:
+        MeasureError: if `model` is not a module, or empty, or planned already. OptionError: if another option is
+            invalid.
+    """
+
+    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_steps", "_warned", "_shown", "_plain"})
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        host_directory: str | os.PathLike[str] | None = None,
+        check: bool = False,
+        process_group: Any = None,
+        stages: strategy.StagesOption = None,
+        backward_from: BackwardFrom = None,
+        cache_directory: str | os.PathLike[str] | bool | None = True,
+        forms: bool = True,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        check_module(model)
+        refuse_planned(model)
+        super().__init__(model)
+        self._options = Options(
+            stages=stages,
+            backward_from=backward_from,
+            forms=forms,
+            host_directory=host_directory,
+            cache_directory=cache_directory,
+            device=read_device(device),
+        )
+        self._options.check(model)
+        check_flag("check", check)
+        self._check = check
+        self._group = _group(process_group)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Create the state that copies do not share: threads, files, measurements and plans."""
+        self._cache = Cache.of(self._options.cache_directory)
+        self._links = LinkPool(self._options.host_directory)
+        self._plain: Callable[..., Any] | None = None  # runs the unplanned model, if calling it does not
+        self._steps = StepRunner(self._model, self._options, self._links, self._check, self._group)
+        self._warned: set[str] = set()
+        self._shown: tuple[StepPlan, Sequence] | None = None
+        weakref.finalize(self, self._links.close)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
+        again."""
+        own = ("_cache", "_links", "_steps", "_shown", "_plain")
+        state = {k: v for k, v in vars(self).items() if k not in own}
+        if self._group is not None and self._group is torch.distributed.group.WORLD:
+            state["_group"] = True
+        request = self._steps.request
+        return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        asked = state.pop("_asked")
+        super().__setstate__(state)
+        self._group = _group(self._group) if self._group is True else self._group
+        self._begin()
+        if asked is not None:
+            self._steps.request = replace(asked, cache=self._cache)
+
+    # -- planning
+
+    def measure(self, *sample: Any, **kwargs: Any) -> Checkpointable:
+        """Record a step on a sample batch: its bytes and times; returns the module.
+
+        Nothing of it is left: gradients, buffers, generators and attributes are restored. What the step saves leaves
+        the device at once. A training forward with no measurement records itself, so a loop needs no call of this.
+
+        Args:
+            sample, kwargs: arguments of the model, on its device; a single dict holds named arguments.
+
+        Raises:
+            MeasureError: if the model cannot run on this input.
+        """
+
+        def sample_here() -> Any:
+            given = strategy.read_sample(self._model, sample, kwargs)
+            return strategy.chain_input(self._model, *given)
+
+        value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
+        self._measured(value)
+        return self
+
+    def _measured(self, value: Any) -> Course:
+        """Record a step on the input `value`, and restore all that it changes."""
+        args, kwargs = value
+        _refuse_lazy(self._model)
+        generators, buffers = (
+            Generators(self._steps.device_for(tensor_leaves(value))),
+            BufferCopies(buffers_of(self._model)),
+        )
+        states, gradients = generators.copies(), [(p, p.grad) for p in self._model.parameters() if p.is_leaf]
+        before = self._model.training
+        try:
+            with undone(self._model), torch.enable_grad():
+                if not before and any(p.requires_grad for p in self._model.parameters()):
+                    self._model.train()
+                return self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
+        except (MeasureError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            told = str(error).strip().splitlines()
+            raise MeasureError(
+                f"the model's step cannot be measured ({type(error).__name__}: {told[0] if told else ''}); check that"
+                " model(*sample) and its backward run by themselves"
+            ) from error
+        finally:
+            if not before:
+                self._model.train(before)
+            generators.put(states)
+            buffers.put_back()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+    def _starts(self, result: Any) -> list[torch.Tensor]:
+        """The outputs from which a backward starts."""
+        if names := read_backward_from(self._options.backward_from):
+            starts = BackwardStarts(names)
+            return [t for name in names for t in starts._named(result, name)]
+        return [t for t in tensor_leaves(result) if t.requires_grad]
+
+    def compute_sequence(
+        self,
+        mem_limit: int | str | None = None,
+        mode: str = "joint",
+        mem_slots: int = 50,
+        policy: str | None = None,
+        up_to: Any = None,
+        *,
+        device_limit: int | str | None = None,
+        optimizer: Optimizer | Several[Optimizer] | None = None,
+        in_flight: int = 1,
+        **options: Any,
+    ) -> Checkpointable:
+        """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
+
+        If nothing has been measured yet, the first training forward is measured and planned.
+
+        Args:
+            mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
+                there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
+                device has free now, less a margin.
+            mode: "joint", "remat" (recompute only) or "offload" (move only).
+            mem_slots, options: as for `rotoff.solve`; all processes of this host share a `host_limit`.
+            policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
+            up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
+                ones. It is measured now, with inputs of half its batch and of half its length. If this returns, every
+                smaller input fits, too, and sizes in between are not measured.
+            device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
+                states, buffers, the batch and the step. What does not fit stays on the host between its uses. For a
+                CPU the host is a file.
+            optimizer: with `device_limit`, the optimizer of the parameters, or a list of them; a frozen model needs
+                none. With the option
+                ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
+                complete; ``"after"``, the default: in ``optimizer.step()``.
+            in_flight: how many forwards run before the backward of the first, as in a pipeline or with
+                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for the parameter
+                gradients that autograd gathers beside `.grad` where one backward is for several of them.
+                `rotoff.attach_schedule` finds it for a pipeline.
+
+        Raises:
+            LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
+            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
+                `up_to` and a `mem_limit`, the message names smaller inputs that fit.
+        """
+        grouped, updates = self._group is not None, options.get("updates")
+        check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
+        if device_limit is not None:
+            raise NotImplementedError
+
+        def limit_here() -> int:
+            check_options(mode, mem_slots, policy, options)
+            return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
+
+        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
+        how = not self._check, False, True, in_flight
+        request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
+        if (device := self._options.device) is not None:
+            self._model.to(device)
+        if up_to is not None:
+            named = up_to if isinstance(up_to, dict) else {}
+            args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
+            self._measured(strategy.chain_input(self._model, args, named))
+        self._steps.ask(request)
+        return self
+
+    def _free_memory(self) -> int:
+        """Return what steps may take where they run, once the model is there."""
+        device = self._steps.device_for([])
+        parameters = list(self._model.parameters())
+        held = (*parameters, *(p.grad for p in parameters if p.grad is not None), *self._model.buffers())
+        return max(free_memory(device) - sum(one.nbytes for one in held if one.device != device), 0)
+
+    def min_mem_limit(self, mode: str = "joint", in_flight: int = 1) -> int:
+        """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
+
+        Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It refers
+        to the last measurement. All processes of a group must call it, and get the same result.
+        `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and neither constants of a step nor
+        skip connections kept in place. On CUDA the host is assumed to have room for what the plan offloads; if it has
+        not, the error of `compute_sequence` names a limit that needs no host memory.
+
+        Args:
+            mode: "joint", "remat" (recompute only) or "offload" (move only). in_flight: as for `compute_sequence`.
+
+        Raises:
+            OptionError: for an unknown mode. MeasureError: if nothing has been measured.
+        """
+        check_mode(mode)
+        many = parse_in_flight(in_flight)
+        return least_limit(self._latest.profile, Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many))
+
+    # -- what is planned
+
+    @property
+    def profile(self) -> TapeProfile:
+        """What the last step that was recorded, or is planned, has shown.
+
+        Raises:
+            MeasureError: if nothing has been measured.
+        """
+        return self._latest.profile
+
+    @property
+    def chain(self) -> Chain:
+        """The chain that the last plan was made for. Without a plan, the chain measured last."""
+        return self._latest.profile.chain if self._steps.request is None else self._plan.chain
+
+    @property
+    def strategy(self) -> str:
+        """How the last measured step was cut into stages, as text."""
+        return self._latest.profile.strategy
+
+    @property
+    def sequence(self) -> Sequence:
+        """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
+        plan = self._plan
+        if self._shown is None or self._shown[0] is not plan:
+            base = plan.profile.chain.compute_time
+            told = with_expected(plan.chain, plan.sequence, plan.levels, plan.peak, self.mem_limit, base)
+            self._shown = plan, told
+        return self._shown[1]
+
+    @property
+    def mem_limit(self) -> int | None:
+        """The requested limit in bytes, or None."""
+        request = self._steps.request
+        return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
+
+    @property
+    def in_flight(self) -> int:
+        """How many micro-batches share the limit."""
+        return 1 if self._steps.request is None else self._steps.request.in_flight
+
+    @property
+    def mem_slots(self) -> int | None:
+        """The requested slots, or None."""
+        return None if self._steps.request is None else self._steps.request.mem_slots
+
+    @property
+    def _plan(self) -> StepPlan:
+        latest = self._latest
+        if self._steps.request is None:
+            raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
+        return self._steps.planned(latest)
+
+    @property
+    def _latest(self) -> Course:
+        self._steps.settle()
+        if self._steps.latest is None:
+            raise MeasureError(
+                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
+            )
+        return self._steps.latest
+
+    def get_expected_makespan(self) -> float:
+        """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
+        return self._plan.trace.makespan
+
+    def get_expected_memory(self) -> int:
+        """Expected peak of the planned step in bytes, in the terms of the limit."""
+        return self._plan.peak
+
+    def get_expected_host_memory(self) -> int:
+        """Most bytes that the planned steps in flight keep on the host."""
+        return self.in_flight * self._plan.execution.host_bytes
+
+    @property
+    def keep_all_memory(self) -> int:
+        """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the model runs as
+        it is."""
+        return self._latest.profile.keep_all_bytes(self.in_flight)
+
+    def plans(self) -> list[PlannedSize]:
+        """The plans so far: one row for each kind and size of input that a training step had.
+
+        Use it if inputs vary, to see which sizes were measured, and the expected bytes and seconds of each.
+        """
+        return self._steps.plans()
+
+    # -- running
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; in training mode, with gradients and a limit, run the step as planned."""
+        plain = self._plain or self._model
+        if torch.is_grad_enabled() and (self.training or self._is_frozen):
+            if torch.compiler.is_compiling():
+                if self._steps.request is not None:
+                    return _left_alone(self, plain, args, kwargs)
+            elif self._steps.request is None:
+                self._warn_once(
+                    "rotoff: this Checkpointable trains as the plain model, since it has no limit; call"
+                    " compute_sequence(mem_limit)"
+                )
+            elif peek_interpreter_stack() is None:
+                return self._planned(plain, args, kwargs)
+            else:
+                self._warn_once(
+                    "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
+                )
+        return plain(*args, **kwargs)
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether there is a limit and no parameter needs a gradient: its steps serve other models, in any mode."""
+        return self._steps.request is not None and not any(p.requires_grad for p in self._model.parameters())
+
+    def streamed(self) -> AbstractContextManager[object]:
+        """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
+        them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
+        raise NotImplementedError
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
+
+    def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a planned training step, or `plain` if nothing needs a plan."""
+        return self._steps.forward(plain, *strategy.chain_input(self._model, args, kwargs))
+
+    @contextmanager
+    def record_step(self) -> Iterator[Recording]:
+        """Record the first planned step whose forward runs in this block: its times, to compare with the predicted
+        ones::
+
+            with model.record_step() as recorded:
+                model(x).sum().backward()
+            figure = rotoff.plot.timeline(model.chain, model.sequence, measured=recorded.trace)
+
+        Recording costs a few microseconds for each operation. Stages run under rotoff even if everything is kept.
+        """
+        self._steps.recording = recording = Recording()
+        try:
+            yield recording
+        finally:
+            self._steps.recording = None
+
+    def _use_links_of(self, other: Checkpointable) -> None:
+        """Take links to the host from those of `other`, with the same options."""
+        self._links = self._steps.links = other._links
+
+    def close(self) -> None:
+        """Release host memory, files and threads; the next step takes new ones."""
+        self._steps.close()
+        self._links.close()
+
+
+# Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor
+# replays. `torch.compiler.disable` is the public way, but imports the compiler at once, which takes a second.
+_left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(Checkpointable._planned)
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise MeasureError if a module gets its parameters in its first forward."""
+    if (name := strategy.lazy(model)) is not None:
+        raise MeasureError(f"{name!r} gets its shape in its first forward (a lazy module); run model(*sample) before")
+
+
+def _group(process_group: Any) -> Any:
+    if process_group is None or process_group is False:
+        return None
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        raise OptionError("process_group needs torch.distributed.init_process_group to have been called before")
+    return torch.distributed.group.WORLD if process_group is True else process_group
