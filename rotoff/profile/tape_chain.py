@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from ..core.chain import Chain, Form, LinkRates, Stage
@@ -93,20 +93,20 @@ def _cuts(uses: _Uses, count: int) -> list[int]:
 def _between(uses: _Uses, names: Collection[str]) -> list[int]:
     """Return the positions at which calls of these modules begin and end, where the model can be cut."""
     trace, allowed = uses.trace, uses.crossed_once()
-
-    def within(op: Ran) -> str:
-        return next((name for name in names if op.module == name or op.module.startswith(f"{name}.")), "")
-
     cuts, alive = list[int](), list[int]()
     for before, op in pairwise(trace.ran):
         alive = [c for c in (*alive, *before.makes) if uses.last[c] > before.at]
-        if within(op) == within(before):
+        if _within(op, names) == _within(before, names):
             continue
         at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
         crossing = [c for c in alive if at is not None and uses.last[c] >= at]
         if at is not None and crossing and not _overwritten(trace, crossing, at):
             cuts.append(at)
     return cuts
+
+
+def _within(op: Ran, names: Collection[str]) -> str:
+    return next((name for name in names if op.module == name or op.module.startswith(f"{name}.")), "")
 
 
 def _overwritten(trace: Trace, crossing: Collection[int], at: int) -> bool:
@@ -216,15 +216,16 @@ def chain_of(
     far: float = FAR,
     beside: int = 0,
     forms: bool = True,
+    begins: Iterable[int] = (),
 ) -> TapeChain:
     """Return the chain of a step.
 
     Args:
         stages: about how many, or the names of modules that are one each. beside: bytes of the batch. forms: whether
-            stages have smaller ones.
+            stages have smaller ones. begins: of the stages, in place of `stages`.
     """
     uses, made = _Uses(trace), trace.made
-    begins = [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
+    begins = list(begins) or [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
     many = len(begins)
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
 
@@ -253,6 +254,8 @@ def chain_of(
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, forms)
+        if not isinstance(stages, int):
+            costs = replace(costs, name=_within(trace.ran[first], stages) or costs.name)
         costed.append(costs)
         runs.append(run)
         contents.append([frozenset(part | run.handed) for part in kept])
