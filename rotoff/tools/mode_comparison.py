@@ -181,7 +181,7 @@ def planned_modes(
     steps += [_device_step(row, usable, options) for row in placed if row.step_time is not None and not steps[0].fits]
     times = [row.step_time for row in rows if row.step_time is not None]
     request = Request(limit, "joint", asked.mem_slots, {})
-    bound = least_time(profile, request, min(times)) if times else None  # the same in all modes
+    bound = min(least_time(profile, request, min(times)), *times) if times else None  # the same in all modes
     best = [row.bound_time for row in placed if row.bound_time is not None]
     return PlannedModes(
         chain=profile.chain,
@@ -210,7 +210,7 @@ def _in_modes(
     refine: bool | float,
 ) -> tuple[list[PlannedMode], list[PlannedStep]]:
     """A row for each mode, without its bound, and those of the table."""
-    base, shared = profile.chain.compute_time, SharedProblems()
+    base, shared = keeping_all(profile).trace.makespan, SharedProblems()
     rows, steps = [], []
     for mode in asked.modes:
         request = Request(limit, mode, asked.mem_slots, {"refine": refine}, shared=shared)

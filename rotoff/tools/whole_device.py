@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import COMPUTES, Sequence
+from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import simulate
 from ..core.steady_step import WHEN
 from ..planning.step_planner import keeping_all
@@ -43,6 +43,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
 EFFORT = 0.05  # `refine` of solve for estimates, whose times are off by more than a longer search gains
 SLOTS = 50
+OWN = (*FORWARDS, OpKind.B)  # operations of activations
 
 
 @dataclass(frozen=True)
@@ -84,16 +85,15 @@ class WholeDevice:
         """The same at a batch of `count`."""
         return self.at(count).least(updates)
 
-    def levels(self, sequence: Sequence, updates: str = "after", plain: bool = False) -> list[int]:
+    def levels(self, sequence: Sequence, plain: bool = False) -> list[int]:
         """What the device holds during each operation. plain: whether the model runs as it is, on plain autograd."""
         if plain:
             levels, batch = iter(keeping_all(self.profile).levels), self.profile.batch_bytes
             return [
-                self.beside
-                + (next(levels) + batch + event.parameter_memory if event.op.kind in COMPUTES else event.memory)
+                self.beside + (next(levels) + batch + event.parameter_memory if event.op.kind in OWN else event.memory)
                 for event in simulate(self.chain, sequence).events
             ]
-        return TapeGroups(self.chain, (), (), self.beside).levels(self.found, sequence, updates == "during")
+        return TapeGroups(self.chain, (), (), self.beside).levels(self.found, sequence, during=True)
 
 
 def whole_device(
@@ -207,7 +207,7 @@ def placed_steps(whole: WholeDevice, plain: PlannedStep, usable: int) -> tuple[P
         best = _best(chain, limit, updates, bound, best)
         sequence = Sequence(best.ops, resident=list(best.resident))
         trace = simulate(chain, sequence, updates=updates)
-        held = max(whole.levels(sequence, updates)), trace.host_peak_bytes, bound
+        held = max(whole.levels(sequence)), trace.host_peak_bytes, bound
         overhead = trace.makespan / unit - 1 if unit else 0.0
         rows.append(
             PlacedStep(updates, trace.makespan, overhead, *held, least[updates], most, moved_by(sequence, trace))

@@ -186,7 +186,7 @@ class FakeStep(RecordedStep):
         self._spill = _Nowhere()
         self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
         self._casts: dict[Content, int] = {}
-        self._uses: Counter[int] = Counter()  # of casts, by id of the parameter
+        self._uses: Counter[Content] = Counter()  # of casts
 
     @staticmethod
     def plain(t: torch.Tensor) -> bool:
@@ -194,7 +194,7 @@ class FakeStep(RecordedStep):
 
     @property
     def cast_again(self) -> set[int]:
-        return {key for key, uses in self._uses.items() if uses > 1}
+        return {self._casts[content] for content, uses in self._uses.items() if uses > 1}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -209,7 +209,7 @@ class FakeStep(RecordedStep):
         super().trust(op, new)
         for content in op.contents():
             if content in self._casts:
-                self._uses[self._casts[content]] += 1
+                self._uses[content] += 1
             key = None if content.held is None else self._own.get(content.held._cdata)
             if key is not None and op.operator._schema.name == CAST:
                 self._casts |= dict.fromkeys(new, key)
