@@ -138,6 +138,8 @@ def least_time(profile: TapeProfile, request: Request, found: float = math.inf) 
         return profile.chain.compute_time
     limit = request.mem_limit + profile.batch_bytes
     fitting = [one.chain for one in profile.chains if limit >= min_mem_limit(one.chain, "joint")]
+    if not fitting and found < math.inf:  # it holds less than the chain charges
+        return profile.chain.compute_time * (1 - SUM_ERROR)
     if not fitting:
         raise _infeasible(profile, replace(request, mode="joint"))
     alone = min(map(least_compute, fitting))
