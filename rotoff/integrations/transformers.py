@@ -13,7 +13,6 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..checkpointable import Checkpointable
-from ..core.backward_from import LossAlone
 from ..errors import OptionError
 from ..tools.attach import attach_for_trainer, attached, warn_if_unused, wrapped_since
 from ..tools.config import RotoffConfig, read_settings

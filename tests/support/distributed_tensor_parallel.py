@@ -112,7 +112,7 @@ def main(split: str, *modes: str) -> None:
     unsplit = rotoff.Checkpointable(Net(), process_group=True, cache_directory=None).measure(whole_batch)
     split_bytes, whole_bytes = planned.keep_all_memory, unsplit.keep_all_memory
     if dist.get_rank() == 0:
-        say(f"bytes of shards: {split_bytes < 0.6 * whole_bytes} {split_bytes/whole_bytes}")
+        say(f"bytes of shards: {split_bytes < 0.6 * whole_bytes} {split_bytes / whole_bytes}")
     returning = model(split, mesh)
     returning.head = parallelize_module(nn.Linear(WIDTH, 8), inner, ColwiseParallel(use_local_output=False))
     for what, made, group in (("alone", model(split, mesh), None), ("sharded result", returning, True)):
