@@ -397,7 +397,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         """The chain that the last plan was made for. Without a plan, the chain measured last."""
         if self._placed is not None and self._placed.chain is not None:
             return self._placed.chain
-        return self._latest.profile.chain if self._steps.request is None else self._plan.chain
+        return self._latest.profile.chain if self._steps.request is None else self._step_plan.chain
 
     @property
     def strategy(self) -> str:
@@ -408,7 +408,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
         if self._placed is None:
-            plan: Any = self._plan
+            plan: Any = self._step_plan
             levels, peak, base = plan.levels, plan.peak, plan.profile.chain.compute_time
         else:
             plan, peak = self._placed_plan, self.get_expected_memory()
@@ -422,7 +422,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _placed_plan(self) -> ExecutionPlan:
         assert self._placed is not None
         self._placed.plan_recorded()
-        if self._placed.latest is None:
+        if self._placed.latest not in self._placed.recordings:
             raise MeasureError(
                 "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
             )
@@ -448,7 +448,11 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> StepPlan:
+    def _plan(self) -> Any:
+        return self._step_plan if self._placed is None else self._placed_plan
+
+    @property
+    def _step_plan(self) -> StepPlan:
         latest = self._latest
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
@@ -465,19 +469,19 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def get_expected_makespan(self) -> float:
         """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
-        return (self._plan if self._placed is None else self._placed_plan).trace.makespan
+        return float(self._plan.trace.makespan)
 
     def get_expected_memory(self) -> int:
         """Expected peak of the planned step in bytes, in the terms of the limit."""
         if self._placed is None:
-            return self._plan.peak
+            return self._step_plan.peak
         assert self._placed_plan and self._placed.expected_bytes is not None
         return self._placed.expected_bytes
 
     def get_expected_host_memory(self) -> int:
         """Most bytes that the planned steps in flight keep on the host."""
         if self._placed is None:
-            return self.in_flight * self._plan.execution.host_bytes
+            return self.in_flight * self._step_plan.execution.host_bytes
         plan = self._placed_plan
         return plan.host_bytes + (0 if plan.placed is None else plan.placed.host_bytes)
 
