@@ -111,7 +111,7 @@ def main(split: str, *modes: str) -> None:
     whole_batch = x if split == "tensor" else torch.cat((x, x), 1)
     split_bytes, whole_bytes = saved_bytes(model(split, mesh), x), saved_bytes(Net(), whole_batch)
     if dist.get_rank() == 0:
-        say(f"bytes of shards: {split_bytes < 0.6 * whole_bytes} {split_bytes/whole_bytes}")
+        say(f"bytes of shards: {split_bytes < 0.6 * whole_bytes}")
     returning = model(split, mesh)
     returning.head = parallelize_module(nn.Linear(WIDTH, 8), inner, ColwiseParallel(use_local_output=False))
     for what, made, group in (("alone", model(split, mesh), None), ("sharded result", returning, True)):
