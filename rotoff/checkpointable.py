@@ -22,7 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
 from .capture import strategy
-from .capture.backward_roots import BackwardFrom
+from .core.backward_from import BackwardFrom
 from .core.chain import Chain
 from .core.modes import check_mode
 from .core.sequence import Sequence

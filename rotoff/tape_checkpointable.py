@@ -22,9 +22,10 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
 from .capture import strategy
-from .capture.backward_roots import BackwardFrom, BackwardStarts, read_backward_from
+from .capture.backward_roots import BackwardStarts
 from .capture.undo import undone
 from .checkpointable import refuse_planned
+from .core.backward_from import BackwardFrom, read_backward_from
 from .core.chain import Chain
 from .core.modes import check_mode
 from .core.sequence import Sequence

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..accelerator import TYPES, indexed, is_available, named
 from ..capture import strategy
-from ..capture.backward_roots import BackwardFrom, read_backward_from
+from ..core.backward_from import BackwardFrom, read_backward_from
 from ..errors import MeasureError, OptionError
 from ..io.paths import named_directory
 from ..profile.selective.variants import Forms, read_forms

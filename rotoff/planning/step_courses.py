@@ -19,6 +19,7 @@ from ..errors import MeasureError
 from ..profile.recorded_step import BUSY, RecordedStep
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
+from ..runtime.held_check import HeldCheck
 from ..runtime.links.pool import LinkPool
 from ..runtime.links.spill import Spill
 from ..runtime.step_times import Recording
@@ -111,7 +112,6 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
-        last: the tape of the last step.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
-        self.last: Tape | None = None
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
         self._check, self._group = check, group
@@ -175,7 +174,7 @@ class StepRunner:
         if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
         recorded = self._begin(key, hint, args, kwargs, RecordedStep(self.known, self.model, self._spill()))
-        self._recorded, self.last = recorded, recorded.step
+        self._recorded = recorded
         try:
             return together(partial(recorded.step.run, plain, *args, **kwargs), self._group)
         except BaseException:
@@ -292,13 +291,18 @@ class StepRunner:
         return course.plan
 
     def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
-        plan, link, links = planned.execution, None, self.links
-        if plan.host_bytes:
-            link = links.take(course.profile.device, plan.host_bytes)
-        times = None if recording is None else recording.begin(plan.trace, course.profile.device, link)
-        done = (lambda: None) if link is None else partial(links.give_back, link)
-        step = TapeStep(plan, planned.found.layout, link, done, self._spill(), times)
-        self.last = tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
+        plan, device = planned.execution, course.profile.device
+        step = TapeStep(
+            plan,
+            planned.found.layout,
+            partial(self.links.take, device, plan.host_bytes) if plan.host_bytes else None,
+            self.links.give_back,
+            self._spill(),
+            HeldCheck(planned.sequence, planned.found.held(planned.sequence)) if self._check else None,
+        )
+        if recording is not None:
+            step.times = recording.begin(plan.trace, device, step.link)
+        tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
         self._warn_in_flight(step)
         with step.forward(tape):
             result = run()

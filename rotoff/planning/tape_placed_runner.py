@@ -1,148 +1,335 @@
-"""Trains a model on tapes by plans that place its parameters, their gradients and the optimizer's states."""
+"""Trains a model on tapes within a `device_limit`: where its parameters lie, and what its steps follow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from ..core.chain import Chain, LinkRates
-from ..core.sequence import OpKind, w
-from ..core.sequence import Sequence as Plan
-from ..core.simulator import simulate
-from ..core.steady_step import at_rest
-from ..profile.optimizer_probe import OptimizerProbe
-from ..profile.parameter_groups import groups_apart
-from ..profile.tape_chain import TapeChain, chain_of
-from ..profile.tape_groups import RecordedReads, TapeGroups, groups_of
+from ..core.sizes import format_bytes
+from ..errors import ExecutionError, InfeasibleError
+from ..profile.memory.allocator import DeviceAllocator
+from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
+from ..profile.recorded_step import BUSY
+from ..profile.tape_groups import (
+    Reads,
+    RecordedLent,
+    RecordedReads,
+    TapeGroups,
+    groups_of,
+    waiting_plan,
+    without_gradients,
+)
+from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
-from ..runtime.execution_plan import ExecutionPlan, compile_placed
+from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool, new_link
+from ..runtime.links.spill import Spill
+from ..runtime.placed.lending import all_on
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
-from ..runtime.tape_placed import Lending, PlacedStep, PlacedTape
+from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
+from ..runtime.tape_step import TapeStep
+from ..solver import keep_all
+from ..solver.search import parse_host_limit
 from ..tape.tape import Known, Tape
-from .tape_runner import PATIENCE, signature
+from ..tensors.storage import storage_key
+from ..tensors.tree import tensor_leaves
+from .options import Options
+from .request import Request
+from .signatures import signature
+from .stages import stages_of
+from .step_courses import LINK_BYTES, PATIENCE
+from .tape_placed_planner import Found, check_updates, compiled, plan, read_optimizers
+
+logger = logging.getLogger("rotoff")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a recorded step did, in numbers alone."""
+
+    profile: TapeProfile
+    reads: Reads
+
+
+@dataclass
+class _Recorded:
+    """A step that is recorded, until its backward has ended."""
+
+    key: Any
+    step: RecordedReads
+    batch_bytes: int
+    shapes: tuple[tuple[int, ...], ...]
 
 
 @dataclass
 class PlacedCourse:
     """What is planned for inputs of one signature. strayed: steps in a row that made other operations."""
 
-    found: TapeChain
     groups: TapeGroups
     plan: ExecutionPlan
     strayed: int = 0
 
     @property
     def expected_bytes(self) -> int:
-        """The most bytes that the device holds."""
-        assert self.plan.placed is not None
-        return self.plan.placed.peak_bytes
+        """The most bytes that the device holds; of the plain model, in a loop that sets gradients to None."""
+        if self.plan.placed is not None:
+            return self.plan.placed.peak_bytes
+        return self.groups.expected
 
 
 class PlacedRunner:
-    """Runs the steps of `model`, whose parameters `optimizers` update.
+    """Runs the steps of `model`, whose parameters `optimizers` update, and owns what lives longer than one.
+
+    Attributes:
+        placement: of the parameters; None while the model is as the caller made it.
 
     Args:
-        solve: returns the sequence for a chain with parameters. during: whether it updates them within the backward.
-        host: whether the host may update what lies there.
-        bandwidth: to the host and from it, B/s. stages: about as many.
+        request: its `mem_limit` is for all that the device holds; None to `record` alone.
+        before: the one that ran the steps so far, of which this takes over what it has recorded and placed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizers: Sequence[Optimizer],
-        solve: Callable[[Chain], Plan],
-        during: bool = False,
-        host: bool = False,
-        bandwidth: tuple[float, float] = (1e9, 1e9),
-        stages: int = 40,
+        request: Request | None,
+        options: Options,
+        links: LinkPool,
+        before: PlacedRunner | None = None,
     ) -> None:
-        self.model, self._solve, self._during, self._host = model, solve, during, host
-        self._bandwidth, self._stages = bandwidth, stages
-        self.known = Known()
+        self.model, self.optimizers, self.request = model, tuple(optimizers), request
+        self._options, self._links, self._before = options, links, before
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.device: torch.device = before.device if before is not None else options.device or device
+        self.known: Known = Known() if before is None else before.known
+        self.recordings: dict[Any, Recording] = {} if before is None else before.recordings
+        self.times: dict[Any, UpdateCosts] = {} if before is None else before.times
+        self._rates: LinkRates | None = None if before is None else before._rates
+        self.latest: Any = None if before is None else before.latest  # the signature of the last step
         self.courses: dict[Any, PlacedCourse] = {}
-        self.last: Tape | None = None
-        self._device = next(model.parameters()).device
-        self._probe = OptimizerProbe(optimizers, self._device, {})
-        self.placement = Placement(new_link(self._device), optimizers)
-        self._recorded: tuple[Any, RecordedReads, int] | None = None
-        self._links = LinkPool()
+        self.placement: Placement | None = None
+        self._recorded: _Recorded | None = None
         self._staying: set[int] = set()  # by id, parameters that have to stay on the device
+        self._streaming = False
+        # by signature, what forwards without gradients allocate
+        self._forward_bytes: dict[Any, int] = {} if before is None else before._forward_bytes
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.placement.forward_begins()
-        if not torch.is_grad_enabled():
-            return self.model(*args, **kwargs)
+    # -- what is planned
+
+    @property
+    def course(self) -> PlacedCourse | None:
+        """That of the latest step."""
+        return self.courses.get(self.latest)
+
+    @property
+    def plan(self) -> ExecutionPlan | None:
+        """That of the latest step; None if nothing is planned for it."""
+        return None if self.course is None else self.course.plan
+
+    @property
+    def chain(self) -> Chain | None:
+        """That of the latest step."""
+        return None if self.course is None else self.course.groups.chain
+
+    @property
+    def expected_bytes(self) -> int | None:
+        """The most bytes that the device holds in the latest step."""
+        return None if self.course is None else self.course.expected_bytes
+
+    @property
+    def keep_all_bytes(self) -> int | None:
+        """The smallest limit at which the plain model and optimizer run unplanned."""
+        return None if self.course is None else self.course.groups.whole
+
+    def prepare(self) -> None:
+        """Plan for what was recorded last, if there is something, and bring everything to where the plan has it.
+
+        Raises:
+            InfeasibleError: if nothing fits; nothing is moved then.
+        """
         self.plan_recorded()
-        key = signature(self.model, args, kwargs)
-        course = self.courses.get(key)
-        if course is None or course.strayed >= PATIENCE:
-            return self._record(key, args, kwargs)
-        return self._follow(course, args, kwargs)
+        course = self._course(self.latest)
+        if course is not None and course.plan.placed is not None:
+            self._placed().begin(course.plan.placed)
+            return
+        self.close()
+        if course is not None:
+            all_on(self.model, self.optimizers, self.device)
+        if course is None or self._during:  # a step's closure may call the forward
+            with suppress(ExecutionError):  # no place for a file; a plan that needs one says so
+                self._placed()
 
-    def _record(self, key: Any, args: Any, kwargs: Any) -> Any:
-        """Run a step with everything on the host, where its operations read it."""
-        groups, outside = groups_apart(self.model, self._probe)
-        self.placement.begin(PlacedPlan(groups, frozenset(), frozenset(), frozenset(), outside=outside))
-        tape = RecordedReads(self.known, self.model)
-        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        self._recorded, self.last = (key, tape, sum(t.nbytes for t in given)), tape
-        with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
-            return self.model(*args, **kwargs)
+    @property
+    def _during(self) -> bool:
+        return self.request is not None and self.request.options.get("updates") == "during"
+
+    def _course(self, key: Any) -> PlacedCourse | None:
+        """Return what is planned for inputs of this signature; None if no step has shown what they need."""
+        course = self.courses.get(key)
+        if course is not None and course.strayed < PATIENCE:
+            return course
+        recording = self.recordings.get(key)
+        if recording is None or course is not None or self.request is None:
+            return None
+        read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
+        ways = self._ways(recording)
+        if ways[0].whole <= self.request.mem_limit:
+            chain = ways[0].found.chain
+            everything = replace(compile_sequence(chain, keep_all(chain)), keeps_all=True)
+            course = PlacedCourse(ways[0], everything)
+        else:
+            groups, sequence = self.choose(ways, self.request)
+            course = PlacedCourse(groups, compiled(groups, sequence, self.request))
+        self.courses[key] = course
+        return course
+
+    def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
+        """Return a sequence for a step, and those of its groups that it moves."""
+        check_updates(self.optimizers, request)
+        near = [(one.groups, one.plan) for one in self.courses.values() if one.plan.placed is not None]
+        return plan(ways, request, near)
+
+    def _ways(self, recording: Recording) -> list[TapeGroups]:
+        """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU
+        shares its processor with the host."""
+        probe = OptimizerProbe(self.optimizers, self.device, self.times)
+        return [
+            groups_of(recording.profile, found, recording.reads, self.model, probe, host, self._staying)
+            for found in without_gradients(recording.profile).chains
+            for host in ((False, True) if self.device.type == "cpu" else (True,))
+        ]
+
+    # -- a training step
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward of a training step.
+
+        Raises:
+            InfeasibleError: if the step before was recorded, and nothing fits.
+        """
+        held = [*self.model.parameters(), *tensor_leaves((args, kwargs))]
+        if self._streaming or not any(t.requires_grad for t in held):
+            return self.unplanned(self.model, args, kwargs)
+        if self.placement is not None:
+            self.placement.forward_begins()
+        self.plan_recorded()
+        self.latest = key = signature((args, kwargs), self.model)
+        course = self._course(key)
+        if course is None:
+            if BUSY.locked() or torch.autograd._profiler_enabled():  # a step cannot be recorded now
+                return self._away(args, kwargs)
+            return self._record(key, args, kwargs)
+        if not course.plan.keeps_all:
+            return self._follow(course, args, kwargs)
+        if self.placement is not None:
+            self.placement.wait(None)
+            if not self.placement.waits:
+                with self.streamed():
+                    return self.watched(self.model(*args, **kwargs))
+        return self.watched(self.model(*args, **kwargs))
+
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: Callable[[Any], object]) -> None:
+        """Record a step of which `backward` runs the backward, given what the model returns."""
+        key = self.latest = signature((args, kwargs), self.model)
+        try:
+            backward(self._record(key, args, kwargs, patient=True))
+        finally:
+            self.plan_recorded()
+
+    def _record(self, key: Any, args: Any, kwargs: Any, patient: bool = False) -> Any:
+        """Run a step with everything on the host, from where its operations get it."""
+        lending, spill = self._lending_all(), self._spill()
+        step = RecordedReads(self.known, self.model, spill, patient)
+        if lending is not None:
+            step = RecordedLent(self.known, self.model, lending, self.device, spill, patient)
+        given = tensor_leaves((args, kwargs))
+        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() * (1 + t.requires_grad) for t in given}.values())
+        self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
+        try:
+            with ExitStack() as stack:
+                if lending is not None:
+                    stack.enter_context(lending.forward())
+                stack.enter_context(step)
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack))
+                return self.watched(self.model(*args, **kwargs))
+        except BaseException:
+            step.stop()
+            self._recorded = None
+            raise
+
+    def _away(self, args: Any, kwargs: Any) -> Any:
+        """Run a step without a plan or a record: what it saves leaves the device at once."""
+        lending, step = self._lending_all(), TapeStep(None, spill=self._spill())
+        with ExitStack() as stack:
+            if self._recorded is not None:
+                stack.enter_context(self._recorded.step.others())
+            if lending is not None:
+                stack.enter_context(lending.forward())
+            stack.enter_context(step.forward(Tape(self.known) if lending is None else PlacedTape(self.known, lending)))
+            return self.watched(self.model(*args, **kwargs))
+
+    def _lending_all(self) -> Lending | None:
+        """Put all that can be placed on the host, and return what lends it; None where operations read it there."""
+        if self.request is None and self.device.type == "cpu":
+            return None
+        placement = self._placed()
+        placement.begin(self._waiting())
+        return Lending(self.model, placement.away(), self.device, home=True) if placement.link.queues else None
+
+    def _spill(self) -> Spill:
+        return Spill(self._options.host_directory)
 
     def plan_recorded(self) -> None:
-        """Plan for the step that was recorded last, if its backward has run."""
-        if self._recorded is None:
+        """Take what the step that was recorded last has shown, if its backward has run."""
+        recorded = self._recorded
+        if recorded is None or not (recorded.step.complete or recorded.step.abandoned()):
             return
-        (key, step, batch_bytes), self._recorded = self._recorded, None
-        step.stop()
-        if not step.complete or not step.operations:
+        self._recorded = None
+        recorded.step.stop()
+        if not recorded.step.complete or not recorded.step.operations:
             return
-        found = chain_of(trace_of(step), LinkRates(*self._bandwidth, False), self._stages)
-        step.trust_stages(found.layout.begins)
-        groups = groups_of(step, found, self.model, self._probe, self._host, batch_bytes, self._staying)
-        self.courses[key] = self.planned(found, groups, self._solve(groups.chain))
-
-    def planned(self, found: TapeChain, groups: TapeGroups, sequence: Plan) -> PlacedCourse:
-        """Return the course that follows `sequence`."""
-        chain = groups.chain
-        rest = at_rest(chain, sequence.ops, sequence.resident)
-        resident, numbers = frozenset(rest.device), frozenset(range(1, len(chain.parameters) + 1))
-        leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-        placed = PlacedPlan(
-            groups=groups.placed,
-            resident=resident,
-            on_both=resident & frozenset(rest.host),
-            moved=frozenset(k for k in numbers if w(k) not in resident or any(_moves(op, k) for op in sequence)),
-            levels=tuple(groups.levels(found, sequence, self._during)),
-            keep_gradients=numbers - leaving,
-            outside=groups.outside,
-            during=self._during,
+        if self._rates is None:
+            self._rates = self._links.shared(self._links.bandwidth(self.device, LINK_BYTES))
+        profile = TapeProfile(
+            trace_of(recorded.step),
+            self.device,
+            self._rates,
+            recorded.batch_bytes,
+            stages_of(self.model, self._options.stages),
+            bool(self._options.forms),
+            recorded.shapes,
         )
-        trace = simulate(chain, sequence, updates="during" if self._during else "after")
-        return PlacedCourse(found, groups, compile_placed(chain, sequence, trace, placed))
+        for found in profile.chains:
+            recorded.step.trust_stages(found.layout.begins)
+        known = self.recordings.get(recorded.key)
+        if known is not None and known.profile.chain_keys == profile.chain_keys:
+            profile = known.profile.timed_by(profile.trace)
+        self.recordings[recorded.key] = Recording(profile, recorded.step.reading)
+        self.courses.pop(recorded.key, None)
 
     def _follow(self, course: PlacedCourse, args: Any, kwargs: Any) -> Any:
-        plan = course.plan
-        assert plan.placed is not None
-        link = None
-        if plan.host_bytes:
-            link = self._links.take(self._device, plan.host_bytes)
-        self.placement.begin(plan.placed)
-        lending = Lending(self.model, self.placement.places(plan.placed.moved), self._device)
+        placed = course.plan.placed
+        assert placed is not None
+        placement = self._placed()
+        placement.begin(placed)
+        link = self._links.take(self.device, course.plan.host_bytes) if course.plan.host_bytes else None
+        lending = Lending(self.model, placement.places(placed.moved), self.device)
         tape = PlacedTape(self.known, lending)
-        self.last = tape
-        done = (lambda: None) if link is None else (lambda: self._links.give_back(link))
-        step = PlacedStep(plan, course.found.layout, link, self.placement, lending, done)
-        self.placement.takes(step)
+        done = (lambda: None) if link is None else partial(self._links.give_back, link)
+        step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done, self._spill())
+        placement.takes(step)
         with step.forward(tape):
             result = self.model(*args, **kwargs)
         course.strayed = course.strayed + 1 if step.left_course else 0
@@ -151,14 +338,117 @@ class PlacedRunner:
             self.courses.clear()
         return result
 
+    # -- a forward without a plan
+
+    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward that has no plan: in eval mode, or without gradients. The first of each signature that saves
+        nothing is measured. If it takes too much beside what a plan keeps on the device between steps, all that can be
+        placed goes to the host.
+
+        Raises:
+            InfeasibleError: if it took more than the `device_limit`, with all that can be placed on the host, and no
+                step is planned in that limit; else that is a warning.
+        """
+        run, request, placement = partial(plain, *args, **kwargs), self.request, self.placement
+        held = [*self.model.parameters(), *tensor_leaves((args, kwargs))]
+        saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
+        if placement is None or request is None or saves or not placement.between_steps:
+            with self.streamed():
+                return self.watched(run())
+        key = signature((args, kwargs), self.model)
+        held += [*self.model.buffers(), *placement.beside_parameters()]
+        whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
+        known = self._forward_bytes.get(key)
+        if placement.tight if known is None else whole - placement.away_bytes + known > request.mem_limit:
+            self._clear(placement)
+        if placement.waits and known is not None and whole + known <= request.mem_limit:
+            placement.wait(None)
+            return run()
+        with self.streamed():
+            if known is not None or torch.autograd._profiler_enabled():
+                return run()
+            result, log = DeviceAllocator(self.device).log(run)
+        self._forward_bytes[key] = known = log.peak()
+        taken = whole - placement.away_bytes + known
+        if taken > request.mem_limit:
+            self._clear(placement)
+            least = whole - placement.away_bytes + known
+            limit = f"the device_limit is {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+            told = (
+                f"a forward without gradients took {format_bytes(taken)} ({taken} bytes), and {limit}; the next one has"
+                " its parameters on the host"
+                if least <= request.mem_limit
+                else f"a forward without gradients needs at least {format_bytes(least)} ({least} bytes), with its"
+                f" parameters on the host; {limit}"
+            )
+            if self.plan is None:
+                raise InfeasibleError(told, least)
+            logger.warning("rotoff: %s", told)
+        return result
+
+    def _clear(self, placement: Placement) -> None:
+        """Move all that is placed to the host, if nothing is in the way."""
+        assert self.request is not None
+        asked = self.request.options.get("host_limit")
+        placement.clear(math.inf if asked is None else parse_host_limit(asked))
+
+    def watched(self, result: Any) -> Any:
+        """Return the `result` of a forward without a plan; its backward begins as a planned one's."""
+        if self.placement is not None:
+            self.placement.gradients.watch(result)
+        return result
+
+    @contextmanager
+    def streamed(self) -> Iterator[None]:
+        """Within this context, parameters on the host are fetched as the model's operations need them."""
+        lazy = any(nn.parameter.is_lazy(p) for p in self.model.parameters())  # they have no bytes to place
+        if self.placement is None or self.request is None or self._streaming or lazy:
+            yield
+            return
+        self.placement.wait(self._waiting)
+        self.placement.forward_begins()
+        away = self.placement.away()
+        if not away or not self.placement.link.queues:
+            yield
+            return
+        self._streaming = True
+        try:
+            lending = Lending(self.model, away, self.device, self.placement.room, home=True)
+            with Filled(lending).forward():
+                yield
+        finally:
+            self._streaming = False
+
+    # -- where parameters are
+
+    def _waiting(self) -> PlacedPlan:
+        return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None))
+
+    def _placed(self) -> Placement:
+        """The placement of the parameters; that of the runner before if it was for the same optimizers."""
+        if self.placement is None:
+            before, self._before = self._before, None
+            known = None if before is None else before.placement
+            if before is not None and known is not None and known.here and known.optimizers == self.optimizers:
+                self.placement, before.placement = known, None
+            else:
+                if before is not None:
+                    before.close(resident=False)
+                link = new_link(self.device, self._options.host_directory)
+                self.placement = Placement(link, self.optimizers)
+                weakref.finalize(self.placement, link.close)
+        return self.placement
+
     def close(self, resident: bool = True) -> None:
         """Return everything to the caller, on the device if `resident`, else where it lies."""
         if self._recorded is not None:
-            self._recorded[1].stop()
+            self._recorded.step.stop()
             self._recorded = None
-        self._links.close()
-        self.placement.close(resident)
-
-
-def _moves(op: Any, k: int) -> bool:
-    return op.of == "w" and op.stage == k
+        before, self._before = self._before, None
+        if before is not None:
+            before.close(resident)
+        placement, self.placement = self.placement, None
+        if placement is not None:
+            if not placement.here:  # the process that this one was forked from has placed them
+                placement.gradients.marks.remove()
+            placement.close(resident=resident and placement.here)

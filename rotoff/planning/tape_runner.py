@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..core.chain import LinkRates
-from ..core.sequence import OpKind
 from ..profile.recorded_step import RecordedStep
 from ..profile.tape_chain import TapeChain, chain_of
 from ..profile.trace import trace_of
@@ -109,14 +109,11 @@ class TapeRunner:
         step.trust_stages(self.courses[key].found.layout.begins)
 
     def _follow(self, course: Course, plan: ExecutionPlan, args: Any, kwargs: Any) -> Any:
-        link = None
-        if any(op.kind is OpKind.OFFLOAD for op in plan.sequence):
-            device = next(self.model.parameters()).device
-            link = self._links.take(device, plan.host_bytes)
+        device = next(self.model.parameters()).device
+        take = partial(self._links.take, device, plan.host_bytes) if plan.host_bytes else None
         tape = self.new_tape(self.known)
         self.last = tape
-        done = (lambda: None) if link is None else (lambda: self._links.give_back(link))
-        step = TapeStep(plan, course.found.layout, link, done)
+        step = TapeStep(plan, course.found.layout, take, self._links.give_back)
         with step.forward(tape):
             result = self.model(*args, **kwargs)
         course.strayed = course.strayed + 1 if step.left_course else 0

@@ -21,6 +21,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
+from ..capture.unrepeatable import compiled
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot
@@ -83,9 +84,9 @@ class RecordedStep(Verified):
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
-        # scripted modules take no hooks of a whole call
-        scripted = torch.jit.ScriptModule
-        self._names = {module: name for name, module in model.named_modules() if not isinstance(module, scripted)}
+        # scripted modules take no hooks of a whole call, and a compiler would look into them
+        within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
+        self._names = {module: name for name, module in model.named_modules() if module not in within}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._alive: list[Content] = []

@@ -205,6 +205,19 @@ class TapeChain:
             levels.append(event.memory - (charged - size(held)) - more)
         return levels
 
+    def held(self, sequence: Sequence) -> list[int | None]:
+        """Return the bytes of all values on the device after each operation of `sequence`; None for ``B``."""
+        machine, form, found = Machine(self.chain), dict[int, int](), list[int | None]()
+        early = early_stops(sequence)
+        for n, op in enumerate(sequence):
+            if op.kind in FORWARDS and op.value.saved:
+                form[op.stage] = op.form
+            machine.step(op, n in early)
+            values = (self._contents(v, form) for v in machine.device if v.stage or v.saved)
+            held = self.stay.union(*values)
+            found.append(None if op.kind is OpKind.B else self.trace.size(held))
+        return found
+
     def _contents(self, v: Value, form: Mapping[int, int]) -> frozenset[int]:
         return self.forms[v.stage - 1][form[v.stage]] if v.saved else self.handed[v.stage]
 

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..accelerator import block_bytes
-from ..capture.unrepeatable import compiled
+from ..accelerator import block_bytes, is_accelerator
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import FORWARDS, OpKind, Sequence, Value
+from ..core.sequence import FORWARDS, UPDATES, OpKind, Sequence, Value, w
 from ..core.simulator import Machine
-from ..core.steady_step import at_rest
-from ..runtime.placed.placed_plan import PlacedGroup
+from ..core.steady_step import at_rest, group_bytes
+from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
 from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
-from ..tape.contents import Content, Slot, is_plain
+from ..runtime.tape_placed import Lending, PlacedTape
+from ..tape.contents import Content, Slot, checksum_room, is_plain
 from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation
 from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
-from .recorded_step import RecordedStep
+from .recorded_step import OWN, RecordedStep
 from .tape_chain import TapeChain
+from .tape_profile import TapeProfile
 
 CAST = "aten::_to_copy"
 
 
-class RecordedReads(RecordedStep):
-    """A recorded step that also notes which operations read parameters, where they lie.
+@dataclass(frozen=True)
+class Reads:
+    """Which operations of a step on `device` read parameters, which are given by id.
 
-    reads: numbers of operations, and ids of parameters that they, or views right before them, read. kept: positions at
-    which autograd has saved parameters that nothing has read since the operation before, and ids. staying: ids of those
-    that its operations overwrite.
+    at: their positions. staying: those that have to stay on the device: that its operations overwrite, or that autocast
+    casts once for several operations. It keeps casts of leaf tensors alone, and what stands for a parameter is none.
     """
 
-    def __init__(self, known: Known, model: nn.Module) -> None:
-        super().__init__(known, model)
-        self.reads: set[tuple[int, int]] = set()
-        self.kept: set[tuple[int, int]] = set()
-        self.staying: set[int] = set()
+    device: torch.device
+    at: dict[int, frozenset[int]]
+    staying: frozenset[int]
+
+
+class RecordedReads(RecordedStep):
+    """A recorded step that also notes which operations read parameters, where they lie."""
+
+    def __init__(self, known: Known, model: nn.Module, *how: Any) -> None:
+        super().__init__(known, model, *how)
+        # numbers of operations, and ids of parameters that they, or views right before them, read
+        self._reads: set[tuple[int, int]] = set()
+        # positions at which autograd has saved parameters that nothing has read since the operation before
+        self._kept_at: set[tuple[int, int]] = set()
+        self._overwritten: set[int] = set()
         self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
         self._casts: dict[Content, int] = {}
         self._uses: Counter[int] = Counter()  # of casts, by id of the parameter
@@ -59,7 +72,7 @@ class RecordedReads(RecordedStep):
     ) -> Any:
         for t in tensors_of(args, kwargs or {}):  # views, too: they ask for the bytes
             if is_plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
-                self.reads.add((len(self.operations), key))
+                self._reads.add((len(self.operations), key))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
@@ -76,97 +89,174 @@ class RecordedReads(RecordedStep):
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
         written = super()._written(*of)
         found = (self._own.get(t.untyped_storage()._cdata) for _, t in written)
-        self.staying |= {key for key in found if key is not None}
+        self._overwritten |= {key for key in found if key is not None}
         return written
 
     def pack(self, t: torch.Tensor) -> Any:
         packed = super().pack(t)
         if isinstance(packed, Slot) and packed.reference is None:
             key = self._own.get(t.untyped_storage()._cdata)
-            if key is not None and (len(self.operations), key) not in self.reads:
-                self.kept.add((packed.at, key))
+            if key is not None and (len(self.operations), key) not in self._reads:
+                self._kept_at.add((packed.at, key))
         return packed
 
     @property
-    def cast_again(self) -> set[int]:
-        """The ids of parameters whose cast several operations read. Autocast keeps casts of leaf tensors alone, and
-        what stands for a parameter is none."""
-        return {key for key, uses in self._uses.items() if uses > 1}
+    def reading(self) -> Reads:
+        """What the step has read, once it has ended."""
+        at: dict[int, set[int]] = {}
+        last = len(self.positions) - 1
+        for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
+            at.setdefault(key, set()).add(position)
+        staying = self._overwritten | {key for key, uses in self._uses.items() if uses > 1}
+        return Reads(self.device, {key: frozenset(some) for key, some in at.items()}, frozenset(staying))
+
+
+class RecordedLent(PlacedTape, RecordedReads):
+    """The same, with parameters that lie on the host and are lent."""
+
+    def __init__(self, known: Known, model: nn.Module, lending: Lending, device: torch.device, *how: Any) -> None:
+        super().__init__(known, lending, model, *how)
+        self.device = device
+
+    def __enter__(self) -> RecordedLent:
+        self._own = self._lending.keys()
+        self._lending.around = partial(self.region, OWN)
+        super().__enter__()
+        return self
 
 
 @dataclass(frozen=True)
 class TapeGroups:
-    """The groups of a model's parameters. chain: with their costs.
+    """The groups of a model's parameters, and what a step by a plan that moves them holds.
 
-    placed: their parameters. outside: those that stay on the device. beside: bytes that the device holds throughout:
-    those, buffers, the batch, the caller's loss.
+    found: the step. chain: its chain, with what the groups cost. placed: their parameters. outside: those that stay on
+    the device. first: of each group, the most that the first update of one of its parameters takes and leaves behind,
+    where the host's memory is the device's. beside: bytes that the device holds throughout: what is outside, buffers,
+    the caller's loss. marks: those of the gradients that are used up. update: bytes that the update of what is outside
+    takes. whole: the bytes with which the plain model and its optimizers run; expected: those of them that they take if
+    no gradients are there when a step begins.
     """
 
+    found: TapeChain
     chain: Chain
     placed: tuple[PlacedGroup, ...]
     outside: tuple[nn.Parameter, ...]
+    first: tuple[int, ...]
     beside: int
+    marks: int
+    update: int
+    whole: int
+    expected: int
+    device: torch.device
 
-    def levels(self, found: TapeChain, sequence: Sequence, during: bool) -> list[int]:
+    def constant(self, during: bool) -> int:
+        """Bytes that the device holds throughout."""
+        return self.beside + during * self.marks
+
+    def is_like(self, other: TapeGroups) -> bool:
+        """Whether a plan of the other one's is a plan of this."""
+        layout, theirs = self.found.layout, other.found.layout
+        return (layout.begins, layout.forms, self._members) == (theirs.begins, theirs.forms, other._members)
+
+    @property
+    def _members(self) -> list[tuple[Any, ...]]:
+        rows = zip(self.chain.parameters, self.placed, strict=True)
+        return [(of.stages, of.grad_bytes, of.state_bytes, *map(id, group.parameters)) for of, group in rows]
+
+    def levels(self, sequence: Sequence, during: bool) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
         the backward, a gradient of which the host has no copy stays for the caller to read."""
-        updates = (OpKind.U, OpKind.H)
-        moves = [op for op in sequence if not op.of and op.kind not in updates]
+        found = self.found
+        moves = [op for op in sequence if not op.of and op.kind not in UPDATES]
         own = iter(found.levels(replace(sequence, ops=tuple(moves), resident=[])))
         machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-        levels, ran, stays = [], 0, 0
+        levels, ran, stays = [], 0, self.constant(during)
         for op in sequence:
             activations = [v for v in machine.device if not v.of and (v.stage or v.saved)]
             held = frozenset[int]().union(*(_contents(found, v, machine) for v in activations))
             charged = sum(machine.device[v] for v in activations)
             event = machine.step(op)
-            if op.of or op.kind in updates:
+            if op.of or op.kind in UPDATES:
                 level = event.memory - charged + found.trace.size(held)
                 level += found.runs[ran - 1].left_over(held) if ran and not machine.backward_phase else 0
+                level += self.first[op.stage - 1] if op.kind is OpKind.H else 0
             else:
                 level = next(own) + event.parameter_memory
             ran = max(ran, op.stage) if op.kind in FORWARDS else ran
-            levels.append(level + stays + self.beside)
+            levels.append(level + stays)
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
-        return levels
+        return [*levels[:-1], levels[-1] + self.update]
+
+    def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
+        """Return where `sequence` has the parameters. Unless the device is a CPU, a parameter lies where its gradient
+        arrives: on the host, if the host updates it or receives the gradient."""
+        numbers = frozenset(range(1, len(self.chain.parameters) + 1))
+        rest = at_rest(self.chain, sequence.ops, sequence.resident)
+        resident, moved = frozenset(rest.device), {op.stage for op in sequence if op.of == "w"}
+        keep = numbers - {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
+        early: frozenset[Value] = frozenset()
+        if apart := is_accelerator(self.device):
+            on_host = {op.stage for op in sequence if op.kind is OpKind.H} | (numbers - keep)
+            early = frozenset(v for v in resident if v.of == "w" and v.stage in on_host)
+            resident -= early
+            keep &= {v.stage for v in resident if v.of == "w"}
+        trace = self.found.trace
+        alone = replace(trace, saved=(), backward=()).plain_bytes()  # a forward that saves nothing
+        kept = sum(group_bytes(self.chain, v) for v in resident)
+        return PlacedPlan(
+            groups=self.placed,
+            resident=resident,
+            on_both=resident & frozenset(rest.host),
+            moved=frozenset(moved | {k for k in numbers if w(k) not in resident}),
+            levels=tuple(self.levels(sequence, during)),
+            keep_gradients=keep,
+            early=early,
+            outside=self.outside,
+            during=during,
+            room=max(0, limit - self.constant(during) - self.chain.input_bytes - alone - kept),
+            on_host=all(one.host_update_time is not None for one in self.chain.parameters if one.grad_bytes)
+            or not apart,
+        )
 
 
 def _contents(found: TapeChain, v: Value, machine: Machine) -> frozenset[int]:
     return found.forms[v.stage - 1][machine.form[v.stage]] if v.saved else found.handed[v.stage]
 
 
+def without_gradients(profile: TapeProfile) -> TapeProfile:
+    """Return the profile of a step whose parameters' gradients count as those of groups."""
+    events = (event for event in profile.trace.backward if not event.kept)
+    return replace(profile, trace=replace(profile.trace, backward=tuple(events)))
+
+
 def groups_of(
-    step: RecordedReads,
+    profile: TapeProfile,
     found: TapeChain,
+    reads: Reads,
     model: nn.Module,
     probe: OptimizerProbe,
     host: bool,
-    beside: int,
     outside: Iterable[int] = (),
 ) -> TapeGroups:
     """Group the parameters of each stage, or of the stages that share them.
 
     Args:
-        host: whether the host may update a group. beside: bytes of the batch and the loss. outside: ids of parameters
-            that stay on the device, beyond those that must.
+        found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
+            parameters that stay on the device, beyond those that must.
     """
-    block, begins = block_bytes(step.device), found.layout.begins
-    readers: dict[int, set[int]] = {}
-    reads = ((step.positions[min(n, len(step.positions) - 1)], key) for n, key in step.reads)
-    for at, key in (*reads, *step.kept):
-        readers.setdefault(key, set()).add(bisect_right(begins, at))
-    every = list({id(p): p for p in model.parameters()}.values())
-    unseen = (p for module in model.modules() if compiled(module) for p in module.parameters())
-    staying = _sharing(every, model.buffers()) | {id(p) for p in unseen} | step.staying | step.cast_again | {*outside}
+    device, begins = reads.device, found.layout.begins
+    block = block_bytes(device)
+    readers = {key: {bisect_right(begins, position) for position in at} for key, at in reads.at.items()}
+    every, movable = _movable(model, reads.staying | {*outside})
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
-    for p in every:
-        if id(p) in readers and id(p) not in staying and placeable(p):
+    for p in movable:
+        if id(p) in readers:
             alike = tuple(sorted(readers[id(p)])), p.requires_grad, probe.updates(p)
             members.setdefault(alike, []).append(p)
     whole = sum(room_of(p) for several in members.values() for p in several)
-    costs, placed = [], []
+    costs, placed, first = [], [], []
     for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
         for part in in_parts(several, map(room_of, several), whole):
             nbytes = sum(rounded(room_of(p), block) for p in part)
@@ -176,7 +266,7 @@ def groups_of(
                     stages=stages,
                     bytes=nbytes,
                     grad_bytes=nbytes if needs else 0,
-                    state_bytes=sum(states) if needs else 0,
+                    state_bytes=sum(states) if needs else 0,  # those of frozen parameters lie on the host
                     update_time=probe.update_time(part) if needs else 0.0,
                     host_update_time=probe.host_update_time(part) if host and needs else None,
                     update_transient_bytes=probe.update_bytes(part) if updated else 0,
@@ -184,17 +274,64 @@ def groups_of(
                 )
             )
             placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
+            here = updated and not is_accelerator(device)
+            one_by_one = (probe.update_bytes([p]) + n for p, n in zip(part, states, strict=True))
+            first.append(max(one_by_one) if here else 0)
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
-    beside += sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
-    beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in left) + probe.update_bytes(left)
-    beside += probe.unplaced_bytes(every) + checksum_bytes(block)
-    return TapeGroups(replace(found.chain, parameters=tuple(costs)), tuple(placed), tuple(left), beside)
+    gradients = sum(p.nbytes for p in left if p.requires_grad)
+    beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
+    beside += sum(p.nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
+    returned = max((one.nbytes for one in profile.trace.made if one.returned), default=0)
+    beside += max(checksum_bytes(block), checksum_room(returned)) + 2 * rounded(8, block)
+    resting = beside + profile.batch_bytes + sum(one.bytes + one.state_bytes for one in costs)
+    updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)
+    events = tuple(event for event in profile.trace.backward if not event.kept or event.size > 0)
+    with_gradients = replace(profile.trace, backward=events).plain_bytes()  # which stay
+    return TapeGroups(
+        found,
+        replace(found.chain, parameters=tuple(costs)),
+        tuple(placed),
+        tuple(left),
+        tuple(first),
+        beside,
+        marks=sum(p.requires_grad for p in every) * rounded(8, block),
+        update=probe.update_bytes(left),
+        whole=max(resting + sum(one.grad_bytes for one in costs) + profile.trace.plain_bytes(), updating),
+        expected=max(resting - gradients + with_gradients, updating),
+        device=device,
+    )
 
 
-def _sharing(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> set[int]:
-    """Return the ids of tensors that share a storage with another one."""
+def waiting_plan(model: nn.Module, probe: OptimizerProbe) -> PlacedPlan:
+    """Return where parameters lie until a step is planned: on the host, all that can be placed, each by itself."""
+    every, movable = _movable(model, ())
+    moved = {id(p) for p in movable}
+    return PlacedPlan(
+        tuple(PlacedGroup((p,), (probe.state_bytes(p),)) for p in movable),
+        frozenset(),
+        frozenset(),
+        frozenset(range(1, len(movable) + 1)),
+        outside=tuple(p for p in every if id(p) not in moved),
+        on_host=probe.on_host(movable),
+    )
+
+
+def _movable(model: nn.Module, staying: Iterable[int]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return all parameters, and those that can be placed and are not among `staying`: not what shares its bytes, and
+    what compiled code reads unseen."""
+    every = list({id(p): p for p in model.parameters()}.values())
     by_storage: dict[int, list[int]] = {}
-    for tensor in (*parameters, *buffers):
+    for tensor in (*every, *model.buffers()):
         by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
-    return {one for several in by_storage.values() if len(several) > 1 for one in several}
+    left = {*staying, *(one for several in by_storage.values() if len(several) > 1 for one in several)}
+    left |= {id(p) for module in model.modules() if _compiled(module) for p in module.parameters()}
+    return every, [p for p in every if id(p) not in left and placeable(p)]
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether Python does not run the module's code, because it is compiled or scripted."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -67,13 +67,14 @@ class Event:
 
     size: bytes of gradients that it allocated, or freed. freed: the content that autograd has let go of, and the
     position of its saved tensor. reads: the position of the saved tensor that it reads next, `seconds` after the event
-    before.
+    before. kept: whether a parameter's ``.grad`` keeps the bytes; once it has them, they are no longer the step's.
     """
 
     size: int = 0
     freed: tuple[int, int] | None = None
     reads: int | None = None
     seconds: float = 0.0
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,8 +209,9 @@ def _peaks(step: RecordedStep, many: int) -> list[int]:
     return peaks
 
 
-def _backward(step: RecordedStep, number: dict[Content, int]) -> Iterable[Event]:
-    live: dict[int, int] = {}  # gradients and what kernels take, by address
+def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
+    live: dict[int, int] = {}  # gradients and what kernels take, by address: the numbers of their events
+    events: list[Event] = []
     fetched: dict[int, dict[int, tuple[Content, int]]] = {}  # by segment and address
     for (ptr, k), one in step.fetched.items():
         fetched.setdefault(k, {})[ptr] = one
@@ -220,28 +222,31 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> Iterable[Event]
     start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
     for event in step.log[start:]:
         if event.begins == END:
-            yield Event(seconds=next(seconds, 0.0))
-            return
+            events.append(Event(seconds=next(seconds, 0.0)))
+            break
         if OWN in (event.begins, event.ends):
             in_own = bool(event.begins)
         elif event.begins.startswith(STAGE):
             owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):
-            yield Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0))
+            events.append(Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0)))
         elif event.begins.startswith(GRADIENT):
-            yield Event(-live.pop(int(event.begins.removeprefix(GRADIENT)), 0))
+            if (n := live.pop(int(event.begins.removeprefix(GRADIENT)), None)) is not None:
+                events[n] = replace(events[n], kept=True)
+                events.append(Event(-events[n].size, kept=True))
         elif event.size > 0:
             if event.ptr in owner:
                 del owner[event.ptr]
             if not in_own:
-                live[event.ptr] = event.size
-                yield Event(event.size)
+                live[event.ptr] = len(events)
+                events.append(Event(event.size))
         elif event.size < 0 and event.ptr in live:
-            yield Event(-live.pop(event.ptr))
+            events.append(Event(-events[live.pop(event.ptr)].size))
         elif event.size < 0 and event.ptr in owner:
             content, at = owner.pop(event.ptr)
             if content in number:
-                yield Event(freed=(number[content], at))
+                events.append(Event(freed=(number[content], at)))
+    return events
 
 
 def _beside(step: RecordedStep) -> int:

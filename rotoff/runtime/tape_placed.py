@@ -23,13 +23,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.variable import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.sequence import UPDATES, Op, OpKind, Value
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
@@ -39,6 +41,7 @@ from ..tensors.storage import uses_of
 from .execution_plan import ExecutionPlan
 from .layout import Layout
 from .links.base import Link
+from .links.spill import Spill
 from .placed.groups import ParameterPlaces
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor, prefetch
@@ -52,15 +55,16 @@ class _Brought(torch.autograd.Function):
     """From a parameter to what stands for it."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, lent: Lent) -> torch.Tensor:
-        ctx.places = lent.places
+    def forward(ctx: Any, parameter: torch.Tensor, lent: Lent, lending: Lending) -> torch.Tensor:
+        ctx.places, ctx.lending = lent.places, lending
         return lent.new_tensor()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         parameter, gradient = ctx.places.parameter, gradients[0]
-        elsewhere = gradient is not None and gradient.device != parameter.device
-        return ctx.places.gradient.take(gradient) if elsewhere else gradient, None
+        if gradient is not None and gradient.device != parameter.device:
+            gradient = gradient.to(parameter.device) if ctx.lending.home else ctx.places.gradient.take(gradient)
+        return gradient, None, None
 
 
 class Lent:
@@ -69,13 +73,13 @@ class Lent:
     tensor: what stands for it. storage: that of `tensor`. These are there within the forward alone.
     """
 
-    def __init__(self, places: ParameterPlaces, device: torch.device) -> None:
+    def __init__(self, places: ParameterPlaces, device: torch.device, lending: Lending) -> None:
         self.places, self.place, self.parameter = places, places.weight, places.parameter
         self.version = version_of(self.parameter)
         self._device = device
         self.storage: torch.UntypedStorage | None = None
         needs = self.parameter.requires_grad and torch.is_grad_enabled()
-        self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self) if needs else self.new_tensor()
+        self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, lending) if needs else self.new_tensor()
         if needs:
             self.tensor.grad_fn._set_sequence_nr(FIRST)  # type: ignore[union-attr]
         self.tensor.__class__ = type(self.parameter)
@@ -157,13 +161,22 @@ class Lending:
     reached: by id, parameters that the model's code has reached past its modules, or kept beyond its forward.
 
     Args:
-        places: of those that the plan moves.
+        places: of those that the plan moves. room: bytes that the device may have of what was filled on demand. home:
+            whether gradients go to where the parameters lie at once, since no plan takes them there.
     """
 
-    def __init__(self, model: nn.Module, places: Iterable[ParameterPlaces], device: torch.device) -> None:
-        self._model, self._device = model, device
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Iterable[ParameterPlaces],
+        device: torch.device,
+        room: int = 0,
+        home: bool = False,
+    ) -> None:
+        self._model, self._device, self._room, self.home = model, device, room, home
         self._places = [one for one in places if _is_alone(one)]
         self.reached: set[int] = set()
+        self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # what fills storages
         self._lent: dict[int, Lent] = {}  # by id of the parameter
         self._shown: dict[int, Lent] = {}  # by storage
         self._own: dict[int, int] = {}  # by storage of a parameter that lies elsewhere, its id
@@ -176,7 +189,7 @@ class Lending:
         aborted = True
         try:
             for places in self._places:
-                lent = self._lent[id(places.parameter)] = Lent(places, self._device)
+                lent = self._lent[id(places.parameter)] = Lent(places, self._device, self)
                 assert lent.storage is not None
                 self._shown[lent.storage._cdata] = lent
                 if (own := lent.parameter.untyped_storage()._cdata) != lent.storage._cdata:
@@ -207,6 +220,10 @@ class Lending:
                     if isinstance(value, torch.Tensor) and (other := others.get(id(value))) is not None:
                         holder[key] = other
 
+    def keys(self) -> dict[int, int]:
+        """Return, by storage of what takes its place, the id of each parameter."""
+        return {key: id(lent.parameter) for key, lent in self._shown.items()}
+
     def shown(self, storage: torch.UntypedStorage) -> Lent | None:
         """The parameter whose place the storage takes."""
         return self._shown.get(storage._cdata)
@@ -221,7 +238,7 @@ class Lending:
         """Return the content that `storage` shows."""
 
         def bring() -> torch.UntypedStorage:
-            self.fill([lent])
+            self.fill([lent], alone=not self._shown)
             return lent.bring()
 
         self._weights.append(Weight(bring, storage, lent.parameter.nbytes))
@@ -233,14 +250,18 @@ class Lending:
         return [lent for key in plain if (lent := self._shown.get(key)) is not None]
 
     def fill(self, wanted: list[Lent], alone: bool = False) -> None:
-        """Have the device hold `wanted`. alone: and no others that were filled so."""
-        missing = [lent for lent in wanted if lent.place.device is None]
+        """Have the device hold `wanted`. alone: and no more that was filled so than there is room for."""
+        missing = [lent for lent in dict.fromkeys(wanted) if lent.place.device is None]
         if missing and alone:
-            self.empty([lent for lent in self._demanded if lent not in wanted])
+            more = sum(lent.parameter.nbytes for lent in (*self._demanded, *missing)) - self._room
+            others = [lent for lent in self._demanded if lent not in wanted]
+            taken = accumulate((lent.parameter.nbytes for lent in others), initial=0)
+            self.empty([lent for lent, before in zip(others, taken, strict=False) if before < more])
         self._demanded += missing
-        prefetch(dict.fromkeys(lent.place for lent in missing))
-        for lent in wanted:
-            lent.bring()
+        with self.around():
+            prefetch(lent.place for lent in missing)
+            for lent in wanted:
+                lent.bring()
 
     def empty(self, gone: Iterable[Lent] | None = None) -> None:
         """Let go of what was filled on demand; None: all of it."""
@@ -259,7 +280,8 @@ class Lending:
                     self._demanded.remove(lent)
 
     def on_demand(self) -> None:
-        """There is no plan any more: whatever the device has may go."""
+        """There is no plan any more: whatever the device has may go, and gradients go to where the parameters lie."""
+        self.home = True
         here = [lent for lent in self._lent.values() if lent.place.device is not None]
         self._demanded = [lent for lent in here if lent.place.on_host]
 
@@ -276,11 +298,60 @@ def _is_alone(places: ParameterPlaces) -> bool:
     return uses_of(places.parameter) <= 3 and places.parameter.untyped_storage().resizable()
 
 
+class Filled(TorchDispatchMode):
+    """A forward without a plan: operations find the parameters that are lent."""
+
+    def __init__(self, lending: Lending) -> None:
+        super().__init__()
+        self._lending = lending
+        self._forward, self._queued = True, False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The forward runs within."""
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        with self._lending.forward(), self, hooks:
+            yield
+        self._lending.empty()
+        self._forward = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if read := self._lending.read_by(args, kwargs or {}):
+            with torch._C._DisableTorchDispatch():
+                self._lending.fill(read, alone=True)
+        return func(*args, **(kwargs or {}))
+
+    def _pack(self, t: torch.Tensor) -> Any:
+        if not is_plain(t) or (lent := self._lending.shown(t.untyped_storage())) is None:
+            return t
+        with torch._C._DisableTorchDispatch():
+            return Away(self._lending.weight(lent, t.untyped_storage()), t)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, Away):
+            return packed
+        with torch._C._DisableTorchDispatch():
+            if not self._forward:
+                if not self._queued:
+                    self._queued = True
+                    Variable._execution_engine.queue_callback(self._ended)
+                self._lending.empty()
+            storage = packed.content.storage(self._forward)
+            assert storage is not None
+            return packed.on(storage)
+
+    def _ended(self) -> None:
+        self._queued = False
+        self._lending.empty()
+
+
 class PlacedTape(Tape):
     """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends."""
 
-    def __init__(self, known: Known | None, lending: Lending) -> None:
-        super().__init__(known)
+    def __init__(self, known: Known | None, lending: Lending, *more: Any) -> None:
+        super().__init__(known, *more)
         self._lending = lending
         self.last_key = -1
 
@@ -345,7 +416,7 @@ class PlacedStep(TapeStep):
     """One training step whose plan moves parameters, gradients and optimizer states, too.
 
     Args:
-        plan, layout, link, done: as for `TapeStep`. placement: runs those operations.
+        plan, layout, link, done, spill: as for `TapeStep`. placement: runs those operations.
     """
 
     def __init__(
@@ -356,8 +427,9 @@ class PlacedStep(TapeStep):
         placement: Placement,
         lending: Lending,
         done: Callable[[], None] = lambda: None,
+        spill: Spill | None = None,
     ) -> None:
-        super().__init__(plan, layout, link, done)
+        super().__init__(plan, layout, None if link is None else lambda: link, lambda _: done(), spill)
         self._placement, self._lending = placement, lending
         self._tape: weakref.ref[Tape] | None = None
         self._late: list[Op] = []  # updates whose gradients had not come

@@ -13,7 +13,7 @@ CHANGED = (
     " forward and the backward: a tensor of shape {} that the forward has read; change it after the backward, or clone"
     " it"
 )
-CHUNK = 1 << 16  # words that a checksum takes at a time
+CHUNK = 1 << 12, 1 << 16  # the fewest and the most words that a checksum takes at a time
 
 
 class Content:
@@ -208,11 +208,22 @@ def checksum(storage: torch.UntypedStorage) -> int:
     weights = _WEIGHTS.get(data.device)
     if weights is None:
         generator = torch.Generator().manual_seed(1)
-        drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK,), generator=generator, dtype=torch.int64)
+        drawn = torch.randint(-(2**63), 2**63 - 1, (CHUNK[1],), generator=generator, dtype=torch.int64)
         weights = _WEIGHTS[data.device] = (drawn | 1).to(data.device)
     whole = data.numel() // 8 * 8
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for words in data[:whole].view(torch.int64).split(CHUNK):
-        total = total * 0x5851F42D4C957F2D + ((words ^ (words >> 29)) * weights[: words.numel()]).sum()
+    for words in data[:whole].view(torch.int64).split(_chunk(data.numel())):
+        mixed = (words >> 29).bitwise_xor_(words).mul_(weights[: words.numel()])
+        total = total * 0x5851F42D4C957F2D + mixed.sum()
     rest = data[whole:].to(torch.int64)
     return int(total * 31 + (rest * weights[: rest.numel()]).sum())
+
+
+def checksum_room(nbytes: int) -> int:
+    """Return the bytes that a checksum of so many takes."""
+    return 8 * _chunk(nbytes)
+
+
+def _chunk(nbytes: int) -> int:
+    """Return how many words a checksum takes at a time: few beside those of the content."""
+    return max(CHUNK[0], min(CHUNK[1], nbytes // 512))

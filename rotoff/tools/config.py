@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.backward_roots import read_backward_from
 from ..capture.strategy import named
+from ..core.backward_from import read_backward_from
 from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
 from ..io.cache import Cache

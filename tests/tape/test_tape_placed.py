@@ -3,7 +3,7 @@ the predicted bytes, and nothing of it in the caller's hands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,12 @@ from torch.utils.checkpoint import checkpoint
 import rotoff
 from rotoff.core.sequence import parse
 from rotoff.core.steady_step import Readers
+from rotoff.planning.options import Options
+from rotoff.planning.request import Request
+from rotoff.planning.tape_placed_planner import Found
 from rotoff.planning.tape_placed_runner import PlacedRunner
+from rotoff.profile.tape_groups import TapeGroups
+from rotoff.runtime.links.pool import LinkPool
 
 Solve = Callable[[rotoff.Chain], rotoff.Sequence]
 
@@ -266,6 +271,21 @@ def least(updates: str, share: float = 0.0) -> Solve:
 SOLVES = {"one at a time": one_at_a_time, "least": least, "more": lambda updates: least(updates, 0.4)}
 
 
+class Given(PlacedRunner):
+    """Follows sequences that a function makes of a chain."""
+
+    def __init__(self, net: nn.Module, optimizers: list[Optimizer], solve: Solve, updates: str) -> None:
+        request = Request(1, "joint", 50, {"updates": updates})
+        super().__init__(net, optimizers, request, Options(stages=12), LinkPool())
+        self._solve = solve
+
+    def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
+        return ways[0], self._solve(ways[0].chain)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(args, kwargs)
+
+
 def step(run: Any, optimizers: list[Optimizer], batch: torch.Tensor, n: int) -> torch.Tensor:
     torch.manual_seed(n)
     out = run(batch)  # which the caller holds during the backward
@@ -289,7 +309,7 @@ def trained(name: str, make: Any, solve: Solve | None, updates: str, steps: int 
     optimizers = [make([p for p in net.parameters() if p.requires_grad])]
     run: Any = net
     if solve is not None:
-        run = PlacedRunner(net, optimizers, solve, during=updates == "during", stages=12)
+        run = Given(net, optimizers, solve, updates)
     losses = [step(run, optimizers, batch.clone(), n) for n in range(steps)]
     return [*losses, *result(net, optimizers), torch.get_rng_state()], run
 
@@ -307,7 +327,7 @@ def test_bits_of_the_plain_model(name: str, solve: str, make: Any, updates: str)
     got, run = trained(name, make, SOLVES[solve](updates), updates)
     run.close()
     assert same(got, trained(name, make, None, updates)[0])
-    assert run.last.operations and all(not course.strayed for course in run.courses.values())
+    assert run.courses and all(not course.strayed for course in run.courses.values())
 
 
 # Not foretold yet: what a matrix exponential takes, which depends on its numbers, and PyTorch's own checkpoints.
@@ -326,7 +346,7 @@ def test_the_device_has_at_most_the_predicted_bytes(name: str, solve: str, updat
 def peaks(name: str, solve: Solve, updates: str) -> tuple[int, int]:
     net, batch = drawn(name)
     optimizers = [adamw([p for p in net.parameters() if p.requires_grad])]
-    run = PlacedRunner(net, optimizers, solve, during=updates == "during", stages=12)
+    run = Given(net, optimizers, solve, updates)
     for n in range(4):  # after the first by a plan, another one may be made
         step(run, optimizers, batch, n)
 

@@ -205,7 +205,7 @@ def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
     outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
     for returned, output in zip(returns, outputs, strict=True):
         if returned.alias_info is None:
-            yield from (leaf for leaf in leaves(output) if isinstance(leaf, FakeTensor))
+            yield from (leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor))
 
 
 def _accumulated(args: Any) -> torch.Tensor | None:

@@ -201,6 +201,15 @@ class Placement:
         """Return the places of the parameters of `groups`."""
         return [self._groups.places[id(parameter)] for k in groups for parameter in self._groups.parameters(k)]
 
+    def away(self) -> list[ParameterPlaces]:
+        """Return the places of the parameters that lie on the host."""
+        return [places for places in self._groups.places.values() if places.weight.on_host]
+
+    @property
+    def room(self) -> int:
+        """Bytes for parameters on the device, in a forward that saves nothing."""
+        return self._groups.plan.room
+
     def is_whole(self, k: int) -> bool:
         """Whether each parameter of group k has a gradient."""
         return all(self._groups.places[id(p)].gradient.get() is not None for p in self._groups.updatable(k))

@@ -1,0 +1,282 @@
+"""Plans for a `device_limit`: one limit for parameters, gradients, optimizer states, the batch and the step. The solver
+proposes on a chain with groups of parameters, their exact levels decide."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import islice, product
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.chain import Chain, LinkRates
+from ..core.sequence import Sequence
+from ..core.simulator import simulate
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError, OptionError
+from ..profile.tape_groups import TapeGroups
+from ..report.summary import in_words
+from ..runtime.execution_plan import ExecutionPlan, compile_placed
+from ..runtime.links.pinned import room_for_plan
+from ..runtime.placed.updates import parameters_of
+from ..solver import solve
+from ..solver.bounds import min_mem_limit
+from ..solver.search import parse_host_limit
+from .request import Request
+from .step_planner import charging, first_runs_over
+
+logger = logging.getLogger("rotoff")
+EFFORT = 0.1  # search time / compute time of a step, if training has begun
+AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search finds a plan, whatever the times are
+ROUNDS = 6  # solver calls, each for a chain that charges more, or for less or more bytes
+
+LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
+
+MORE = 1.0, 1.05, 1.2  # than the bytes of the largest operation, in which a plan for the smallest limit is looked for
+FEW = 2  # proposals in each
+
+Found = tuple[TapeGroups, Sequence]
+
+
+def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers, or one, that `given` is or that trainers have wrapped; none for None, if `model` is frozen.
+
+    Raises:
+        OptionError: for anything else, and if none of them updates a parameter of `model`.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if given is None and trained:
+        raise OptionError(
+            f"device_limit needs the optimizer, whose states count, since {len(trained)} parameters need gradients:"
+            " compute_sequence(device_limit=..., optimizer=optimizer)"
+        )
+    found: list[Optimizer] = []
+    for optimizer in given if isinstance(given, (list, tuple)) else () if given is None else (given,):
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, Optimizer):
+            shown = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+            raise OptionError(
+                f"optimizer is {shown}; give a torch.optim.Optimizer of the model's parameters, such as"
+                " torch.optim.Adam(model.parameters()), or a list of them"
+            )
+        found.append(optimizer)
+    updated = {id(parameter) for one in found for parameter in parameters_of(one)}
+    if trained and given is not None and updated.isdisjoint(map(id, trained)):
+        names = ", ".join(type(one).__name__ for one in found) or "an empty list"
+        raise OptionError(
+            f"optimizer is {names}, which updates no parameter of the model; make it of model.parameters()"
+        )
+    return tuple(found)
+
+
+def check_updates(optimizers: Several[Optimizer], request: Request) -> None:
+    """Raise OptionError if a backward would have to update a parameter by several optimizers."""
+    updated = [id(parameter) for one in optimizers for parameter in parameters_of(one)]
+    if _during(request) and len(updated) > len({*updated}):
+        raise OptionError(
+            'a parameter belongs to several optimizers, and updates="during" updates each by one alone; plan with'
+            ' updates="after"'
+        )
+
+
+def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGroups, ExecutionPlan]] = ()) -> Found:
+    """Return the fastest sequence that holds at most the request's limit, and its groups. ways: of the same step. near:
+    plans of other sizes, one of which is taken if it fits, so that a new size needs no search and moves no parameters.
+
+    Raises:
+        InfeasibleError: if none does; `min_mem_limit` is the smallest limit for which a plan was found without regard
+            to times.
+    """
+    began, limit = time.perf_counter(), request.mem_limit
+    request = _within_host(ways[0], request)
+    reused = [
+        Proposal(groups, groups.chain, 0, known.sequence, request)
+        for other, known in near
+        for groups in ways
+        if groups.is_like(other)
+    ]
+    if fitting := [one for one in reused if one.peak <= limit]:
+        return min(fitting, key=lambda one: one.seconds).found
+    smallest: Found | None = None
+    if limit < AMPLE * min(groups.constant(_during(request)) + _floor(groups.chain, request) for groups in ways):
+        smallest = _smallest(ways, request)
+    if near:  # training has begun, and waits
+        refine = EFFORT * ways[0].found.chain.compute_time
+        request = replace(request, options={"refine": refine, **request.options})
+    short = request.shortened()
+    found = [one for groups in ways for one in _proposed(groups, short) if one.peak <= limit]
+    for start in [*found] if short is not request else ():
+        found += [one for one in islice(_proposed(start.groups, request, start), LONGER) if one.peak <= limit]
+    best = min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
+    _report(request, *best, time.perf_counter() - began)
+    return best
+
+
+def compiled(groups: TapeGroups, sequence: Sequence, request: Request) -> ExecutionPlan:
+    """Return the plan that runs `sequence`."""
+    trace = simulate(groups.chain, sequence, updates=_when(request))
+    return compile_placed(
+        groups.chain, sequence, trace, groups.placement(sequence, _during(request), request.mem_limit)
+    )
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A sequence for `asked` bytes of `chain`, which is that of `groups` or charges some stages with more."""
+
+    groups: TapeGroups
+    chain: Chain
+    asked: int
+    sequence: Sequence
+    request: Request
+
+    @property
+    def found(self) -> Found:
+        return self.groups, self.sequence
+
+    @cached_property
+    def levels(self) -> list[int]:
+        return self.groups.levels(self.sequence, _during(self.request))
+
+    @property
+    def peak(self) -> int:
+        return max(self.levels)
+
+    @cached_property
+    def seconds(self) -> float:
+        return simulate(self.groups.chain, self.sequence, updates=_when(self.request)).makespan
+
+
+def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
+    """Return what holds the fewest bytes of what was found without regard to times.
+
+    Raises:
+        InfeasibleError: if this is more than the request's limit.
+    """
+    best: Proposal | None = None
+    whens = ("after", "during")[: 1 + _during(request)]
+    modes = ("joint", "offload") if request.mode == "joint" else (request.mode,)
+    tried: list[tuple[int, Request, TapeGroups, TapeGroups]] = []
+    for when, mode, groups in product(whens, modes, ways):
+        quick = replace(request, mode=mode, options={**request.options, "refine": False, "updates": when})
+        even = replace(groups, chain=_evenly_timed(groups.chain))
+        floor = _floor(even.chain, quick) + even.constant(_during(request))
+        tried += [(int(more * floor), replace(quick, mem_limit=int(more * floor)), even, groups) for more in MORE]
+    for limit, quick, even, groups in sorted(tried, key=lambda one: one[0]):
+        if best is not None and limit >= best.peak:
+            break
+        for proposed in islice(_proposed(even, quick), FEW):
+            one = replace(proposed, groups=groups, request=request)
+            best = one if best is None or one.peak < best.peak else best
+    assert best is not None
+    least = min(best.peak, ways[0].whole)
+    if best.peak > request.mem_limit:
+        raise InfeasibleError(
+            "the training step with its parameters, gradients and optimizer states needs at least"
+            f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
+            f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
+            least,
+        )
+    return best.found
+
+
+def _within_host(groups: TapeGroups, request: Request) -> Request:
+    """`request` with a host limit of at most the free host memory, if that is known."""
+    room = room_for_plan(groups.device) if request.here else None
+    if room is None:
+        return request
+    if (asked := request.options.get("host_limit")) is not None:
+        room = min(room, parse_host_limit(asked))
+    return replace(request, options={**request.options, "host_limit": room})
+
+
+def _during(request: Request) -> bool:
+    """Whether the backward updates parameters."""
+    return _when(request) == "during"
+
+
+def _when(request: Request) -> str:
+    return str(request.options.get("updates", "after"))
+
+
+def _floor(chain: Chain, request: Request) -> int:
+    """The bytes of the operation that needs the most."""
+    return min_mem_limit(chain, request.mode, _when(request))
+
+
+@lru_cache(maxsize=64)
+def _solved(chain: Chain, limit: int, mode: str, mem_slots: int, options: tuple[tuple[str, Any], ...]) -> Sequence:
+    return solve(chain, limit, mode=mode, mem_slots=mem_slots, **dict(options))
+
+
+def _proposed(groups: TapeGroups, request: Request, start: Proposal | None = None) -> Iterator[Proposal]:
+    """Propose sequences for the request's limit. Where the first run of a stage exceeds it, the next is for a chain
+    that charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which
+    to go on."""
+    constant, limit = groups.constant(_during(request)), request.mem_limit
+    chain, asked = (groups.chain, limit - constant) if start is None else (start.chain, start.asked)
+    options, more = {**request.options, "updates": _when(request)}, start is None
+    for _ in range(ROUNDS):
+        floor = _floor(chain, request)
+        if asked < floor:
+            return
+        try:
+            sequence = _solved(chain, asked, request.mode, request.mem_slots, tuple(options.items()))
+        except InfeasibleError:  # by the host's limit
+            return
+        one = Proposal(groups, chain, asked, sequence, request)
+        yield one
+        if over := first_runs_over(one.sequence, one.levels, limit):
+            chain = charging(chain, over)
+        elif one.peak == limit or (one.peak < limit and not more):
+            return
+        else:
+            asked, more = asked + limit - one.peak, False
+
+
+def _evenly_timed(chain: Chain) -> Chain:
+    """`chain` with times that nobody has measured, so that what fits depends on bytes alone: a backward takes twice as
+    long as a forward; an update, and the copy of all parameters, as long as a forward."""
+    stages = [
+        replace(
+            stage,
+            forward_time=1.0,
+            backward_time=2.0,
+            tail_time=0.0,
+            forms=tuple(replace(form, backward_time=3.0) for form in stage.forms),
+        )
+        for stage in chain.stages
+    ]
+    groups = [
+        replace(group, update_time=1.0, host_update_time=None if group.host_update_time is None else 1.0)
+        for group in chain.parameters
+    ]
+    rate = float(max(1, sum(group.bytes for group in groups)))
+    rates = LinkRates(rate, rate, chain.duplex)._asdict()
+    return replace(chain, **rates, stages=tuple(stages), parameters=tuple(groups))
+
+
+def _report(request: Request, groups: TapeGroups, sequence: Sequence, seconds: float) -> None:
+    trace = simulate(groups.chain, sequence, updates=_when(request))
+    resident = sum(name.startswith("w") for name in sequence.resident)
+    logger.info(
+        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s; the parameters of %d of %d"
+        " groups lie on the device between steps, %s come in and %s go out in each; %s",
+        request,
+        seconds,
+        format_bytes(request.mem_limit),
+        format_bytes(max(groups.levels(sequence, _during(request)))),
+        trace.makespan,
+        resident,
+        len(groups.placed),
+        format_bytes(trace.h2d_bytes),
+        format_bytes(trace.d2h_bytes),
+        in_words(sequence),
+    )
