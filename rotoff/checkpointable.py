@@ -34,13 +34,14 @@ from .errors import MeasureError, OptionError
 from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
+from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
 from .planning.signatures import constants
 from .planning.step_courses import Course, PlannedSize, StepRunner
-from .planning.step_planner import StepPlan, least_limit
+from .planning.step_planner import StepPlan
 from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
@@ -381,7 +382,9 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         check_mode(mode)
         many = parse_in_flight(in_flight)
-        return least_limit(self._latest.profile, Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many))
+        asked = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many)
+        self._steps.settle()
+        return agree_on_least(self._latest.profile, asked)
 
     # -- what is planned
 
@@ -458,16 +461,15 @@ class Checkpointable(RotorNames, ModuleProxy):
         latest = self._latest
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
-        return self._steps.planned(latest)
+        return self._steps.shown(latest)
 
     @property
     def _latest(self) -> Course:
-        self._steps.settle()
-        if self._steps.latest is None:
+        if (latest := self._steps.seen()) is None:
             raise MeasureError(
                 "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
             )
-        return self._steps.latest
+        return latest
 
     def get_expected_makespan(self) -> float:
         """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""

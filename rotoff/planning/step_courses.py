@@ -29,11 +29,12 @@ from ..tape import kernel
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
+from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
 from .options import Options
 from .request import Request
 from .signatures import constants, signature
 from .stages import stages_of
-from .step_planner import StepPlan, make_plan, room_of
+from .step_planner import StepPlan, room_of
 
 logger = logging.getLogger("rotoff")
 PATIENCE = 2  # steps in a row off their course before another one is recorded
@@ -148,7 +149,7 @@ class StepRunner:
         self.settle()
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint)
-        if course is None or course.strayed >= course.patience:
+        if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
         self.latest = course
         planned = self.planned(course)
@@ -169,16 +170,16 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
-        if BUSY.locked():  # several are under way
-            return self._away(plain, args, kwargs)
-        if torch.autograd._profiler_enabled():
+        several = BUSY.locked()  # are under way
+        profiled = not several and torch.autograd._profiler_enabled()
+        if profiled:
             self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
+        if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
         recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
         self._recorded = recorded
         try:
-            with recorded.step, torch.autograd.graph.saved_tensors_hooks(recorded.step.pack, recorded.step.unpack):
-                return plain(*args, **kwargs)
+            return together(partial(recorded.step.run, plain, *args, **kwargs), self._group)
         except BaseException:
             recorded.step.stop()
             self._recorded = None
@@ -208,14 +209,28 @@ class StepRunner:
             return plain(*args, **kwargs)
 
     def settle(self) -> None:
-        """Make a course of the step that was recorded last, if its backward has run."""
+        """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
         recorded = self._recorded
-        if recorded is None or not (recorded.step.complete or recorded.step.abandoned()):
+        if recorded is None:
+            return
+        if not everywhere(recorded.step.complete or recorded.step.abandoned(), self._group):
             return
         self._recorded = None
         recorded.step.stop()
-        if recorded.step.complete and recorded.step.operations:
+        if everywhere(recorded.step.complete and bool(recorded.step.operations), self._group):
             self._learn(recorded)
+
+    def seen(self) -> Course | None:
+        """Return the latest course; in a group, one process may ask alone.
+
+        Raises:
+            MeasureError: in a group, if all of it must meet before there is one.
+        """
+        if self._group is None:
+            self.settle()
+        elif self.latest is None and self._recorded is not None:
+            raise MeasureError(APART)
+        return self.latest
 
     def _learn(self, recorded: _Recorded) -> Course:
         """Return the course of a recorded step."""
@@ -229,7 +244,7 @@ class StepRunner:
             recorded.shapes,
         )
         course = self.take(recorded.key, Course(profile, recorded.hint, recorded.step.reading))
-        for found in profile.chains:
+        for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         return course
 
@@ -242,6 +257,7 @@ class StepRunner:
             course = alike[0]
             course.profile, course.plan = course.profile.timed_by(profile.trace), None
             known.remove(course)
+        course.profile = common_profile(course.profile, self._group)
         known.insert(0, course)
         del known[OF_ONE_KIND:]
         for one in known:
@@ -255,19 +271,29 @@ class StepRunner:
     @property
     def recordings(self) -> dict[Any, RecordedProfile]:
         """What recorded steps have shown, by the signature of their inputs; the latest comes last."""
-        found = {
-            key: RecordedProfile(known[0].profile, known[0].reads) for key, known in self._courses.items() if known
-        }
+        first = {key: known[0] for key, known in self._courses.items() if known}
+        found = {key: RecordedProfile(course.profile, course.reads) for key, course in first.items()}
         last = next((key for key, known in self._courses.items() if self.latest in known), None)
         return found if last is None else {**{k: v for k, v in found.items() if k != last}, last: found[last]}
 
     def _rates_of(self, device: torch.device) -> LinkRates:
         if device not in self._rates:
-            self._rates[device] = self.links.shared(self.links.bandwidth(device, LINK_BYTES))
+            found = agree_on_rates(lambda: self.links.bandwidth(device, LINK_BYTES), self._group)
+            self._rates[device] = self.links.shared(found)
         return self._rates[device]
 
+    def shown(self, course: Course) -> StepPlan:
+        """Return the plan of a course; in a group, one process may ask alone.
+
+        Raises:
+            InfeasibleError: if nothing fits the request. MeasureError: in a group, if there is no plan yet.
+        """
+        if self._group is not None and course.plan is None:
+            raise MeasureError(APART)
+        return self.planned(course)
+
     def planned(self, course: Course) -> StepPlan:
-        """Return the plan of a course; it is made now if there is none.
+        """Return the plan of a course; it is made now if there is none, in a group by all together.
 
         Raises:
             InfeasibleError: if nothing fits the request.
@@ -275,7 +301,8 @@ class StepRunner:
         assert self.request is not None
         if course.plan is None:
             near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.execution.keeps_all]
-            course.plan = make_plan(course.profile, self.request, near, room_of(course.profile.device))
+            room = room_of(course.profile.device, self._group)
+            course.plan = agree_on_plan(course.profile, self.request, near, room)
         return course.plan
 
     def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
@@ -339,16 +366,19 @@ class StepRunner:
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
         step = RecordedReads(self.known, self.model, self._spill(), True)
         recorded = self._begin(key, hint, args, kwargs, step)
-        try:
-            with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
-                result = plain(*args, **kwargs)
-            roots = starts(result)
-            del result
-            if roots:
+
+        def record() -> None:
+            if roots := starts(step.run(plain, *args, **kwargs)):
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+
+        try:
+            together(record, self._group)
         finally:
             step.stop()
-        return self._learn(recorded)
+        course = self._learn(recorded)
+        if self._group is not None and self.request is not None:
+            self.planned(course)  # while all are here
+        return course
 
     def ask(self, request: Request) -> None:
         """Plan for a request from now on; for the latest course now.
@@ -372,10 +402,11 @@ class StepRunner:
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far."""
-        self.settle()
+        if self._group is None:
+            self.settle()
         found = []
         for course in self:
-            if course.plan is None and self.request is None:
+            if course.plan is None and (self.request is None or self._group is not None):
                 continue
             plan, base = self.planned(course), course.profile.chain.compute_time
             seconds = plan.trace.makespan

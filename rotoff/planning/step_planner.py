@@ -71,7 +71,7 @@ class StepPlan:
     def resting(self) -> int:
         """Bytes that the step holds between forward and backward, if several are under way."""
         if self.execution.keeps_all:
-            return self.profile.trace.plain_resting()
+            return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
         return resting_bytes(self.chain, self.sequence.ops) - self.profile.batch_bytes
 
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,6 +103,11 @@ class RecordedStep(Verified):
         self.on_backward = RecordedStep._reached
 
     # -- the forward
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the forward, and record it."""
+        with self, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return forward(*args, **kwargs)
 
     def __enter__(self) -> RecordedStep:
         self._start()

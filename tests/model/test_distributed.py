@@ -79,19 +79,11 @@ def test_models_that_communicate_need_no_common_plan(kind: str) -> None:
 LINK = "copies at once", "one link"  # as in training, where each has its part of what the host can do
 
 
-def test_processes_time_stages_together_or_not_at_all() -> None:
+def test_what_processes_have_in_common_and_what_one_may_ask_alone() -> None:
     said = printed(*CASES)[ROOM]
-    assert "timed with room: 0 0" in said, said
-    assert "shown: refused refused" in said, said  # one process alone would wait for the others
-    for what in (
-        "same bytes",
-        "timed for less",
-        "expected",
-        "timed where one lacks room",
-        "one plan",
-        "one limit",
-        *LINK,
-    ):
+    assert "shown before: refused refused" in said, said  # one process alone would wait for the others
+    assert "unlike: refused refused" in said, said  # models with other numbers of stages
+    for what in ("shown after", "same bytes", "expected", "lacks room", "one plan", "one limit", *LINK):
         assert f"{what}: True True" in said, said
 
 
