@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,11 +39,15 @@ from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
+from .planning.signatures import constants
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan
+from .planning.tape_placed_planner import read_optimizers
+from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
+from .runtime.execution_plan import ExecutionPlan
 from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
@@ -93,7 +97,9 @@ class Checkpointable(RotorNames, ModuleProxy):
             invalid.
     """
 
-    _own = frozenset({"_options", "_check", "_group", "_cache", "_links", "_steps", "_warned", "_shown", "_plain"})
+    _own = frozenset(
+        {"_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"}
+    )
 
     def __init__(
         self,
@@ -131,14 +137,15 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._links = LinkPool(self._options.host_directory)
         self._plain: Callable[..., Any] | None = None  # runs the unplanned model, if calling it does not
         self._steps = StepRunner(self._model, self._options, self._links, self._check, self._group)
+        self._placed: PlacedRunner | None = None  # runs the steps, if there is a `device_limit`
         self._warned: set[str] = set()
-        self._shown: tuple[StepPlan, Sequence] | None = None
+        self._shown: tuple[Any, Sequence] | None = None
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_steps", "_shown", "_plain")
+        own = ("_cache", "_links", "_steps", "_placed", "_shown", "_plain")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
@@ -190,7 +197,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                     bar((n + 1) / many)
         return self
 
-    def _measured(self, value: Any) -> Course:
+    def _measured(self, value: Any) -> None:
         """Record a step on the input `value`, and restore all that it changes."""
         args, kwargs = value
         _refuse_lazy(self._model)
@@ -207,7 +214,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
-                return self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
+                self._recorded(args, kwargs)
         except (MeasureError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -221,6 +228,20 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._model.train(before)
             generators.put(states)
             buffers.put_back()
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        device = self._options.device
+        if self._placed is None and all(p.device == device for p in self._model.parameters() if device is not None):
+            self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
+            return
+        placed = self._placed or PlacedRunner(self._model, (), None, self._options, self._links)
+        placed.record(args, kwargs, lambda result: _backward_of(self._starts(result)))
+        found = placed.recordings[placed.latest]
+        self._steps.take(placed.latest, Course(found.profile, constants((args, kwargs)), found.reads))
+        self._steps.known.sure |= placed.known.sure
+        self._steps.known.held |= placed.known.held
+        if placed is not self._placed:
+            placed.close()
 
     def _starts(self, result: Any) -> list[torch.Tensor]:
         """The outputs from which a backward starts."""
@@ -275,8 +296,10 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         grouped, updates = self._group is not None, options.get("updates")
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
+        if self._placed is not None and self._placed.placement is not None:
+            self._placed.placement.gradients.refuse_before_step("compute_sequence")
         if device_limit is not None:
-            raise NotImplementedError
+            return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)
@@ -287,11 +310,50 @@ class Checkpointable(RotorNames, ModuleProxy):
         request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
         if (device := self._options.device) is not None:
             self._model.to(device)
+        self._measure_up_to(up_to)
+        self._steps.ask(request)
+        if self._placed is not None:
+            self._placed.close()
+            self._placed = None
+        return self
+
+    def _measure_up_to(self, up_to: Any) -> None:
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
             args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
             self._measured(strategy.chain_input(self._model, args, named))
-        self._steps.ask(request)
+
+    def _place(
+        self,
+        device_limit: int | str,
+        mode: str,
+        mem_slots: int,
+        policy: str | None,
+        up_to: Any,
+        optimizer: Any,
+        options: dict[str, Any],
+    ) -> Checkpointable:
+        """`compute_sequence` for a `device_limit`."""
+        check_options(mode, mem_slots, policy, options)
+        limit = parse_bytes(device_limit, "device_limit")
+        if self._check:
+            raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
+        if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            raise OptionError(
+                "device_limit is for a single process; among several, shard the parameters with FSDP2 and its"
+                " CPUOffloadPolicy, and give a mem_limit"
+            )
+        optimizers = read_optimizers(optimizer, self._model)
+        self._measure_up_to(up_to)
+        self._steps.settle()
+        request = Request(limit, mode, mem_slots, options, here=True)
+        placed = PlacedRunner(self._model, optimizers, request, self._options, self._links, before=self._placed)
+        if self._placed is None:
+            placed.known = self._steps.known
+            placed.recordings = self._steps.recordings
+            placed.latest = next(reversed(placed.recordings), None)
+        placed.prepare()
+        self._placed, self._steps.request = placed, request
         return self
 
     def _free_memory(self) -> int:
@@ -336,6 +398,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def chain(self) -> Chain:
         """The chain that the last plan was made for. Without a plan, the chain measured last."""
+        if self._placed is not None and self._placed.chain is not None:
+            return self._placed.chain
         return self._latest.profile.chain if self._steps.request is None else self._plan.chain
 
     @property
@@ -346,12 +410,29 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
-        plan = self._plan
+        if self._placed is None:
+            plan: Any = self._plan
+            levels, peak, base = plan.levels, plan.peak, plan.profile.chain.compute_time
+        else:
+            plan, peak = self._placed_plan, self.get_expected_memory()
+            levels, base = self._placed.levels, self.chain.compute_time
         if self._shown is None or self._shown[0] is not plan:
-            base = plan.profile.chain.compute_time
-            told = with_expected(plan.chain, plan.sequence, plan.levels, plan.peak, self.mem_limit, base)
+            told = with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit, base)
             self._shown = plan, told
         return self._shown[1]
+
+    @property
+    def _placed_plan(self) -> ExecutionPlan:
+        assert self._placed is not None
+        self._placed.plan_recorded()
+        if self._placed.latest is None:
+            raise MeasureError(
+                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
+            )
+        course = self._placed.planned(self._placed.latest)
+        if course is None:
+            raise MeasureError("the last step has no plan yet; its backward has to run")
+        return course.plan
 
     @property
     def mem_limit(self) -> int | None:
@@ -386,28 +467,37 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def get_expected_makespan(self) -> float:
         """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
-        return self._plan.trace.makespan
+        return (self._plan if self._placed is None else self._placed_plan).trace.makespan
 
     def get_expected_memory(self) -> int:
         """Expected peak of the planned step in bytes, in the terms of the limit."""
-        return self._plan.peak
+        if self._placed is None:
+            return self._plan.peak
+        assert self._placed_plan and self._placed.expected_bytes is not None
+        return self._placed.expected_bytes
 
     def get_expected_host_memory(self) -> int:
         """Most bytes that the planned steps in flight keep on the host."""
-        return self.in_flight * self._plan.execution.host_bytes
+        if self._placed is None:
+            return self.in_flight * self._plan.execution.host_bytes
+        plan = self._placed_plan
+        return plan.host_bytes + (0 if plan.placed is None else plan.placed.host_bytes)
 
     @property
     def keep_all_memory(self) -> int:
         """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the model runs as
         it is."""
-        return self._latest.profile.keep_all_bytes(self.in_flight)
+        if self._placed is None:
+            return self._latest.profile.keep_all_bytes(self.in_flight)
+        assert self._placed_plan and self._placed.keep_all_bytes is not None
+        return self._placed.keep_all_bytes
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far: one row for each kind and size of input that a training step had.
 
         Use it if inputs vary, to see which sizes were measured, and the expected bytes and seconds of each.
         """
-        return self._steps.plans()
+        return self._steps.plans() if self._placed is None else self._placed.plans()
 
     # -- running
 
@@ -429,7 +519,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        return plain(*args, **kwargs)
+        return plain(*args, **kwargs) if self._placed is None else self._placed.unplanned(plain, args, kwargs)
 
     @property
     def _is_frozen(self) -> bool:
@@ -439,7 +529,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
         them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
-        raise NotImplementedError
+        return nullcontext() if self._placed is None else self._placed.streamed()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -448,7 +538,14 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
-        return self._steps.forward(plain, *strategy.chain_input(self._model, args, kwargs))
+        args, kwargs = strategy.chain_input(self._model, args, kwargs)
+        if self._placed is None:
+            return self._steps.forward(plain, args, kwargs)
+        if self._steps.recording is not None:
+            raise OptionError(
+                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
+            )
+        return self._placed.forward(args, kwargs)
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
@@ -475,6 +572,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         """Release host memory, files and threads; the next step takes new ones."""
         self._steps.close()
         self._links.close()
+        if self._placed is not None:
+            self._placed.close(resident=False)
 
 
 # Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor
@@ -495,6 +594,11 @@ def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
     finally:
         for t, name, had in before:
             setattr(t, name, had)
+
+
+def _backward_of(roots: list[torch.Tensor]) -> None:
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
 def _refuse_lazy(model: nn.Module) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
-from ..profile.recorded_step import BUSY, RecordedStep
+from ..profile.recorded_step import BUSY, stop_complete
+from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
 from ..runtime.held_check import HeldCheck
@@ -46,13 +47,15 @@ LINK_BYTES = 16 << 20  # of a copy whose time says how fast the link is
 class Course:
     """What is known of steps with inputs of one signature that made the same operations.
 
-    hint: the input's leaves that are no tensors. strayed: steps in a row that made others. patience: how many such
-    steps there may be until another course is recorded. in_python: whether steps are followed in Python, as they were
-    recorded: with a mode of Python, some functions of PyTorch take other operations. kept: whether one has kept it.
+    hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps in a row that made others.
+    patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
+    in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
+    whether one has kept it.
     """
 
     profile: TapeProfile
     hint: str
+    reads: Reads
     plan: StepPlan | None = None
     strayed: int = 0
     patience: int = PATIENCE
@@ -92,7 +95,7 @@ class PlannedSize(NamedTuple):
 class _Recorded:
     """A step that is recorded, until its backward has ended."""
 
-    step: RecordedStep
+    step: RecordedReads
     key: Any
     hint: str
     shapes: tuple[tuple[int, ...], ...]
@@ -112,6 +115,7 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
+        waits: whether steps wait for a plan that they make with others.
     """
 
     def __init__(
@@ -122,6 +126,7 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
+        self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
         self._check, self._group = check, group
@@ -148,6 +153,8 @@ class StepRunner:
         course = self._course(key, hint)
         if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
+        if self.waits:
+            return self._away(plain, args, kwargs)
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
@@ -167,13 +174,14 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
-        recorded = self._begin(key, hint, args, kwargs, RecordedStep(self.known, self.model, self._spill()))
+        recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
         self._recorded = recorded
         try:
             return together(partial(recorded.step.run, plain, *args, **kwargs), self._group)
@@ -182,7 +190,7 @@ class StepRunner:
             self._recorded = None
             raise
 
-    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, step: RecordedStep) -> _Recorded:
+    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, step: RecordedReads) -> _Recorded:
         given = tensor_leaves((args, kwargs))
         nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
         return _Recorded(step, key, hint, tuple(tuple(t.shape) for t in given), nbytes, self.device_for(given))
@@ -240,26 +248,40 @@ class StepRunner:
             bool(self.options.forms),
             recorded.shapes,
         )
-        known = self._courses.setdefault(recorded.key, [])
+        common = common_profile(profile, self._group)
+        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
+        for found in course.profile.chains:
+            recorded.step.trust_stages(found.layout.begins)
+        return course
+
+    def take(self, key: Any, course: Course) -> Course:
+        """Keep a course of inputs with this signature; returns that which it is."""
+        known, profile = self._courses.setdefault(key, []), course.profile
         patience = max((2 * one.patience for one in known), default=PATIENCE)
         alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
-        course = alike[0] if alike else Course(profile, recorded.hint, patience=patience)
         if alike:
+            course = alike[0]
             course.profile, course.plan = course.profile.timed_by(profile.trace), None
-        course.profile = common_profile(course.profile, self._group)
-        for one in known:
-            one.strayed, one.patience = 0, patience
-        if alike:
             known.remove(course)
         known.insert(0, course)
         del known[OF_ONE_KIND:]
-        self._courses.move_to_end(recorded.key)
+        for one in known:
+            one.strayed, one.patience = 0, patience
+        self._courses.move_to_end(key)
         while len(self._courses) > MOST:
             self._courses.popitem(last=False)
-        for found in course.profile.chains:
-            recorded.step.trust_stages(found.layout.begins)
         self.latest = course
         return course
+
+    @property
+    def recordings(self) -> dict[Any, RecordedProfile]:
+        """What recorded steps have shown, by the signature of their inputs; the latest comes last."""
+        found = {
+            key: RecordedProfile(known[0].profile, known[0].reads) for key, known in self._courses.items() if known
+        }
+        last = next((key for key, known in self._courses.items() if self.latest in known), None)
+        return found if last is None else {**{k: v for k, v in found.items() if k != last}, last: found[last]}
 
     def _rates_of(self, device: torch.device) -> LinkRates:
         if device not in self._rates:
@@ -349,7 +371,7 @@ class StepRunner:
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
-        step = RecordedStep(self.known, self.model, self._spill(), patient=True)
+        step = RecordedReads(self.known, self.model, self._spill(), True)
         recorded = self._begin(key, hint, args, kwargs, step)
 
         def record() -> None:
