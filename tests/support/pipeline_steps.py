@@ -26,7 +26,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rotoff
@@ -169,12 +168,6 @@ def refused() -> None:
         stage_backward_weight(one.parameters(), groups)
         found.append([*given, *(parameter.grad for parameter in one.parameters())])
     say(f"bare: equal {all(map(torch.equal, *found))}")
-    cut = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    parallelize_module(cut, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(output_layouts=Replicate())})
-    try:
-        rotoff.Checkpointable(cut).measure(torch.zeros(ROWS, WIDTH))
-    except rotoff.MeasureError as error:
-        say(f"tensor parallel: {error}")
 
 
 def attached_and_not() -> None:
