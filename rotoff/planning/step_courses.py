@@ -16,7 +16,7 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
-from ..profile.recorded_step import BUSY
+from ..profile.recorded_step import BUSY, stop_complete
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -115,6 +115,7 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
+        waits: whether steps wait for a plan that they make with others.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
+        self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
         self._check, self._group = check, group
@@ -151,6 +153,8 @@ class StepRunner:
         course = self._course(key, hint)
         if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
+        if self.waits:
+            return self._away(plain, args, kwargs)
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
@@ -170,6 +174,7 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
@@ -243,7 +248,9 @@ class StepRunner:
             bool(self.options.forms),
             recorded.shapes,
         )
-        course = self.take(recorded.key, Course(profile, recorded.hint, recorded.step.reading))
+        common = common_profile(profile, self._group)
+        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         return course
@@ -257,7 +264,6 @@ class StepRunner:
             course = alike[0]
             course.profile, course.plan = course.profile.timed_by(profile.trace), None
             known.remove(course)
-        course.profile = common_profile(course.profile, self._group)
         known.insert(0, course)
         del known[OF_ONE_KIND:]
         for one in known:

@@ -54,6 +54,12 @@ PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
+def stop_complete() -> None:
+    """End the logs of steps of this thread whose backward has ended."""
+    for step in [one for one in OPEN if one.complete and one.thread == threading.get_ident()]:
+        step.stop()
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
