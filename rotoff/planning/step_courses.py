@@ -222,7 +222,7 @@ class StepRunner:
             return
         self._recorded = None
         recorded.step.stop()
-        if everywhere(recorded.step.complete and bool(recorded.step.operations), self._group):
+        if everywhere(recorded.step.shown, self._group):
             self._learn(recorded)
 
     def seen(self) -> Course | None:

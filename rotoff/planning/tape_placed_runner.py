@@ -312,7 +312,7 @@ class PlacedRunner:
             return
         self._recorded = None
         recorded.step.stop()
-        if not recorded.step.complete or not recorded.step.operations:
+        if not recorded.step.shown:
             return
         if self._rates is None:
             self._rates = self._links.shared(self._links.bandwidth(self.device, LINK_BYTES))

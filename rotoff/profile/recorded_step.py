@@ -283,6 +283,12 @@ class RecordedStep(Verified):
         """What happens within belongs to another step."""
         return self.region(OWN)
 
+    @property
+    def shown(self) -> bool:
+        """Whether the step has run to its end, and its log is whole: another profiler may have ended it."""
+        marks = {event.begins for event in self.log}
+        return self.complete and bool(self.operations) and {LOSS, END} <= marks
+
     def abandoned(self) -> bool:
         """Whether its graph is gone without a backward."""
         return not self._queued and not any(self.live(stage) for stage in self.slots)

@@ -21,8 +21,8 @@ from torch import nn
 
 import rotoff
 from rotoff import accelerator
-from rotoff.planning.planner import make_plan
 from rotoff.planning.request import Request
+from rotoff.planning.step_planner import make_plan
 from rotoff.profile.estimate.devices import register_device
 from rotoff.profile.profile import Profile
 from rotoff.runtime.links import pinned as host_memory
