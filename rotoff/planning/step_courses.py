@@ -258,7 +258,7 @@ class StepRunner:
     def take(self, key: Any, course: Course) -> Course:
         """Keep a course of inputs with this signature; returns that which it is."""
         known, profile = self._courses.setdefault(key, []), course.profile
-        patience = max((2 * one.patience for one in known), default=PATIENCE)
+        patience = max((one.patience * (1 + (one.strayed > 0)) for one in known), default=PATIENCE)
         alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
         if alike:
             course = alike[0]
