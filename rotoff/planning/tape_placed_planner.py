@@ -158,8 +158,25 @@ def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
     """Return what holds the fewest bytes of what was found without regard to times.
 
     Raises:
-        InfeasibleError: if this is more than the request's limit.
+        InfeasibleError: if this is more than the request's limit, or the host's.
     """
+    best = _least(ways, request)
+    if best is not None and best.peak <= request.mem_limit:
+        return best.found
+    host = request.options.get("host_limit")
+    anywhere = best or _least(ways, replace(request, options={**request.options, "host_limit": None}))
+    least = ways[0].whole if anywhere is None else min(ways[0].whole, anywhere.peak)
+    raise InfeasibleError(
+        "the training step with its parameters, gradients and optimizer states needs at least"
+        f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
+        f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+        + (f", and nothing was found within host_limit={host!r}" if best is None and host is not None else ""),
+        least,
+    )
+
+
+def _least(ways: Several[TapeGroups], request: Request) -> Proposal | None:
+    """Return the proposal that holds the fewest bytes, in chains whose times nobody has measured."""
     best: Proposal | None = None
     whens = ("after", "during")[: 1 + _during(request)]
     modes = ("joint", "offload") if request.mode == "joint" else (request.mode,)
@@ -175,16 +192,7 @@ def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
         for proposed in islice(_proposed(even, quick), FEW):
             one = replace(proposed, groups=groups, request=request)
             best = one if best is None or one.peak < best.peak else best
-    assert best is not None
-    least = min(best.peak, ways[0].whole)
-    if best.peak > request.mem_limit:
-        raise InfeasibleError(
-            "the training step with its parameters, gradients and optimizer states needs at least"
-            f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
-            f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
-            least,
-        )
-    return best.found
+    return best
 
 
 def _within_host(groups: TapeGroups, request: Request) -> Request:

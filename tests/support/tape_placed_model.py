@@ -50,7 +50,7 @@ class Placed(ModuleProxy):
 
         def backward(result: Any) -> None:
             tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-            sum(t.float().sum() for t in tensors if t.requires_grad).backward()
+            sum(t.float().mul(2).sum() for t in tensors if t.requires_grad).backward()
 
         with torch.enable_grad():
             self.runner.record(sample, kwargs, backward)
