@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from importlib.util import find_spec
 from zlib import crc32
 
@@ -59,15 +58,12 @@ def on_the_tape() -> None:
 
     new = import_module("rotoff.tape_checkpointable").Checkpointable
     old = import_module("rotoff.checkpointable").Checkpointable
-    for name in ("tools.attach", "tools.estimate", "tools.schedule", "tools.stage_report", "tools.doctor.model"):
-        import_module(f"rotoff.{name}")
-    for name in ("transformers", "lightning"):
-        with suppress(ImportError, RuntimeError):
-            import_module(f"rotoff.integrations.{name}")
-    rotoff.Checkpointable = new
     for name, module in list(sys.modules.items()):
         if name.startswith("rotoff.") and vars(module).get("Checkpointable") is old:
             module.Checkpointable = new
+    rotoff.Checkpointable = new
+    if torch.distributed.is_available():
+        rotoff.attach_schedule = import_module("rotoff.tools.tape_schedule").attach_schedule
 
 
 on_the_tape()

@@ -8,44 +8,16 @@ plain model, but a backward that starts from one of them is refused.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core.modes import as_tuple
-from ..errors import ExecutionError, MeasureError, OptionError
+from ..core.backward_from import output_named
+from ..errors import ExecutionError, MeasureError
 from ..tensors.stage import StageModule
 from ..tensors.tree import flatten
-
-
-class LossAlone(str):
-    """The key of the loss in a loop that holds none of the model's other outputs when the backward begins. Of a tuple
-    the loss is the first, as trainers have it."""
-
-
-BackwardFrom = str | int | Iterable[str | int] | None
-
-
-def read_backward_from(given: Any) -> tuple[str | int, ...]:
-    """Return the keys or positions that the option names; none if it is None.
-
-    Raises:
-        OptionError: if it is anything else.
-    """
-    if given is None:
-        return ()
-    names = as_tuple(given)
-    once = isinstance(given, (bytes, bytearray, Iterator))  # which a second look finds empty, or takes for numbers
-    if once or not names or not all(isinstance(name, (str, int)) and not isinstance(name, bool) for name in names):
-        raise OptionError(
-            f'backward_from is {given!r}; give the key of an output ("loss"), its position in a tuple (0), or a list'
-            " of those"
-        )
-    return names
 
 
 class BackwardStarts(nn.Module):
@@ -108,13 +80,7 @@ class BackwardStarts(nn.Module):
         )
 
     def _named(self, output: Any, name: str | int) -> list[torch.Tensor]:
-        try:
-            part = _part(output, name)
-        except (KeyError, IndexError, AttributeError):
-            raise MeasureError(
-                f"backward_from names {name!r}, but the model returns {_described(output)}; name one of those"
-            ) from None
-        tensors = [t for t in flatten(part)[0] if t.requires_grad]
+        tensors = [t for t in flatten(output_named(output, name))[0] if t.requires_grad]
         if not tensors:
             raise MeasureError(
                 f"backward_from names {name!r}, which needs no gradient on this input; call the model as in training"
@@ -132,33 +98,6 @@ def without_backward(last: StageModule) -> tuple[int, ...]:
 def _uses(storage: StorageWeakRef) -> int:
     """Return how many tensors share the storage."""
     return torch._C._storage_Use_Count(storage.cdata)
-
-
-def _part(output: Any, name: str | int) -> Any:
-    if isinstance(name, LossAlone) and isinstance(output, (tuple, list)):
-        name = 0
-    if isinstance(name, int):
-        return (list(output.values()) if isinstance(output, Mapping) else _places(output))[name]
-    return output[name] if isinstance(output, Mapping) else _fields(output)[name]
-
-
-def _places(output: Any) -> tuple[Any, ...]:
-    return tuple(output) if isinstance(output, (tuple, list)) else tuple(_fields(output).values()) or (output,)
-
-
-def _fields(output: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(output):
-        return {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
-    return {name: getattr(output, name) for name in getattr(output, "_fields", ())}  # a named tuple
-
-
-def _described(output: Any) -> str:
-    names = list(output) if isinstance(output, Mapping) else list(_fields(output))
-    if names:
-        return ", ".join(map(repr, names))
-    if isinstance(output, (tuple, list)):
-        return f"a {type(output).__name__} of {len(output)}"
-    return "a tensor alone" if isinstance(output, torch.Tensor) else f"a {type(output).__name__}"
 
 
 def _shown(names: tuple[str | int, ...]) -> str:

@@ -8,12 +8,10 @@ Give it to the constructor::
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..capture.backward_roots import LossAlone
 from ..checkpointable import Checkpointable
 from ..errors import OptionError
 from ..tools.attach import attach_for_trainer, attached, warn_if_unused, wrapped_since
@@ -30,10 +28,9 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
     The model stays the same object, so the trainer saves and loads the same files as without the callback. Several
     processes follow one plan.
 
-    If the trainer takes the model's own loss, no gradient of other outputs is charged (``backward_from="loss"``), nor
-    their bytes in the backward, since the trainer holds none of them then. ``gradient_checkpointing=True`` is read as a
-    wish for less memory, and switched off: rotoff decides within the limit. Of ``gradient_checkpointing_kwargs``,
-    ``offload`` decides about the mode where none is given: False recomputes only.
+    ``gradient_checkpointing=True`` is read as a wish for less memory, and switched off: rotoff decides within the
+    limit. Of ``gradient_checkpointing_kwargs``, ``offload`` decides about the mode where none is given: False
+    recomputes only.
 
     Args:
         mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
@@ -60,10 +57,8 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         self._options = {**_read_flags(args), **self._options}
-        known: dict[str, Any] = {"backward_from": LossAlone("loss")} if _takes_the_models_loss(self) else {}
-        if args.world_size > 1 and "device_limit" not in self._options:
-            known["process_group"] = True
-        self.planned, self._later = attach_for_trainer(model, {**known, **self._options})
+        several = {"process_group": True} if args.world_size > 1 and "device_limit" not in self._options else {}
+        self.planned, self._later = attach_for_trainer(model, {**several, **self._options})
 
     def on_train_begin(
         self,
@@ -117,16 +112,3 @@ def _read_flags(args: TrainingArguments) -> dict[str, Any]:
     if unknown := sorted(set(given) - UNDERSTOOD):
         logger.warning("rotoff: gradient_checkpointing_kwargs has %s, which has no effect here", ", ".join(unknown))
     return {"mode": "remat"} if offload is False else {}
-
-
-def _takes_the_models_loss(callback: RotoffCallback) -> bool:
-    """Whether the trainer that is calling `callback` starts its backward from the loss that the model returns, and from
-    nothing else. Callbacks are given no trainer, but it is calling."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        trainer = frame.f_locals.get("self")
-        if isinstance(trainer, Trainer):
-            own = type(trainer).compute_loss is Trainer.compute_loss and "compute_loss" not in vars(trainer)
-            return own and trainer.compute_loss_func is None and trainer.label_smoother is None
-    return False

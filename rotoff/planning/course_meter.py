@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ..capture import strategy
-from ..capture.backward_roots import read_backward_from
 from ..capture.course import Course, expected
 from ..capture.interception import custom_function, without_checkpoints
 from ..capture.partition.weight_casts import cast_again
@@ -29,6 +28,7 @@ from ..capture.sharding import collectives_waited_for, tensor_parallel
 from ..capture.tape import Tape
 from ..capture.undo import undone
 from ..capture.unrepeatable import takes_fast_path
+from ..core.backward_from import read_backward_from
 from ..core.chain import LinkRates, Stage
 from ..errors import MeasureError, RotoffError
 from ..io.cache import Cache

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..capture.backward_roots import LossAlone
+from ..core.backward_from import LossAlone
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..io.cache import Cache

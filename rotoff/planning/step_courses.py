@@ -16,9 +16,11 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
-from ..profile.recorded_step import BUSY, RecordedStep
+from ..profile.recorded_step import BUSY, stop_complete
+from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
+from ..runtime.held_check import HeldCheck
 from ..runtime.links.pool import LinkPool
 from ..runtime.links.spill import Spill
 from ..runtime.step_times import Recording
@@ -27,11 +29,12 @@ from ..tape import kernel
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
+from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
 from .options import Options
 from .request import Request
 from .signatures import constants, signature
 from .stages import stages_of
-from .step_planner import StepPlan, make_plan, room_of
+from .step_planner import StepPlan, room_of
 
 logger = logging.getLogger("rotoff")
 PATIENCE = 2  # steps in a row off their course before another one is recorded
@@ -44,13 +47,15 @@ LINK_BYTES = 16 << 20  # of a copy whose time says how fast the link is
 class Course:
     """What is known of steps with inputs of one signature that made the same operations.
 
-    hint: the input's leaves that are no tensors. strayed: steps in a row that made others. patience: how many such
-    steps there may be until another course is recorded. in_python: whether steps are followed in Python, as they were
-    recorded: with a mode of Python, some functions of PyTorch take other operations. kept: whether one has kept it.
+    hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps in a row that made others.
+    patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
+    in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
+    whether one has kept it.
     """
 
     profile: TapeProfile
     hint: str
+    reads: Reads
     plan: StepPlan | None = None
     strayed: int = 0
     patience: int = PATIENCE
@@ -90,7 +95,7 @@ class PlannedSize(NamedTuple):
 class _Recorded:
     """A step that is recorded, until its backward has ended."""
 
-    step: RecordedStep
+    step: RecordedReads
     key: Any
     hint: str
     shapes: tuple[tuple[int, ...], ...]
@@ -110,7 +115,7 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
-        last: the tape of the last step.
+        waits: whether steps wait for a plan that they make with others.
     """
 
     def __init__(
@@ -121,7 +126,7 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
-        self.last: Tape | None = None
+        self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
         self._check, self._group = check, group
@@ -146,8 +151,10 @@ class StepRunner:
         self.settle()
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint)
-        if course is None or course.strayed >= course.patience:
+        if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
+        if self.waits:
+            return self._away(plain, args, kwargs)
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
@@ -167,22 +174,23 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
-        if BUSY.locked():  # several are under way
-            return self._away(plain, args, kwargs)
-        if torch.autograd._profiler_enabled():
+        stop_complete()
+        several = BUSY.locked()  # are under way
+        profiled = not several and torch.autograd._profiler_enabled()
+        if profiled:
             self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
+        if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
-        recorded = self._begin(key, hint, args, kwargs, RecordedStep(self.known, self.model, self._spill()))
-        self._recorded, self.last = recorded, recorded.step
+        recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
+        self._recorded = recorded
         try:
-            with recorded.step, torch.autograd.graph.saved_tensors_hooks(recorded.step.pack, recorded.step.unpack):
-                return plain(*args, **kwargs)
+            return together(partial(recorded.step.run, plain, *args, **kwargs), self._group)
         except BaseException:
             recorded.step.stop()
             self._recorded = None
             raise
 
-    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, step: RecordedStep) -> _Recorded:
+    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, step: RecordedReads) -> _Recorded:
         given = tensor_leaves((args, kwargs))
         nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
         return _Recorded(step, key, hint, tuple(tuple(t.shape) for t in given), nbytes, self.device_for(given))
@@ -206,14 +214,28 @@ class StepRunner:
             return plain(*args, **kwargs)
 
     def settle(self) -> None:
-        """Make a course of the step that was recorded last, if its backward has run."""
+        """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
         recorded = self._recorded
-        if recorded is None or not (recorded.step.complete or recorded.step.abandoned()):
+        if recorded is None:
+            return
+        if not everywhere(recorded.step.complete or recorded.step.abandoned(), self._group):
             return
         self._recorded = None
         recorded.step.stop()
-        if recorded.step.complete and recorded.step.operations:
+        if everywhere(recorded.step.complete and bool(recorded.step.operations), self._group):
             self._learn(recorded)
+
+    def seen(self) -> Course | None:
+        """Return the latest course; in a group, one process may ask alone.
+
+        Raises:
+            MeasureError: in a group, if all of it must meet before there is one.
+        """
+        if self._group is None:
+            self.settle()
+        elif self.latest is None and self._recorded is not None:
+            raise MeasureError(APART)
+        return self.latest
 
     def _learn(self, recorded: _Recorded) -> Course:
         """Return the course of a recorded step."""
@@ -226,33 +248,58 @@ class StepRunner:
             bool(self.options.forms),
             recorded.shapes,
         )
-        known = self._courses.setdefault(recorded.key, [])
+        common = common_profile(profile, self._group)
+        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
+        for found in course.profile.chains:
+            recorded.step.trust_stages(found.layout.begins)
+        return course
+
+    def take(self, key: Any, course: Course) -> Course:
+        """Keep a course of inputs with this signature; returns that which it is."""
+        known, profile = self._courses.setdefault(key, []), course.profile
         patience = max((2 * one.patience for one in known), default=PATIENCE)
         alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
-        course = alike[0] if alike else Course(profile, recorded.hint, patience=patience)
         if alike:
+            course = alike[0]
             course.profile, course.plan = course.profile.timed_by(profile.trace), None
-        for one in known:
-            one.strayed, one.patience = 0, patience
-        if alike:
             known.remove(course)
         known.insert(0, course)
         del known[OF_ONE_KIND:]
-        self._courses.move_to_end(recorded.key)
+        for one in known:
+            one.strayed, one.patience = 0, patience
+        self._courses.move_to_end(key)
         while len(self._courses) > MOST:
             self._courses.popitem(last=False)
-        for found in profile.chains:
-            recorded.step.trust_stages(found.layout.begins)
         self.latest = course
         return course
 
+    @property
+    def recordings(self) -> dict[Any, RecordedProfile]:
+        """What recorded steps have shown, by the signature of their inputs; the latest comes last."""
+        first = {key: known[0] for key, known in self._courses.items() if known}
+        found = {key: RecordedProfile(course.profile, course.reads) for key, course in first.items()}
+        last = next((key for key, known in self._courses.items() if self.latest in known), None)
+        return found if last is None else {**{k: v for k, v in found.items() if k != last}, last: found[last]}
+
     def _rates_of(self, device: torch.device) -> LinkRates:
         if device not in self._rates:
-            self._rates[device] = self.links.shared(self.links.bandwidth(device, LINK_BYTES))
+            found = agree_on_rates(lambda: self.links.bandwidth(device, LINK_BYTES), self._group)
+            self._rates[device] = self.links.shared(found)
         return self._rates[device]
 
+    def shown(self, course: Course) -> StepPlan:
+        """Return the plan of a course; in a group, one process may ask alone.
+
+        Raises:
+            InfeasibleError: if nothing fits the request. MeasureError: in a group, if there is no plan yet.
+        """
+        if self._group is not None and course.plan is None:
+            raise MeasureError(APART)
+        return self.planned(course)
+
     def planned(self, course: Course) -> StepPlan:
-        """Return the plan of a course; it is made now if there is none.
+        """Return the plan of a course; it is made now if there is none, in a group by all together.
 
         Raises:
             InfeasibleError: if nothing fits the request.
@@ -260,17 +307,23 @@ class StepRunner:
         assert self.request is not None
         if course.plan is None:
             near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.execution.keeps_all]
-            course.plan = make_plan(course.profile, self.request, near, room_of(course.profile.device))
+            room = room_of(course.profile.device, self._group)
+            course.plan = agree_on_plan(course.profile, self.request, near, room)
         return course.plan
 
     def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
-        plan, link, links = planned.execution, None, self.links
-        if plan.host_bytes:
-            link = links.take(course.profile.device, plan.host_bytes)
-        times = None if recording is None else recording.begin(plan.trace, course.profile.device, link)
-        done = (lambda: None) if link is None else partial(links.give_back, link)
-        step = TapeStep(plan, planned.found.layout, link, done, self._spill(), times)
-        self.last = tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
+        plan, device = planned.execution, course.profile.device
+        step = TapeStep(
+            plan,
+            planned.found.layout,
+            partial(self.links.take, device, plan.host_bytes) if plan.host_bytes else None,
+            self.links.give_back,
+            self._spill(),
+            HeldCheck(planned.sequence, planned.found.held(planned.sequence)) if self._check else None,
+        )
+        if recording is not None:
+            step.times = recording.begin(plan.trace, device, step.link)
+        tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
         self._warn_in_flight(step)
         with step.forward(tape):
             result = run()
@@ -317,18 +370,21 @@ class StepRunner:
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
-        step = RecordedStep(self.known, self.model, self._spill(), patient=True)
+        step = RecordedReads(self.known, self.model, self._spill(), True)
         recorded = self._begin(key, hint, args, kwargs, step)
-        try:
-            with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
-                result = plain(*args, **kwargs)
-            roots = starts(result)
-            del result
-            if roots:
+
+        def record() -> None:
+            if roots := starts(step.run(plain, *args, **kwargs)):
                 torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+
+        try:
+            together(record, self._group)
         finally:
             step.stop()
-        return self._learn(recorded)
+        course = self._learn(recorded)
+        if self._group is not None and self.request is not None:
+            self.planned(course)  # while all are here
+        return course
 
     def ask(self, request: Request) -> None:
         """Plan for a request from now on; for the latest course now.
@@ -352,10 +408,11 @@ class StepRunner:
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far."""
-        self.settle()
+        if self._group is None:
+            self.settle()
         found = []
         for course in self:
-            if course.plan is None and self.request is None:
+            if course.plan is None and (self.request is None or self._group is not None):
                 continue
             plan, base = self.planned(course), course.profile.chain.compute_time
             seconds = plan.trace.makespan

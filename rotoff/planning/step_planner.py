@@ -71,7 +71,7 @@ class StepPlan:
     def resting(self) -> int:
         """Bytes that the step holds between forward and backward, if several are under way."""
         if self.execution.keeps_all:
-            return self.profile.trace.plain_resting()
+            return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
         return resting_bytes(self.chain, self.sequence.ops) - self.profile.batch_bytes
 
 
@@ -138,6 +138,8 @@ def least_time(profile: TapeProfile, request: Request, found: float = math.inf) 
         return profile.chain.compute_time
     limit = request.mem_limit + profile.batch_bytes
     fitting = [one.chain for one in profile.chains if limit >= min_mem_limit(one.chain, "joint")]
+    if not fitting and found < math.inf:  # it holds less than the chain charges
+        return profile.chain.compute_time * (1 - SUM_ERROR)
     if not fitting:
         raise _infeasible(profile, replace(request, mode="joint"))
     alone = min(map(least_compute, fitting))
@@ -218,8 +220,8 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
         except (InfeasibleError, InvalidSequenceError):
             return
         yield plan
-        if over := _first_runs_over(plan, max(limit, asked) - profile.batch_bytes):
-            chain = _charging(chain, over)
+        if over := first_runs_over(plan.sequence, plan.levels, max(limit, asked) - profile.batch_bytes):
+            chain = charging(chain, over)
         elif plan.peak < request.mem_limit and not raised and asked < 2 * limit:
             asked, raised = asked + request.mem_limit - plan.peak, True
         elif searches and quick is not request and n < ROUNDS - 1:
@@ -228,9 +230,10 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
             return
 
 
-def _first_runs_over(plan: StepPlan, limit: int) -> dict[int, int]:
+def first_runs_over(sequence: Sequence, levels: Several[int], limit: int) -> dict[int, int]:
+    """Return by how much the first runs of stages exceed a limit."""
     ran, over = 0, dict[int, int]()
-    for op, level in zip(plan.sequence, plan.levels, strict=True):
+    for op, level in zip(sequence, levels, strict=True):
         if op.kind in FORWARDS and op.stage > ran:
             ran = op.stage
             if level > limit:
@@ -238,7 +241,7 @@ def _first_runs_over(plan: StepPlan, limit: int) -> dict[int, int]:
     return over
 
 
-def _charging(chain: Chain, more: dict[int, int]) -> Chain:
+def charging(chain: Chain, more: dict[int, int]) -> Chain:
     """Return `chain` with `more` bytes for forwards of these stages."""
     stages = list(chain.stages)
     for i, nbytes in more.items():

@@ -68,6 +68,25 @@ class StepRunner:
         self.recording: Recording | None = None
         self.placement: Placement | None = None
 
+    @property
+    def request(self) -> Request | None:
+        return self._specializations.request
+
+    @request.setter
+    def request(self, request: Request | None) -> None:
+        self._specializations.request = request
+
+    @property
+    def plain(self) -> list[str]:
+        return self._specializations.plain
+
+    @property
+    def latest(self) -> Any:
+        return self._specializations.latest
+
+    def settle(self) -> None:
+        """Do nothing: a course is measured before its first step runs."""
+
     # -- a step
 
     def forward(self, plain: Callable[..., Any], value: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -29,7 +29,7 @@ from ..solver import solve
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from .request import Request
-from .step_planner import _charging, _first_runs_over
+from .step_planner import charging, first_runs_over
 
 logger = logging.getLogger("rotoff")
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
@@ -241,8 +241,8 @@ def _proposed(groups: TapeGroups, request: Request, start: Proposal | None = Non
             return
         one = Proposal(groups, chain, asked, sequence, request)
         yield one
-        if over := _first_runs_over(one, limit):
-            chain = _charging(chain, over)
+        if over := first_runs_over(one.sequence, one.levels, limit):
+            chain = charging(chain, over)
         elif one.peak == limit or (one.peak < limit and not more):
             return
         else:

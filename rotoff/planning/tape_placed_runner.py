@@ -22,8 +22,8 @@ from ..profile.memory.allocator import DeviceAllocator
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.recorded_step import BUSY
 from ..profile.tape_groups import (
-    Reads,
     RecordedLent,
+    RecordedProfile,
     RecordedReads,
     TapeGroups,
     groups_of,
@@ -49,18 +49,10 @@ from .options import Options
 from .request import Request
 from .signatures import signature
 from .stages import stages_of
-from .step_courses import LINK_BYTES, PATIENCE
+from .step_courses import LINK_BYTES, PATIENCE, PlannedSize
 from .tape_placed_planner import Found, check_updates, compiled, plan, read_optimizers
 
 logger = logging.getLogger("rotoff")
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What a recorded step did, in numbers alone."""
-
-    profile: TapeProfile
-    reads: Reads
 
 
 @dataclass
@@ -114,7 +106,7 @@ class PlacedRunner:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device: torch.device = before.device if before is not None else options.device or device
         self.known: Known = Known() if before is None else before.known
-        self.recordings: dict[Any, Recording] = {} if before is None else before.recordings
+        self.recordings: dict[Any, RecordedProfile] = {} if before is None else before.recordings
         self.times: dict[Any, UpdateCosts] = {} if before is None else before.times
         self._rates: LinkRates | None = None if before is None else before._rates
         self.latest: Any = None if before is None else before.latest  # the signature of the last step
@@ -153,6 +145,28 @@ class PlacedRunner:
         """The smallest limit at which the plain model and optimizer run unplanned."""
         return None if self.course is None else self.course.groups.whole
 
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The most bytes that the device holds in each operation of the latest step's plan."""
+        assert self.course is not None
+        placed, plan = self.course.plan.placed, self.course.plan
+        if placed is not None:
+            return placed.levels
+        return tuple(
+            min(level, self.course.groups.expected) for level in self.course.groups.levels(plan.sequence, False)
+        )
+
+    def plans(self) -> list[PlannedSize]:
+        """The plans so far."""
+        self.plan_recorded()
+        found = []
+        for key, recording in self.recordings.items():
+            if (course := self.planned(key)) is not None:
+                seconds, base = course.plan.trace.makespan, recording.profile.chain.compute_time
+                overhead = seconds / base - 1 if base else 0.0
+                found.append(PlannedSize(recording.profile.shapes, True, course.expected_bytes, seconds, overhead))
+        return found
+
     def prepare(self) -> None:
         """Plan for what was recorded last, if there is something, and bring everything to where the plan has it.
 
@@ -160,7 +174,7 @@ class PlacedRunner:
             InfeasibleError: if nothing fits; nothing is moved then.
         """
         self.plan_recorded()
-        course = self._course(self.latest)
+        course = self.planned(self.latest)
         if course is not None and course.plan.placed is not None:
             self._placed().begin(course.plan.placed)
             return
@@ -175,7 +189,7 @@ class PlacedRunner:
     def _during(self) -> bool:
         return self.request is not None and self.request.options.get("updates") == "during"
 
-    def _course(self, key: Any) -> PlacedCourse | None:
+    def planned(self, key: Any) -> PlacedCourse | None:
         """Return what is planned for inputs of this signature; None if no step has shown what they need."""
         course = self.courses.get(key)
         if course is not None and course.strayed < PATIENCE:
@@ -203,7 +217,7 @@ class PlacedRunner:
         near = [(one.groups, one.plan) for one in self.courses.values() if one.plan.placed is not None]
         return plan(ways, request, near)
 
-    def _ways(self, recording: Recording) -> list[TapeGroups]:
+    def _ways(self, recording: RecordedProfile) -> list[TapeGroups]:
         """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU
         shares its processor with the host."""
         probe = OptimizerProbe(self.optimizers, self.device, self.times)
@@ -228,7 +242,7 @@ class PlacedRunner:
             self.placement.forward_begins()
         self.plan_recorded()
         self.latest = key = signature((args, kwargs), self.model)
-        course = self._course(key)
+        course = self.planned(key)
         if course is None:
             if BUSY.locked() or torch.autograd._profiler_enabled():  # a step cannot be recorded now
                 return self._away(args, kwargs)
@@ -318,7 +332,7 @@ class PlacedRunner:
         known = self.recordings.get(recorded.key)
         if known is not None and known.profile.chain_keys == profile.chain_keys:
             profile = known.profile.timed_by(profile.trace)
-        self.recordings[recorded.key] = Recording(profile, recorded.step.reading)
+        self.recordings[recorded.key] = RecordedProfile(profile, recorded.step.reading)
         self.courses.pop(recorded.key, None)
 
     def _follow(self, course: PlacedCourse, args: Any, kwargs: Any) -> Any:

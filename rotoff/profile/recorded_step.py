@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
+from ..tensors.modules import compiled
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot
@@ -53,6 +54,12 @@ PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
+def stop_complete() -> None:
+    """End the logs of steps of this thread whose backward has ended."""
+    for step in [one for one in OPEN if one.complete and one.thread == threading.get_ident()]:
+        step.stop()
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
@@ -83,9 +90,9 @@ class RecordedStep(Verified):
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
-        # scripted modules take no hooks of a whole call
-        scripted = torch.jit.ScriptModule
-        self._names = {module: name for name, module in model.named_modules() if not isinstance(module, scripted)}
+        # scripted modules take no hooks of a whole call, and a compiler would look into them
+        within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
+        self._names = {module: name for name, module in model.named_modules() if module not in within}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._alive: list[Content] = []
@@ -102,6 +109,11 @@ class RecordedStep(Verified):
         self.on_backward = RecordedStep._reached
 
     # -- the forward
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the forward, and record it."""
+        with self, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return forward(*args, **kwargs)
 
     def __enter__(self) -> RecordedStep:
         self._start()

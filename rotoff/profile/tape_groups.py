@@ -126,6 +126,14 @@ class RecordedLent(PlacedTape, RecordedReads):
 
 
 @dataclass(frozen=True)
+class RecordedProfile:
+    """What a recorded step did, in numbers alone."""
+
+    profile: TapeProfile
+    reads: Reads
+
+
+@dataclass(frozen=True)
 class TapeGroups:
     """The groups of a model's parameters, and what a step by a plan that moves them holds.
 

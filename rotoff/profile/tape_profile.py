@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ class TapeProfile:
         forms: whether stages may keep a part of what they save.
         shapes: of the tensors of the input.
         seen: whether the step has run; if not, its bytes are those of fake tensors.
+        begins: positions at which stages begin, in place of `stages`.
     """
 
     trace: Trace
@@ -37,6 +39,7 @@ class TapeProfile:
     forms: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
     seen: bool = True
+    begins: tuple[int, ...] = ()
 
     @cached_property
     def chains(self) -> list[TapeChain]:
@@ -45,7 +48,8 @@ class TapeProfile:
         return [*found, self._chain(far=math.inf)] if found[0].stay else found
 
     def _chain(self, **how: float) -> TapeChain:
-        return chain_of(self.trace, self.rates, self.stages, beside=self.batch_bytes, forms=self.forms, **how)
+        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "begins": self.begins, **how}
+        return chain_of(self.trace, self.rates, self.stages, **options)
 
     @property
     def chain(self) -> Chain:

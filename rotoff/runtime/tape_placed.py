@@ -429,7 +429,7 @@ class PlacedStep(TapeStep):
         done: Callable[[], None] = lambda: None,
         spill: Spill | None = None,
     ) -> None:
-        super().__init__(plan, layout, link, done, spill)
+        super().__init__(plan, layout, None if link is None else lambda: link, lambda _: done(), spill)
         self._placement, self._lending = placement, lending
         self._tape: weakref.ref[Tape] | None = None
         self._late: list[Op] = []  # updates whose gradients had not come

@@ -11,18 +11,21 @@ dropping the graph frees everything.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
+from torch.autograd.profiler import record_function
 from torch.autograd.variable import Variable
 
 from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
 from ..tape.contents import Content, bytes_in
 from ..tape.tape import Tape
 from .execution_plan import ExecutionPlan
+from .held_check import HeldCheck
 from .layout import NO_LAYOUT, Layout
 from .links.base import Link, Ticket
 from .links.spill import Away, Spill
@@ -37,26 +40,32 @@ class TapeStep:
 
     Args:
         plan: the operations; None: all is off its course. layout: how to find stages and contents on the tape.
-        link: to the host; None if the plan moves nothing. done: called when the step has ended.
+        take, give_back: lend a link to the host; None if the plan moves nothing.
         spill: where what is saved goes if the forward leaves its course; None: it is made again.
-        times: of the operations, if they are recorded.
+        check: of the bytes after each operation, if they are checked.
+
+    Attributes:
+        link: while the step has one. times: of the operations, if they are recorded. ended: whether its backward has.
     """
 
     def __init__(
         self,
         plan: ExecutionPlan | None,
         layout: Layout = NO_LAYOUT,
-        link: Link | None = None,
-        done: Callable[[], None] = lambda: None,
+        take: Callable[[], Link] | None = None,
+        give_back: Callable[[Link], None] = lambda link: None,
         spill: Spill | None = None,
-        times: StepTimes | None = None,
+        check: HeldCheck | None = None,
     ) -> None:
-        self._layout, self._link, self._done = layout, link, done
+        self._layout, self._take, self._give_back, self._check = layout, take, give_back, check
+        self.times: StepTimes | None = None
+        self._take_link()
+        self._span: record_function | None = None  # of the running operation, if a profiler is active
         self._ops: tuple[Op, ...] = () if plan is None else plan.sequence.ops
         self._turn = 0 if plan is None else plan.forward_end
         self._early: frozenset[int] = frozenset() if plan is None else plan.early
         self._host = {} if plan is None else plan.host
-        self._spill, self._times = spill, times
+        self._spill = spill
         self._away: dict[Content, Away] = {}
         self._next = 0  # the operation to run next
         self._stage = 0  # the stage of the forward
@@ -68,6 +77,12 @@ class TapeStep:
         self.ended = False
         self.left_course = plan is None  # whether the forward made other operations than planned
         self._queued = False
+
+    def _take_link(self) -> None:
+        self.link: Link | None = None
+        if self._take is not None:
+            self.link = self._take()
+            self._link_back = weakref.finalize(self, self._give_back, self.link)  # also if its graph is dropped
 
     @contextmanager
     def forward(self, tape: Tape) -> Iterator[None]:
@@ -118,7 +133,7 @@ class TapeStep:
             tape.enter(0 if last else stage)
             if not last:
                 tape.keep = self._keeps(op)
-                self._begin_timing(self._next)
+                self._begin_span(self._next)
 
     def _keeps(self, op: Op) -> bool | frozenset[tuple[int, int]]:
         if op.kind is OpKind.F_ALL:
@@ -127,7 +142,7 @@ class TapeStep:
 
     def _first_run(self, tape: Tape, op: Op) -> None:
         """The model's own code has run the stage of a forward operation."""
-        self._end_timing()
+        self._end_span()
         self._hold(tape, op.value, self._handed(tape, op.stage))
         for key in self._layout.stay[op.stage - 1]:
             if (content := tape.content(op.stage, *key)) is not None:
@@ -135,6 +150,7 @@ class TapeStep:
         if op.kind is OpKind.F_NONE:
             self._release(tape, a(op.stage - 1))
         self._next += 1
+        self._look(tape, self._next - 1)
 
     def _leave_course(self) -> None:
         self.left_course = True
@@ -143,7 +159,7 @@ class TapeStep:
     def _enter_off_course(self, tape: Tape) -> None:
         """The forward runs other operations than the plan was made for: what is saved leaves the device at once, and
         is brought back on demand."""
-        self._end_timing()
+        self._end_span()
         self._leave_course()
         before = tape.stage
         if self._spill is not None:
@@ -160,23 +176,39 @@ class TapeStep:
         assert self._spill is not None
         tape.fill(stage, {c: self._spill.get(self._away[c]) for c in tape.saved_contents(stage) if c in self._away})
 
-    def _begin_timing(self, index: int) -> None:
-        if self._times is not None:
-            self._times.begin(index)
+    def _begin_span(self, index: int) -> None:
+        """An operation begins, for who records times."""
+        if self.times is not None:
+            self.times.begin(index)
+        if torch.autograd._profiler_enabled():
+            self._span = record_function(f"rotoff: {self._ops[index]}")
+            self._span.__enter__()
 
-    def _end_timing(self) -> None:
-        if self._times is not None:
-            self._times.end()
+    def _end_span(self) -> None:
+        if self.times is not None:
+            self.times.end()
+        if self._span is not None:
+            span, self._span = self._span, None
+            span.__exit__(None, None, None)
+
+    def _look(self, tape: Tape, index: int) -> None:
+        """Check the bytes after an operation."""
+        if self._check is None:
+            return
+        stages = range(1, len(self._layout.begins) + 1)
+        owned = [storage for stage in stages for storage in tape.owned(stage).values()]
+        held = [content.held for contents in self._values.values() for content in contents if content.held is not None]
+        arriving = [storage for coming in self._arriving.values() for storage, _ in coming.values()]
+        self._check.after(index, [*owned, *held, *arriving])
 
     # -- one method for each operation
 
     def _run(self, tape: Tape, op: Op) -> None:
-        if op.kind in FORWARDS:
-            self._begin_timing(self._next)
+        self._begin_span(self._next)
         getattr(self, f"_{op.kind.name.lower()}")(tape, op)
-        if op.kind in FORWARDS:
-            self._end_timing()
+        self._end_span()
         self._next += 1
+        self._look(tape, self._next - 1)
 
     def _f_all(self, tape: Tape, op: Op) -> None:
         """Make ā_i: what the slots of the stage refer to and, unless its B comes next, a_i."""
@@ -209,15 +241,15 @@ class TapeStep:
             planned, first = self._layout.forms[op.stage - 1][0], tape.begins[op.stage]
             owned = tape.owned(op.stage).items()
             storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
-        assert self._link is not None
+        assert self.link is not None
         place = self._host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
         if sum(sizes) > place.room:
             return  # it is larger than when it was planned, and stays
-        ticket = self._link.copy_out(sources, place.offset)
-        if self._times is not None:
-            self._times.copy(self._next, ticket)
+        ticket = self.link.copy_out(sources, place.offset)
+        if self.times is not None:
+            self.times.copy(self._next, ticket)
         self._copies[op.value] = ticket, place.offset, list(storages), sizes
 
     def _free(self, tape: Tape, op: Op) -> None:
@@ -227,7 +259,7 @@ class TapeStep:
     def _prefetch(self, tape: Tape, op: Op) -> None:
         if op.value not in self._copies:
             return
-        assert self._link is not None
+        assert self.link is not None
         ticket, offset, contents, sizes = self._copies[op.value]
         ends = list(accumulate(sizes, initial=offset))
         # another value may have brought a content that this one has, too, or may be about to
@@ -237,20 +269,20 @@ class TapeStep:
             for c, nbytes, first in zip(contents, sizes, ends, strict=False)
             if c.held is None and c not in shared
         ]
-        targets = [self._link.allocate(nbytes) for _, nbytes, _ in coming]
-        arrival = self._link.copy_in(targets, [first for _, _, first in coming], ticket)
-        if self._times is not None:
-            self._times.copy(self._next, arrival)
+        targets = [self.link.allocate(nbytes) for _, nbytes, _ in coming]
+        arrival = self.link.copy_in(targets, [first for _, _, first in coming], ticket)
+        if self.times is not None:
+            self.times.copy(self._next, arrival)
         own = {c: (target.untyped_storage(), arrival) for (c, _, _), target in zip(coming, targets, strict=True)}
         self._arriving[op.value] = own | {c: shared[c] for c in contents if c in shared}
 
     def _wait(self, tape: Tape, op: Op) -> None:
         if op.value not in self._arriving:
             return
-        assert self._link is not None
+        assert self.link is not None
         arrived = self._arriving.pop(op.value)
         for arrival in {id(one): one for _, one in arrived.values()}.values():
-            self._link.wait(arrival)
+            self.link.wait(arrival)
         contents = self._copies[op.value][2]
         storages = {content: content.held for content in contents if content.held is not None}
         storages |= {content: storage for content, (storage, _) in arrived.items() if content.held is None}
@@ -294,8 +326,8 @@ class TapeStep:
             tape.empty(v.stage)
 
     def _let_go(self, v: Value) -> None:
-        if (copy := self._copies.get(v)) is not None and self._link is not None:
-            self._link.wait(copy[0])  # it holds the bytes until it has copied them
+        if (copy := self._copies.get(v)) is not None and self.link is not None:
+            self.link.wait(copy[0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
             self._owners[content] -= 1
             if not self._owners[content]:
@@ -308,9 +340,19 @@ class TapeStep:
         """The backward reads what a stage has saved: run the plan up to its B."""
         if self._stage <= len(self._layout.begins) and not self.left_course:
             return  # within the forward
+        if self.ended and not self.left_course:  # another backward through the graph: the whole plan again
+            self.ended, self._queued, self._next, self._backward = False, False, 0, len(self._layout.begins) + 1
+            self._take_link()
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(lambda: self._end(tape))
+        try:
+            self._advance(tape, stage)
+        except BaseException:
+            self._end(tape)
+            raise
+
+    def _advance(self, tape: Tape, stage: int) -> None:
         if self._away:
             self._bring(tape, stage)
         if stage >= self._backward or not stage or self.left_course:
@@ -321,14 +363,14 @@ class TapeStep:
         while self._next < len(ops):
             op = ops[self._next]
             if op.kind is not OpKind.B:
-                self._end_timing()
+                self._end_span()
                 self._run(tape, op)
                 continue
             if op.stage < stage:
                 break
             self._begin(tape, op.stage)
-            self._end_timing()
-            self._begin_timing(self._next)
+            self._end_span()
+            self._begin_span(self._next)
             self._next += 1
             if op.stage == stage:
                 break
@@ -348,14 +390,14 @@ class TapeStep:
 
     def _end(self, tape: Tape) -> None:
         """The backward has ended, or failed: release everything."""
-        if self._times is not None:
-            self._times.close(self._next >= len(self._ops) and not self.left_course)
-            self._times = None
+        if self.times is not None:
+            self.times.close(self._next >= len(self._ops) and not self.left_course)
+            self.times = None
         self.ended = True
         for v in list(self._values):
             self._release(tape, v)
         self._copies.clear()
         self._arriving.clear()
-        if self._link is not None:
-            self._link = None
-            self._done()
+        if self.link is not None:
+            self.link = None
+            self._link_back()

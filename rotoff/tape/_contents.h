@@ -63,7 +63,15 @@ struct Setting {
 using Reduction = at::CuBLASReductionOption;
 inline bool reduced(int r) { return Reduction(r) == Reduction::AllowReducedPrecisionWithSplitK; }
 inline bool split(int r) { return Reduction(r) != Reduction::DisallowReducedPrecisionDisallowSplitK; }
-constexpr const char* PRECISIONS[] = {"highest", "high", "medium"};
+template <at::Float32Backend B, at::Float32Op O>
+void put_precision(at::Context& c, int x) {
+  c.setFloat32Precision(B, O, at::Float32Precision::NONE);
+  if (int(c.float32Precision(B, O)) != x)  // else it follows that of the backend, or of all
+    c.setFloat32Precision(B, O, at::Float32Precision(x));
+}
+#define PRECISION(B, O)                                                                       \
+  { [](at::Context& c) { return int(c.float32Precision(at::Float32Backend::B, at::Float32Op::O)); }, \
+    put_precision<at::Float32Backend::B, at::Float32Op::O> }
 #define SETTING(getter, setter) \
   { [](at::Context& c) { return int(c.getter()); }, [](at::Context& c, int x) { c.setter(x); } }
 inline const Setting SETTINGS[] = {
@@ -76,13 +84,12 @@ inline const Setting SETTINGS[] = {
     SETTING(userEnabledCuDNN, setUserEnabledCuDNN),
     SETTING(benchmarkCuDNN, setBenchmarkCuDNN),
     SETTING(deterministicCuDNN, setDeterministicCuDNN),
-    SETTING(allowTF32CuDNN, setAllowTF32CuDNN),
     {[](at::Context& c) { return int(c.allowFP16ReductionCuBLAS()); },
      [](at::Context& c, int x) { c.setAllowFP16ReductionCuBLAS(reduced(x), split(x)); }},
     {[](at::Context& c) { return int(c.allowBF16ReductionCuBLAS()); },
      [](at::Context& c, int x) { c.setAllowBF16ReductionCuBLAS(reduced(x), split(x)); }},
-    {[](at::Context& c) { return int(c.float32MatmulPrecision()); },
-     [](at::Context& c, int x) { c.setFloat32MatmulPrecision(PRECISIONS[x]); }},
+    PRECISION(CUDA, CONV), PRECISION(CUDA, RNN), PRECISION(CUDA, MATMUL),
+    PRECISION(MKLDNN, CONV), PRECISION(MKLDNN, RNN), PRECISION(MKLDNN, MATMUL),
     SETTING(userEnabledFlashSDP, setSDPUseFlash),
     SETTING(userEnabledMemEfficientSDP, setSDPUseMemEfficient),
     SETTING(userEnabledMathSDP, setSDPUseMath),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from typing import Any
 from zlib import crc32
 
@@ -11,6 +13,17 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 _C = torch._C
+
+
+def _put_precision(backend: str, op: str, value: str) -> None:
+    _C._set_fp32_precision_setter(backend, op, "none")
+    if _C._get_fp32_precision_getter(backend, op) != value:  # else it follows that of the backend, or of all
+        _C._set_fp32_precision_setter(backend, op, value)
+
+
+def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return partial(_C._get_fp32_precision_getter, backend, op), partial(_put_precision, backend, op)
+
 
 # What chooses kernels below autograd: getter, setter. Autocast, modes and transforms have acted above.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
@@ -21,7 +34,6 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    (_C._get_cudnn_allow_tf32, _C._set_cudnn_allow_tf32),
     (
         _C._get_cublas_allow_fp16_reduced_precision_reduction,
         lambda both: _C._set_cublas_allow_fp16_reduced_precision_reduction(*both),
@@ -30,7 +42,7 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         _C._get_cublas_allow_bf16_reduced_precision_reduction,
         lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
     ),
-    (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
+    *(_precision(*one) for one in product(("cuda", "mkldnn"), ("conv", "rnn", "matmul"))),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),

@@ -165,6 +165,7 @@ class Tape(TorchDispatchMode):
     # called with this tape and a stage when a backward reaches what the stage has saved
     on_backward: Callable[[Tape, int], None] | None = None
     on_ahead: Callable[[Tape], None] | None = None
+    plain: Callable[[torch.Tensor], bool] = staticmethod(is_plain)  # whether it notes a tensor
 
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
@@ -257,7 +258,7 @@ class Tape(TorchDispatchMode):
         if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: its results are residents
             return func(*args, **kwargs)
         kind = kind_of(func)
-        if kind.view and all(map(is_plain, tensors_of(args, kwargs))):
+        if kind.view and all(map(self.plain, tensors_of(args, kwargs))):
             return func(*args, **kwargs)
         if self.position == self.ahead:
             self._come_to()
@@ -288,7 +289,7 @@ class Tape(TorchDispatchMode):
         references: list[Reference] = []
 
         def reference(t: torch.Tensor) -> torch.Tensor | Reference:
-            if not is_plain(t):
+            if not self.plain(t):
                 return t
             references.append(Reference(self.content_of(t), t))
             return references[-1]
@@ -343,7 +344,7 @@ class Tape(TorchDispatchMode):
             return list(new.values())
         known = {reference.content for reference in op.references}
         for n, t in enumerate(results_of(out)):
-            if not isinstance(t, torch.Tensor) or not is_plain(t):
+            if not isinstance(t, torch.Tensor) or not self.plain(t):
                 continue
             storage = t.untyped_storage()
             key = storage._cdata
@@ -384,7 +385,7 @@ class Tape(TorchDispatchMode):
 
     def pack(self, t: torch.Tensor) -> Any:
         """Autograd's hook: return what it keeps in place of `t`."""
-        if not is_plain(t):
+        if not self.plain(t):
             return taken_apart(t, self.pack)
         if self.position == self.ahead:
             self._come_to()

@@ -96,7 +96,7 @@ def warn_if_unused(planned: Checkpointable) -> None:
     """Log, after training by a callback, if training never called the model that it planned."""
     if planned.plans():
         return
-    why = [*planned._specializations.plain, *(said.removeprefix("rotoff: ") for said in planned._warned)] or [
+    why = [*planned._steps.plain, *(said.removeprefix("rotoff: ") for said in planned._warned)] or [
         f"it never called the forward of {type(planned._model).__name__} in training mode. Give the callback the module"
         " that is called"
     ]
@@ -124,7 +124,7 @@ def attached(model: nn.Module) -> Checkpointable | None:
 class Attachment:
     """One model with a planned forward. original: the forward that it had. wrapper: the options of its
     `Checkpointable`. by_callback: whether another callback may replace it. share: of what keeping everything takes, and
-    the arguments of `Checkpointable.compute_sequence`; until the first step has shown how much that is.
+    the arguments of `Checkpointable.compute_sequence`; until a step has shown how much that is.
     """
 
     by_callback = False
@@ -135,11 +135,11 @@ class Attachment:
         self.original: Callable[..., Any] = model.forward
         self.function = _forward_like(self.original)  # runs the planned forward
         self._planned: Checkpointable | None = planned
-        self._request = planned._specializations.request
+        self._request = planned._steps.request
         self._was_its_own = "forward" not in model.__dict__
         self._wrapper = wrapper
         self._inside = False
-        planned._specializations.meter.plain = self.its_own
+        planned._plain = self.its_own
 
     def begin(self) -> None:
         """Give the model its planned forward."""
@@ -157,8 +157,8 @@ class Attachment:
             finally:
                 if mark is not None:
                     self.model.__dict__[ATTACHED] = mark
-            self._planned._specializations.request = self._request
-            self._planned._specializations.meter.plain = self.its_own
+            self._planned._steps.request = self._request
+            self._planned._plain = self.its_own
         return self._planned
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -169,12 +169,17 @@ class Attachment:
                 return self.original(*args, **kwargs)
         self.planned.training = True
         if self.share is not None:
-            share, asked = self.share
-            self._within(self.planned.measure, args, kwargs)
+            self._plan_share(*self.share)
+        return self._within(self.planned.forward, args, kwargs)
+
+    def _plan_share(self, share: float, asked: dict[str, Any]) -> None:
+        """Plan within a share of what the first step has shown, if there was one."""
+        steps = self.planned._steps
+        steps.settle()
+        if steps.latest is not None:
             limit = max(1, int(share * self.planned.keep_all_memory))
             self.planned.compute_sequence(**{**asked, "mem_limit": limit})
             self.share = None
-        return self._within(self.planned.forward, args, kwargs)
 
     def its_own(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward; calls of the model within it run its own forward, too."""
@@ -204,7 +209,7 @@ class Attachment:
         model = memo[id(self.model)]
         twin = object.__new__(Attachment)
         memo[id(self)] = twin
-        request = self.planned._specializations.request
+        request = self.planned._steps.request
         twin.model, twin._planned = model, None
         twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False

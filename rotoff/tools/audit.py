@@ -18,9 +18,10 @@ from ..profile.estimate.devices import Device, find
 from ..profile.memory.allocator import without_gc
 from .estimate import estimated
 from .foreign_settings import ForeignSettings, read_foreign
-from .mode_comparison import Question, batch_of, options_of, plain_steps, planned_modes
+from .mode_comparison import Question, batch_of, options_of, planned_modes
 from .plan import HOST_BANDWIDTH, given, with_options
 from .planned_modes import MARGIN, TABLE_HEAD, PlannedModes, PlannedStep, usable_bytes
+from .planned_steps import Steps
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def audit(
         with _autocast(read):
             profile = estimated(asked, sample, kwargs, target)
         whole = question.whole(profile, target)
-        now = plain_steps(whole, usable_bytes(target.memory_bytes)).of(read.setting)
+        now = Steps(whole, usable_bytes(target.memory_bytes)).of(read.setting)
         small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
         possible = planned_modes(profile, small, question, None, options_of(asked), note=bar)
     return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))

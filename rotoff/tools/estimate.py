@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.strategy import read_sample
 from ..checkpointable import Checkpointable, refuse_planned
+from ..core.backward_from import read_backward_from
 from ..core.chain import Chain
+from ..planning.inputs import chain_input, read_sample, refuse_lazy
 from ..planning.options import Options, check_module
+from ..planning.stages import stages_of
 from ..profile.estimate.devices import Device, find
-from ..profile.estimate.estimate import estimate_profile
-from ..profile.profile import Profile
+from ..profile.estimate.estimate import Estimate, estimate_profile
 
 
 def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kwargs: Any) -> Chain:
@@ -30,21 +31,24 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
 
     Raises:
         OptionError: for an unknown device; the message names the known ones.
-        MeasureError: if the model's stages cannot be found, or its forward depends on its tensors' contents.
+        MeasureError: if the model's forward depends on its tensors' contents, or cannot run on fake ones.
     """
     return estimated(model, sample, kwargs, find(device)).chain
 
 
-def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Profile:
+def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Estimate:
     """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`."""
     check_module(model)
     inner, options = (model._model, model._options) if isinstance(model, Checkpointable) else (model, Options())
     args, kwargs = read_sample(inner, args, kwargs)
     refuse_planned(inner)  # rotoff.attach replaces the model's own forward
+    stages, names = stages_of(inner, options.stages), read_backward_from(options.backward_from)
+    args, kwargs = chain_input(inner, args, kwargs)
+    refuse_lazy(inner)
     log = logging.getLogger("torch._subclasses.fake_tensor")
     log.addFilter(_nothing)  # on an error it writes the whole traceback, before rotoff says what is wrong
     try:
-        return estimate_profile(inner, args, kwargs, device, options.stages, options.forms, options.backward_from)
+        return estimate_profile(inner, args, kwargs, device, stages, bool(options.forms), names)
     finally:
         log.removeFilter(_nothing)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -14,19 +13,16 @@ from torch import nn
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..io.progress import Bar
-from ..planning.planner import make_plan
 from ..planning.request import Request
+from ..planning.step_planner import make_plan
 from ..profile.estimate.devices import Device, find
-from ..profile.profile import Profile
+from ..profile.estimate.estimate import Estimate
 from ..solver.bounds import largest_operation
 from .estimate import estimated
 from .mode_comparison import Needs, Question, least_bytes, options_of, planned_modes
 from .plan import HOST_BANDWIDTH, given, plan, with_options
 from .planned_modes import PlannedModes, resident_parts, usable_bytes
-
-MOST = 2**20
-GROWTH = 16  # next size / largest that works, at most, while none has been refused
-PATIENCE = 2  # answers in a row that do not halve the open interval, before the middle is tried
+from .size_search import MOST, searched
 
 
 @dataclass(frozen=True)
@@ -106,7 +102,7 @@ class _Asked:
         proven = found.bound_time > self.step_time
         return _Answer({**margins, "seconds": seconds}, planned, lambda: f"{why} {found.bound_time:.4g} s", proven)
 
-    def _too_large(self, profile: Profile, needs: Needs, room: int) -> str:
+    def _too_large(self, profile: Estimate, needs: Needs, room: int) -> str:
         """Why nothing fits `room` bytes, as a sentence."""
         has = f"{format_bytes(usable_bytes(self.device.memory_bytes))} that {self.device.name} has for training"
         if self.question.mem_limit is None:
@@ -173,7 +169,7 @@ def largest(
             bar(0.0, f"size {times * step}")
             return asked.ask(times * step)
 
-        tried = _searched(ask, most // step)
+        tried = searched(ask, most // step)
     low = max((n for n, answer in tried.items() if answer.works), default=0)
     refused = tried.get(low + 1)
     return Largest(
@@ -213,39 +209,6 @@ def _check_step_time(step_time: float | None) -> None:
         isinstance(step_time, bool) or not isinstance(step_time, (int, float)) or not step_time > 0
     ):
         raise OptionError(f"step_time is {step_time!r}; give seconds above 0, or None for any")
-
-
-def _searched(ask: Callable[[int], _Answer], last: int) -> dict[int, _Answer]:
-    """Answers by number, among them those of the largest number up to `last` that works and of the next one.
-
-    Margins fall about as a line or a parabola, so the next number is where a line through two answers meets 0; if that
-    converges slowly, the middle of the open interval.
-    """
-    tried = {1: ask(1)}
-    low, high = (1, last + 1) if tried[1].works else (0, 1)
-    slow = 0
-    while low + 1 < high:
-        most = high - 1 if high in tried else min(GROWTH * low, last)
-        guess = (low + most + 1) // 2 if slow == PATIENCE else min(_roots(tried), default=most)
-        guess = max(low + 1, min(guess, most)) if len(tried) > 1 else 2
-        tried[guess] = ask(guess)
-        before = high - low
-        low, high = (guess, high) if tried[guess].works else (low, guess)
-        slow = 0 if 2 * (high - low) <= before or slow == PATIENCE else slow + 1
-    return tried
-
-
-def _roots(tried: dict[int, _Answer]) -> Iterator[int]:
-    """For each margin, the largest number at which the line through its two answers nearest to 0 is not negative."""
-    for name in {name for answer in tried.values() for name in answer.margins}:
-        known = [
-            (abs(found), n, found) for n, answer in tried.items() if (found := answer.margins.get(name)) is not None
-        ]
-        if len(known) > 1:
-            (_, n, found), (_, other, there) = sorted(known)[:2]
-            slope = (there - found) / (other - n)
-            if slope < 0:
-                yield math.floor(n - found / slope)
 
 
 def first_device(

@@ -15,14 +15,14 @@ from ..core.sizes import as_size, format_bytes, parse_bytes
 from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..module_proxy import ModuleProxy
-from ..planning.memory_account import reported_bytes
 from ..planning.options import check_flag
-from ..planning.planner import least_limit, least_time, make_plan, plan_everything
 from ..planning.request import Request
+from ..planning.step_planner import StepPlan, keeping_all, least_limit, least_time, make_plan
 from ..profile.estimate.devices import Device
+from ..profile.estimate.estimate import Estimate
+from ..profile.estimate.growth import Growth
 from ..profile.memory.allocator import without_gc
-from ..profile.profile import Profile
-from ..runtime.execution_plan import ExecutionPlan
+from ..solver.bounds import min_mem_limit
 from ..solver.search import SharedProblems
 from ..solver.settings import Setting
 from ..solver.slots import parse_slots
@@ -30,17 +30,8 @@ from ..tensors.tree import flatten
 from .estimate import estimated
 from .planned_modes import WAYS_ON, PlacedStep, PlannedMode, PlannedModes, PlannedStep, resident_parts, usable_bytes
 from .planned_steps import Steps
-from .whole_device import (
-    EFFORT,
-    OPTIMIZER_STATES,
-    Growth,
-    WholeDevice,
-    largest_batch,
-    largest_count,
-    placed_steps,
-    proportional,
-    whole_device,
-)
+from .size_search import largest_within
+from .whole_device import EFFORT, OPTIMIZER_STATES, WholeDevice, placed_steps, whole_device
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ class Question:
         limit = None if mem_limit is None else parse_bytes(mem_limit)
         return cls(parse_modes(modes), limit, optimizer, slots, host_bandwidth, master_weights)
 
-    def whole(self, profile: Profile, target: Device) -> WholeDevice:
+    def whole(self, profile: Estimate, target: Device) -> WholeDevice:
         """What training a model of this profile takes on the device."""
         return whole_device(profile, target, self.optimizer, self.host_bandwidth, self.master_weights)
 
@@ -94,20 +85,20 @@ def answer(
     with without_gc():  # one collection looks at all objects of the process, which takes as long as some stages
         note(0.0, "tracing the model")
         profile = estimated(model, sample, kwargs, target)
-        grown = growth(model, sample, kwargs, target, asked.whole(profile, target))
+        grown = growth(model, sample, kwargs, target, profile)
         return planned_modes(profile, target, asked, grown, options_of(model), note=note)
 
 
 def growth(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Device, whole: WholeDevice
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Device, profile: Estimate
 ) -> Growth | None:
-    """How the costs of `whole` grow with the batch: the model is estimated again, at about the largest batch that fits.
-    None if the sample has no batch, or the model has other stages there."""
+    """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits. None
+    if the sample has no batch, or the model does something else there."""
     leaves, rebuild = flatten((args, kwargs))
     if not (batch := batch_of(args, kwargs)):
         return None
-    count = largest_batch(whole, proportional(batch), usable_bytes(target.memory_bytes), "after") or 0
-    count = count if count > batch else 2 * batch
+    step = min_mem_limit(profile.chain, "joint")
+    count = max(2 * batch, batch * usable_bytes(target.memory_bytes) // max(1, step))
 
     def resized(t: Any) -> Any:
         if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
@@ -116,12 +107,9 @@ def growth(
 
     try:
         args, kwargs = rebuild([resized(leaf) for leaf in leaves])
-        larger = estimated(model, args, kwargs, target)
+        return Growth.of(profile, batch, estimated(model, args, kwargs, target), count)
     except MeasureError:
         return None
-    one, other = whole.profile, larger
-    alike = [(s.name, len(s.forms)) for s in one.chain.stages] == [(s.name, len(s.forms)) for s in other.chain.stages]
-    return Growth(batch, count, larger) if alike and len(one.skips) == len(other.skips) else None
 
 
 def options_of(model: nn.Module, given: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
@@ -145,23 +133,18 @@ class Needs:
         return sum(self.parts.values())
 
 
-def least_bytes(profile: Profile, target: Device, asked: Question) -> Needs:
+def least_bytes(profile: Estimate, target: Device, asked: Question) -> Needs:
     """What `planned_modes` needs to find a plan."""
     whole = asked.whole(profile, target)
-    parts = resident_bytes(whole, asked.optimizer)
+    parts = resident_bytes(profile, whole, asked.optimizer)
     step = least_limit(profile, Request(usable_bytes(target.memory_bytes), "joint", asked.mem_slots, {}))
-    plain = plain_steps(whole, 0).of(Setting()).peak_bytes
-    placed = [whole.least(updates) for updates in WHEN] if profile.chain.meta["parameter_bytes"] else []
+    plain = Steps(whole, 0).of(Setting()).peak_bytes
+    placed = [whole.least(updates) for updates in WHEN] if profile.meta["parameter_bytes"] else []
     return Needs(min(plain, step + sum(parts.values()), *placed), step, parts)
 
 
-def plain_steps(whole: WholeDevice, limit: int) -> Steps:
-    """Makes rows with the skip connections where the plain model has them."""
-    return Steps(whole.keeping(plan_everything(whole.profile).kept), limit)
-
-
 def planned_modes(
-    profile: Profile,
+    profile: Estimate,
     target: Device,
     asked: Question,
     grown: Growth | None,
@@ -175,16 +158,17 @@ def planned_modes(
     Raises:
         LimitError: if no `mem_limit` was asked for, and nothing fits the device.
     """
-    everything = plan_everything(profile)
-    whole, usable = replace(asked.whole(profile, target), growth=grown), usable_bytes(target.memory_bytes)
-    resident = resident_bytes(whole, asked.optimizer)
+    everything = keeping_all(profile)
+    whole, usable = asked.whole(profile, target), usable_bytes(target.memory_bytes)
+    whole = replace(whole, growth=grown and grown.moving)
+    resident = resident_bytes(profile, whole, asked.optimizer)
     limit = max(0, usable - sum(resident.values()))
     limit = limit if asked.mem_limit is None else min(asked.mem_limit, limit)
-    alone, movable = asked.mem_limit is not None, profile.chain.meta["parameter_bytes"] > 0
-    update_time = sum(group.update_time for group in whole.chain.parameters)
-    make = plain_steps(whole, usable)
+    alone, movable = asked.mem_limit is not None, profile.meta["parameter_bytes"] > 0
+    update_time = sum(group.update_time for group in whole.groups)
+    make = Steps(whole, usable)
     if alone:
-        make = Steps(make.whole.activations, limit, update_time)
+        make = Steps(WholeDevice(profile, beside=-profile.batch_bytes, growth=grown), limit, update_time)
     note(0.4, "other systems' settings")
     steps = make.elsewhere()
     note(0.5, "parameters placed")
@@ -192,19 +176,18 @@ def planned_modes(
     if not alone and limit <= 0 and not steps[0].fits and all(row.step_time is None for row in placed):
         raise _too_small(target, resident, placed)
     note(0.8, "activations")
-    make = replace(make, whole=whole.activations if alone else whole)
-    rows, own = _in_modes(profile, asked, limit, options, make, 0 if alone else resident["batch"], refine)
+    rows, own = _in_modes(profile, asked, limit, options, make, grown, refine)
     steps += own
     steps += [_device_step(row, usable, options) for row in placed if row.step_time is not None and not steps[0].fits]
     times = [row.step_time for row in rows if row.step_time is not None]
     request = Request(limit, "joint", asked.mem_slots, {})
-    bound = least_time(profile, request, min(times)) if times else None  # the same in all modes
+    bound = min(least_time(profile, request, min(times)), *times) if times else None  # the same in all modes
     best = [row.bound_time for row in placed if row.bound_time is not None]
     return PlannedModes(
         chain=profile.chain,
         device=target.name,
         mem_limit=limit,
-        keep_all_bytes=reported_bytes(profile, everything),
+        keep_all_bytes=everything.peak,
         keep_all_time=everything.trace.makespan,
         resident_bytes=resident,
         device_bytes=target.memory_bytes,
@@ -218,31 +201,31 @@ def planned_modes(
 
 
 def _in_modes(
-    profile: Profile,
+    profile: Estimate,
     asked: Question,
     limit: int,
     options: dict[str, Any],
     make: Steps,
-    batch_bytes: int,
+    grown: Growth | None,
     refine: bool | float,
 ) -> tuple[list[PlannedMode], list[PlannedStep]]:
-    """A row for each mode, without its bound, and those of the table. batch_bytes: as for `_most`."""
-    base, grown, shared = plan_everything(profile).trace.makespan, make.whole.growth, SharedProblems()
+    """A row for each mode, without its bound, and those of the table."""
+    base, shared = keeping_all(profile).trace.makespan, SharedProblems()
     rows, steps = [], []
     for mode in asked.modes:
         request = Request(limit, mode, asked.mem_slots, {"refine": refine}, shared=shared)
         row, plan = _row(profile, request, base)
         rows.append(row)
-        if plan is None or plan.keeps_all:
+        if plan is None or plan.execution.keeps_all:
             continue
         name, said = (
             ("rotoff, mem_limit", options)
             if mode == "joint"
             else (f"rotoff, mem_limit, mode {mode}", {"mode": mode, **options})
         )
-        own = replace(make, whole=make.whole.keeping(plan.kept, plan.compact))
+        own = replace(make, whole=replace(make.whole, which=profile.chains.index(plan.found)))
         step = own.row(name, own.with_parameters_resident(plan.sequence), setting=_setting((as_size(limit),), said))
-        most = None if grown is None else _most(profile, request, grown, batch_bytes)
+        most = None if grown is None else _most(request, grown, asked.mem_limit is None)
         steps.append(replace(step, fits=True, largest_batch=most))
     return rows, steps
 
@@ -268,14 +251,15 @@ def _setting(positional: tuple[Any, ...], options: dict[str, Any]) -> str:
     return f"rotoff.attach({', '.join(said)})"
 
 
-def _most(profile: Profile, request: Request, grown: Growth, batch_bytes: int) -> int | None:
-    """The largest batch that fits in the request's mode. batch_bytes: of the sample, if the limit is less with more."""
+def _most(request: Request, grown: Growth, with_batch: bool) -> int | None:
+    """The largest batch that fits in the request's mode. with_batch: whether the limit is less with more of it."""
 
-    def fits(count: int) -> bool:
-        more = batch_bytes * (count - grown.batch) // grown.batch
-        return least_limit(grown.at(profile, count), request) <= request.mem_limit - more
+    def needs(count: int) -> int:
+        profile = grown.at(count)
+        more = profile.batch_bytes - grown.profile.batch_bytes if with_batch else 0
+        return least_limit(profile, request) + more
 
-    return largest_count(fits, grown.batch)
+    return largest_within(request.mem_limit, needs)
 
 
 def _notes(whole: WholeDevice, asked: Question) -> tuple[str, ...]:
@@ -311,25 +295,25 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     return None if first is None or not first.dim() else first.shape[0]
 
 
-def resident_bytes(whole: WholeDevice, optimizer: str) -> dict[str, int]:
+def resident_bytes(profile: Estimate, whole: WholeDevice, optimizer: str) -> dict[str, int]:
     """Bytes on the device between steps, by name, if no parameters move."""
-    meta = whole.profile.chain.meta
+    meta = profile.meta
     states = OPTIMIZER_STATES[optimizer] * meta["trained_bytes"]
     return {
         "parameters": meta["parameter_bytes"],
         "buffers": meta["buffer_bytes"],
         "gradients": meta["trained_bytes"],
         f"{optimizer} states": states + whole.master_bytes,
-        "batch": whole.profile.resident_input_bytes,
+        "batch": profile.batch_bytes,
     }
 
 
-def _row(profile: Profile, request: Request, base: float) -> tuple[PlannedMode, ExecutionPlan | None]:
+def _row(profile: Estimate, request: Request, base: float) -> tuple[PlannedMode, StepPlan | None]:
     """The row of a mode, without its bound, and its plan."""
     try:
         found = make_plan(profile, request)
     except InfeasibleError as error:
         return PlannedMode(request.mode, None, None, None, None, None, error.min_mem_limit), None
     time, least = found.trace.makespan, least_limit(profile, request)
-    held = reported_bytes(profile, found), found.trace.host_peak_bytes
+    held = found.peak, found.trace.host_peak_bytes
     return PlannedMode(request.mode, time, time / base - 1 if base else 0.0, *held, None, least), found

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..core.chain import Chain
+from ..core.parameters import ParameterGroup
 from ..core.pipeline import check_count, most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..profile.estimate.devices import Device
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .estimate import estimated
-from .whole_device import whole_device
+from .whole_device import charging_first_runs, whole_device
 
 SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
 
@@ -128,9 +128,10 @@ def planned_pipeline(
     check_count("ranks_per_link", asked.ranks_per_link)
     args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
     profile = estimated(model, args, named, device)
-    chain = profile.chain
-    whole = whole_device(profile, device, optimizer, host_bandwidth, master_weights).chain
-    beside = profile.unmanaged_bytes + profile.snapshot_bytes + profile.replay_bytes
+    whole = whole_device(profile, device, optimizer, host_bandwidth, master_weights).groups
+    chain = charging_first_runs(profile.chains[-1])  # where nothing stays on the device past the next stage
+    beside = chain.input_bytes - profile.batch_bytes
+    chain = replace(chain, input_bytes=profile.batch_bytes)
     pieces = cut(chain, asked.ranks * asked.chunks)
     pipeline = Pipeline(pieces, order, asked.ranks_per_link, beside=beside)
     resident = _resident(whole, pipeline)
@@ -185,7 +186,7 @@ def _first(leaf: Any, micro_batches: int) -> Any:
     return leaf[: leaf.shape[0] // micro_batches]
 
 
-def _resident(chain: Chain, pipeline: Pipeline) -> list[int]:
+def _resident(parameters: Sequence[ParameterGroup], pipeline: Pipeline) -> list[int]:
     """Bytes of parameters, gradients and states on each rank; groups read on several ranks count on each."""
     ends, last = [], 0
     for piece in pipeline.pieces:
@@ -194,7 +195,7 @@ def _resident(chain: Chain, pipeline: Pipeline) -> list[int]:
     found = []
     for rank in range(len(pipeline.order)):
         own = {i for s in pipeline.of_rank(rank) for i in range(ends[s] - len(pipeline.pieces[s]) + 1, ends[s] + 1)}
-        groups = [group for group in chain.parameters if own.intersection(group.stages)]
+        groups = [group for group in parameters if own.intersection(group.stages)]
         found.append(sum(group.bytes + group.grad_bytes + group.state_bytes for group in groups))
     return found
 

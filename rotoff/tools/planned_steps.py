@@ -39,14 +39,15 @@ class Steps:
 
     def row(self, name: str, sequence: Sequence, plain: bool = False, setting: str = "") -> PlannedStep:
         """The row of a step. plain: whether it is the plain model's."""
-        trace, levels, growth = self.whole.levels(sequence, plain)
+        trace, levels = simulate(self.whole.chain, sequence), self.whole.levels(sequence, plain=plain)
         unit, time, peak = self.whole.chain.compute_time, trace.makespan + self.update_time, max(levels)
-        most = None
-        if self.whole.growth is not None and all(
-            level <= self.limit for level, more in zip(levels, growth, strict=True) if more <= 0
-        ):
-            rooms = [(self.limit - level) / more for level, more in zip(levels, growth, strict=True) if more > 0]
-            most = max(0, math.floor(min(rooms, default=0.0) + self.whole.growth.batch + 1e-9)) or None
+        most, growth = None, self.whole.growth
+        if growth is not None:
+            later = self.whole.at(growth.count).levels(sequence, plain=plain)
+            grows = [(b - a) / (growth.count - growth.batch) for a, b in zip(levels, later, strict=True)]
+            if all(level <= self.limit for level, more in zip(levels, grows, strict=True) if more <= 0):
+                rooms = [(self.limit - level) / more for level, more in zip(levels, grows, strict=True) if more > 0]
+                most = max(0, math.floor(min(rooms, default=0.0) + growth.batch + 1e-9)) or None
         return PlannedStep(
             name,
             peak <= self.limit,
@@ -85,11 +86,10 @@ class Steps:
         """The fewest groups that must be swapped, or all."""
         chain = self.whole.chain
         low, high = 0, len(chain.parameters)
-        room = self.limit - self.whole.constant_bytes
         while low < high:
             middle = (low + high) // 2
             setting = Setting(how, parameters=SWAPPED, swapped=middle)
-            if simulate(chain, sequence_of(chain, setting)).peak_bytes <= room:
+            if max(self.whole.levels(sequence_of(chain, setting))) <= self.limit:
                 high = middle
             else:
                 low = middle + 1

@@ -84,16 +84,16 @@ def test_merged_stage_needs_no_more_than_its_parts() -> None:
 def test_named_stages_are_not_merged() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     x = torch.randn(64, 32)
-    assert [s.name for s in rotoff.Checkpointable(model).measure(x, repeats=1).chain.stages] == ["0..1", "2"]
-    named = rotoff.Checkpointable(model, stages=["0", "1", "2"]).measure(x, repeats=1)
+    assert [s.name for s in rotoff.Checkpointable(model).measure(x).chain.stages] == ["0..1", "2"]
+    named = rotoff.Checkpointable(model, stages=["0", "1", "2"]).measure(x)
     assert [s.name for s in named.chain.stages] == ["0", "1", "2"]
 
 
 def test_merging_keeps_smallest_limit_and_lowers_keep_all_memory() -> None:
     layers = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1))]
     model, x = nn.Sequential(*layers), torch.randn(2048, 64)
-    merged = rotoff.Checkpointable(model).measure(x, repeats=1)
-    apart = rotoff.Checkpointable(model, stages=[str(n) for n in range(12)]).measure(x, repeats=1)
+    merged = rotoff.Checkpointable(model).measure(x)
+    apart = rotoff.Checkpointable(model, stages=[str(n) for n in range(12)]).measure(x)
     assert (len(merged.chain), len(apart.chain)) == (8, 12)
     whole, parts = (rotoff.simulate(m.chain, rotoff.keep_all(m.chain)).peak_bytes for m in (merged, apart))
     assert whole <= parts - 4 * 2048 * 64 * 4
@@ -114,5 +114,5 @@ def test_parameters_of_one_process_are_not_gathered(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         stage_bytes, "keep_everything", lambda run, *rest: runs.append(run.stage.name) or kept(run, *rest)
     )
-    rotoff.Checkpointable(model).measure(torch.randn(2, 4), repeats=1)
+    rotoff.Checkpointable(model).measure(torch.randn(2, 4))
     assert runs == ["0", "1"]

@@ -58,7 +58,7 @@ def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_prope
         model(x).backward()
 
     step(module)  # gradients and workspaces are there
-    model = rotoff.Checkpointable(module, cache_directory=None).measure(x, repeats=1)
+    model = rotoff.Checkpointable(module, cache_directory=None).measure(x)
     most = model.keep_all_memory
     for mode, share in itertools.product(MODES, (0, 0.5, 1)):
         least = model.min_mem_limit(mode)
@@ -93,7 +93,7 @@ ROWS = 1229  # of 1,024 numbers, 4.8 MiB: the fourth in a segment of 20 MiB gets
 
 
 def measured(model: nn.Module, x: torch.Tensor) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, stages=[*model.children()], cache_directory=None).measure(x, repeats=1)
+    return rotoff.Checkpointable(model, stages=[*model.children()], cache_directory=None).measure(x)
 
 
 def test_stages_that_do_the_same_have_the_same_bytes_whatever_was_there() -> None:

@@ -225,11 +225,11 @@ def test_a_profile_from_the_cache_is_the_measured_one(name: str, tmp_path: Path)
     """In all of its fields, of another instance of the model, and as good to train by."""
     model, batch = fresh(name)
     x, plain = batch(), copy.deepcopy(model)
-    first = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path).measure(x, repeats=1)
+    first = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=tmp_path).measure(x)
     wrapped = rotoff.Checkpointable(model, cache_directory=tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rotoff.profile.stage_meter.Meter.stage", None)
-        wrapped.measure(x, repeats=1)
+        wrapped.measure(x)
     ours, theirs = (vars(one.profile) for one in (wrapped, first))
     for field in ours.keys() - {"prefix", "stages", "behaviours"}:
         assert ours[field] == theirs[field]

@@ -336,7 +336,7 @@ def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch
         if net is model:
             run = Checkpointable(net, cache_directory=None)
             if placed is None:
-                run.measure(x, repeats=1).compute_sequence(tight(run, "joint"), refine=False)
+                run.measure(x).compute_sequence(tight(run, "joint"), refine=False)
             else:
                 run.compute_sequence(device_limit="64 KiB", optimizer=optimizer, refine=False)
         for k in range(2):
@@ -370,7 +370,7 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
             most=4096,
         ).size
     ),
-    "stages": lambda model, x: [row["saved_bytes"] for row in stages(model, x, repeats=1).to_dict()["stages"]],
+    "stages": lambda model, x: [row["saved_bytes"] for row in stages(model, x).to_dict()["stages"]],
     "measure": lambda model, x: [one.saved_bytes for one in Checkpointable(model).measure(x).chain.stages],
     "train": trained,
     "train, placed": lambda model, x: trained(model, x, torch.optim.SGD),
@@ -578,7 +578,7 @@ def test_a_model_on_the_meta_device_is_for_estimates() -> None:
 
 def test_a_planned_model_says_that_it_was_given_a_meta_tensor() -> None:
     model, x = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.arange(8)
-    wrapped = Checkpointable(model).measure(x, repeats=1).compute_sequence("1 GiB")
+    wrapped = Checkpointable(model).measure(x).compute_sequence("1 GiB")
     with pytest.raises(MeasureError, match="on the meta device, where nothing can be measured"):
         wrapped(x.to("meta"))
     wrapped(x).sum().backward()

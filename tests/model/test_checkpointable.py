@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import fresh, plain, same, train
 from planned_steps import smallest
+from step_by_step import works
 from torch import nn
 
 import rotoff
@@ -79,19 +80,19 @@ def test_what_is_set_reaches_the_model() -> None:
     torch.manual_seed(0)
     plain = Scaled()
     model = copy.deepcopy(plain)
-    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8))
     wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
     x = torch.randn(32, 8)
     for change in (lambda model: model, changed):
         assert torch.equal(change(wrapped)(x), change(plain)(x))
-    assert not wrapped._plan.keeps_all
+    assert works(wrapped.sequence)
     assert (model.scale, model.alpha) == (3.0, 2.0)
     assert model.head is wrapped.head
     assert wrapped.state_dict().keys() == plain.state_dict().keys()
     assert [name for name, _ in wrapped.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert torch.equal(copy.deepcopy(wrapped)(x), plain(x))
     nn.SyncBatchNorm.convert_sync_batchnorm(wrapped)  # adds each module to its parent anew
-    assert wrapped._model is model and torch.equal(wrapped(x), plain(x))
+    assert model.head is wrapped.head and torch.equal(wrapped(x), plain(x))
 
 
 def test_what_is_deleted_and_registered_is_the_models() -> None:
@@ -130,7 +131,6 @@ def test_what_is_its_own_stays_its_own() -> None:
     assert model.training and "forward" not in vars(model)
     with pytest.raises(AttributeError):
         wrapped.mem_limit = 3
-    assert not [name for name in wrapped._own if hasattr(model, name)]
 
 
 def test_eval_and_no_grad_run_the_model_itself() -> None:
@@ -174,19 +174,6 @@ def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixtur
         assert same(run(wrapped), expected)
     assert sum("input of a new kind or size" in r.message for r in caplog.records) == 1
     assert sum("the limit is" in r.message for r in caplog.records) == 1
-
-
-def test_plans_are_kept_for_the_signatures_seen_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = fresh("residual")
-    wrapped = rotoff.Checkpointable(model, interpolate=False).compute_sequence(1 << 30)
-    wrapped.measure(torch.randn(64, 16))
-    monkeypatch.setattr("rotoff.planning.measured_courses._STAGES", 8 * len(wrapped.chain))
-    for rows in range(1, 11):
-        wrapped(torch.randn(rows, 16)).sum().backward()
-    assert len(wrapped.plans()) == 8
-    latest = wrapped.chain
-    wrapped(torch.randn(10, 16)).sum().backward()
-    assert wrapped.chain is latest  # known: neither measured nor planned again
 
 
 def test_keeping_everything_runs_the_plain_model() -> None:

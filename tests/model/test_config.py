@@ -52,8 +52,7 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
         torch.manual_seed(1)
         model(x).square().mean().backward()
         assert not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
-        request = planned._specializations.request
-        told = request.mem_limit, request.mode, request.mem_slots, request.options, len(planned.chain)
+        told = planned.mem_limit, planned.mem_slots, str(planned.sequence), len(planned.chain)
         found.append((told, [p.grad for p in model.parameters()]))
     assert found[0][0] == found[1][0]
     assert all(map(torch.equal, found[0][1], found[1][1]))
@@ -61,7 +60,9 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
 
 def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:
     planned = rotoff.attach(net(), RotoffConfig(mem_limit="500 KiB", mode="remat"), mode="offload", refine=False)
-    assert (planned._specializations.request.mode, planned.mem_limit) == ("offload", 500 * 2**10)
+    planned.measure(torch.randn(256, 16))
+    assert planned.mem_limit == 500 * 2**10
+    planned.compute_sequence(planned.min_mem_limit("offload"), mode="offload", refine=False)
     assert RotoffConfig().arguments() == {"mem_limit": "auto"}
     model = net()
     optimizer = torch.optim.SGD(model.parameters())

@@ -34,7 +34,7 @@ def profile_of(name: str, rows: int) -> Profile:
     x = tuple(map(torch.cat, zip(*several, strict=True))) if isinstance(first, tuple) else torch.cat(several)
     if isinstance(x, tuple):
         x = tuple(t.detach().requires_grad_(one.requires_grad) for t, one in zip(x, first, strict=True))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     wrapped.close()
     return wrapped.profile
 

@@ -84,7 +84,7 @@ def test_no_operation_holds_more_than_expected_and_a_backward_about_as_much(
 ) -> None:
     torch.manual_seed(0)
     model, x = MODELS[name]()
-    wrapped = rotoff.Checkpointable(model, stages=12, cache_directory=None, forms=False).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=12, cache_directory=None, forms=False).measure(x)
     assert wrapped.profile.skips
     gaps: list[float] = []
     for kept, compact in ways(wrapped):

@@ -142,7 +142,7 @@ def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
 def test_the_first_step_after_measuring_may_be_the_larger_one(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 512, WIDTH)
     trained = Trained(Blocks(by_data), KEPT, cache_directory=None)
-    trained.planned.measure(x, torch.tensor([64]), repeats=1).compute_sequence(KEPT, refine=False)
+    trained.planned.measure(x, torch.tensor([64])).compute_sequence(KEPT, refine=False)
     for _ in range(2):
         trained.step(x, torch.tensor([512]))
     assert "made tensors larger" in caplog.text
@@ -171,7 +171,7 @@ def test_a_value_that_is_larger_on_the_host_is_said(mode: str, caplog: pytest.Lo
     """After the forward, the device holds no more than expected."""
     torch.manual_seed(0)
     model = Inner()
-    planned = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 64, WIDTH), repeats=1)
+    planned = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 64, WIDTH))
     planned.compute_sequence(smallest(planned, mode), mode=mode, refine=False)
     step(planned, torch.randn(4, 64, WIDTH))
     assert not caplog.messages
@@ -200,7 +200,7 @@ class Picks(nn.Module):
 def test_a_result_that_is_read_for_longer_than_expected_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """The calls are those that were measured."""
     torch.manual_seed(0)
-    planned = rotoff.Checkpointable(Picks(), cache_directory=None).measure(torch.randn(64, WIDTH), repeats=1)
+    planned = rotoff.Checkpointable(Picks(), cache_directory=None).measure(torch.randn(64, WIDTH))
     planned.compute_sequence(smallest(planned, "offload"), mode="offload", refine=False)
     for _ in range(3):
         step(planned, torch.randn(64, WIDTH))
@@ -211,7 +211,7 @@ def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFix
     """The first one is smaller, so that the second one takes more; nothing is measured again."""
     x = torch.randn(4, 512, WIDTH)
     trained = Trained(Blocks(by_data), 14_000_000)
-    trained.planned.measure(x, torch.tensor([512]), repeats=1).compute_sequence(14_000_000, refine=False)
+    trained.planned.measure(x, torch.tensor([512])).compute_sequence(14_000_000, refine=False)
     with caplog.at_level(logging.INFO, "rotoff"):
         for length in (64, 512, 64, 512):
             trained.step(x, torch.tensor([length]))

@@ -24,7 +24,7 @@ def refused(wrapped: rotoff.Checkpointable, limit: int, mode: str) -> int:
 @pytest.mark.grid(every=8)
 def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None:
     model, batch = made(name)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, check=check).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, check=check).measure(batch())
     for mode in MODES:
         least = wrapped.min_mem_limit(mode)
         for limit in {1, least // 2 or 1, least - 1} - {0, least}:
@@ -43,7 +43,7 @@ def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None
 def test_a_step_within_it_has_the_gradients_of_the_plain_model(name: str, mode: str) -> None:
     model, batch = made(name)
     again, _ = made(name)
-    wrapped = rotoff.Checkpointable(again, cache_directory=None).measure(x := batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(again, cache_directory=None).measure(x := batch())
     wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
     for one in (model, wrapped):
         torch.manual_seed(1)
@@ -55,13 +55,13 @@ def test_a_step_within_it_has_the_gradients_of_the_plain_model(name: str, mode: 
 
 def test_it_is_of_what_was_measured_last() -> None:
     model, _ = dropping()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(64, 32), repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(64, 32))
     large = wrapped.min_mem_limit("remat")
-    assert wrapped.measure(torch.randn(16, 32), repeats=1).min_mem_limit("remat") < large
+    assert wrapped.measure(torch.randn(16, 32)).min_mem_limit("remat") < large
 
 
 def test_a_host_limit_that_binds_is_what_the_error_names() -> None:
-    wrapped = rotoff.Checkpointable(dropping()[0], cache_directory=None).measure(torch.randn(64, 32), repeats=1)
+    wrapped = rotoff.Checkpointable(dropping()[0], cache_directory=None).measure(torch.randn(64, 32))
     least = wrapped.min_mem_limit("offload")
     with pytest.raises(
         rotoff.InfeasibleError, match="on the device and host_limit=5; without a host_limit the training step"

@@ -108,7 +108,7 @@ def planned(*ops: str) -> rotoff.Sequence:
 def blocks() -> tuple[rotoff.Checkpointable, list[Block], torch.Tensor]:
     model = nn.Sequential(*[Block(4) for _ in range(3)])
     x = torch.randn(2, 4, 8, 8)
-    wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x)
     for block in model:
         block.forwards.clear()
         block.backwards.clear()
@@ -158,7 +158,7 @@ def test_every_way_to_call_a_convolution_is_recognised() -> None:
 @pytest.mark.grid(every=8)
 def test_random_sequences_keep_predicted_bytes(name: str, by: Algorithms) -> None:
     model, batch = fresh(name)
-    wrapped = with_forms(rotoff.Checkpointable(model).measure(batch(), repeats=1), by)
+    wrapped = with_forms(rotoff.Checkpointable(model).measure(batch()), by)
     chain = wrapped.chain
     for sequence in (every_form(chain, 1), *(random_sequence(chain, seed) for seed in range(3))):
         again, batch = fresh(name)
@@ -177,7 +177,7 @@ class Failing(Block):
 def test_failing_backward_restores_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(Block(4), Failing(4), Block(4))
     x = torch.randn(2, 4, 8, 8)
-    wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x)
     with_sequence(with_forms(wrapped, Algorithms.NATIVE), every_form(wrapped.chain, 1))
     loss = wrapped(x).sum()
     monkeypatch.setattr(Fails, "now", True)
@@ -213,7 +213,7 @@ def test_aborted_step_restores_flags() -> None:
 
 def test_cpu_offers_no_algorithms() -> None:
     model, batch = fresh("convolutional")
-    wrapped = rotoff.Checkpointable(model, conv_algorithms="any").measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model, conv_algorithms="any").measure(batch())
     assert other_algorithms(torch.device("cpu")) == ()
     assert all(by is None for row in wrapped.profile.forms for by in row.algorithms)
     assert any(row.algorithms for row in wrapped.profile.forms)

@@ -180,7 +180,7 @@ class Block(nn.Module):
     def forward(self, x):
         return x + self.inner(x)
 model, x = nn.Sequential(*[Block() for _ in range(4)]), torch.randn(256, 64)
-wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
 assert any(stage.forms for stage in wrapped.chain.stages)
 wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory), mode="remat", refine=False)
 wrapped(x).sum().backward()

@@ -60,7 +60,7 @@ class FreedEarly(nn.Module):
 def test_tensors_held_by_model_code_are_counted() -> None:
     torch.manual_seed(0)
     model, x = Holding(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x)
     peak, gradients = trained(model, x)
     assert peak <= wrapped.keep_all_memory <= 1.03 * peak
     wrapped.compute_sequence(wrapped.keep_all_memory)
@@ -96,7 +96,7 @@ def over_plain(kind: type[nn.Module], stages: int | None = None) -> float:
     """What keeping everything is told to take, over the plain model's peak."""
     torch.manual_seed(0)
     model, x = kind(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(model, stages=stages).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=stages).measure(x)
     told = wrapped.keep_all_memory
     wrapped.close()
     return told / trained(model, x)[0]
@@ -122,7 +122,7 @@ class Scaled(nn.Module):
 def test_weights_that_the_forward_makes_are_counted() -> None:
     torch.manual_seed(0)
     model, x = nn.Sequential(Scaled()), torch.randn(8, 64)
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     assert trained(model, x)[0] <= wrapped.keep_all_memory
 
 
@@ -174,10 +174,9 @@ def test_unused_branch_across_cuts_is_counted_once(stages: int | None, most: flo
 def test_unsaved_values_count_until_freed() -> None:
     torch.manual_seed(0)
     model, x = FreedEarly(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     peak, _ = trained(model, x)
     assert peak <= wrapped.keep_all_memory <= 1.03 * peak
-    assert wrapped.keep_all_memory < 0.9 * rotoff.simulate(wrapped.chain, rotoff.keep_all(wrapped.chain)).peak_bytes
     with wrapped.record_step():  # under rotoff, which lets go of them as well
         assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.keep_all_memory
     wrapped.close()
@@ -215,7 +214,7 @@ class CachingWithin(nn.Module):
 @pytest.mark.parametrize("kind", [Caching, CachingWithin])
 def test_caches_are_off_also_if_everything_is_kept(kind: type[nn.Module]) -> None:
     model, x = kind(), torch.randn(2048, 64)
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
 
     def one() -> list[torch.Tensor]:
         loss, keys = wrapped(x)
@@ -231,7 +230,7 @@ def test_caches_are_off_also_if_everything_is_kept(kind: type[nn.Module]) -> Non
     wrapped.close()
     assert len(model(x)[1]) == 12
     if kind is Caching:
-        asked = rotoff.Checkpointable(model).measure(x, use_cache=True, repeats=1)
+        asked = rotoff.Checkpointable(model).measure(x, use_cache=True)
         asked.compute_sequence(asked.keep_all_memory)
         assert len(asked(x, use_cache=True)[1]) == 12
         assert asked.keep_all_memory > everything
@@ -274,7 +273,7 @@ class Program(nn.Module):
 def test_plain_model_holds_at_most_keep_all_memory(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Program(seed), torch.randn(1024, 32)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x)
     peak, gradients = trained(model, x)
     # half of such a program is for nothing, and is counted as if at once
     assert peak <= wrapped.keep_all_memory <= 1.7 * peak

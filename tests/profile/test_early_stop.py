@@ -168,7 +168,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("quiet")
 def test_measured_tail_is_the_last_product() -> None:
     model, x = stack()
-    profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1), repeats=9).profile
+    profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1)).profile
     first, second, third, fourth = profile.chain.stages
     assert (second.tail_time, fourth.tail_time) == (0.0, 0.0)
     for stage in (first, third):
@@ -179,7 +179,7 @@ def test_measured_tail_is_the_last_product() -> None:
 def test_stage_with_work_at_its_end_has_no_tail() -> None:
     model, x = stack()
     model[0] = torch.compile(model[0], backend="eager")
-    profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1), repeats=5).profile
+    profile = rotoff.Checkpointable(model, forms=False).measure(x.repeat(16, 1)).profile
     assert (profile.chain.stage(1).tail_time, profile.behaviours[0].early_stop) == (0.0, 0)
     assert profile.chain.stage(3).tail_time > 0
 
@@ -232,7 +232,7 @@ def test_early_stop_works_with_forms_and_offload() -> None:
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     for again in (["F_sel 3 1"], ["F_all 3", "offload abar 3", "free abar 3", "prefetch abar 3", "wait abar 3"]):
         text = ["F_all 1", "F_all 2", "F_ck 3", "F_all 4", "B 4", *again, "B 3", "B 2", "B 1"]
-        wrapped = rotoff.Checkpointable(model, forms=lambda _: False).measure(x, repeats=1)
+        wrapped = rotoff.Checkpointable(model, forms=lambda _: False).measure(x)
         wrapped = with_sequence(wrapped, rotoff.Sequence.from_text(text))
         assert sorted(wrapped._latest.plan.early) == [5]
         model.zero_grad()
@@ -256,7 +256,7 @@ def test_joint_is_never_slower_than_other_modes() -> None:
 
 def test_form_that_stores_nothing_redoes_all() -> None:
     model, x = stack()
-    profile = rotoff.Checkpointable(model, forms=lambda _: False).measure(x, repeats=1).profile
+    profile = rotoff.Checkpointable(model, forms=lambda _: False).measure(x).profile
     recipe = profile.behaviours[0].forms[-1]
     assert (recipe.kept, recipe.whole) == (frozenset(), True)
     chain, L = profile.chain, len(profile.chain)
@@ -264,7 +264,7 @@ def test_form_that_stores_nothing_redoes_all() -> None:
     text = [f"F_sel 1 {k}", *(f"F_all {i}" for i in range(2, L + 1)), *(f"B {i}" for i in range(L, 0, -1))]
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     wrapped = with_sequence(
-        rotoff.Checkpointable(model, forms=lambda _: False).measure(x, repeats=1), rotoff.Sequence.from_text(text)
+        rotoff.Checkpointable(model, forms=lambda _: False).measure(x), rotoff.Sequence.from_text(text)
     )
     wrapped(x).sum().backward()
     assert same([p.grad for p in model.parameters()], list(expected))

@@ -28,7 +28,7 @@ BYTES = (
 
 def pair(model: nn.Module, x: Any) -> tuple[rotoff.Chain, rotoff.Chain]:
     """Measured and estimated on the CPU."""
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.close()
     return wrapped.chain, rotoff.estimate(model, x, device="CPU")
 
@@ -77,7 +77,7 @@ def test_estimate_uses_stages_of_checkpointable(wanted: Any) -> None:
         wanted = [model.get_submodule("1"), model.get_submodule("2")]
     wrapped = rotoff.Checkpointable(model, stages=wanted)
     estimated = rotoff.estimate(wrapped, batch(), device="CPU")
-    wrapped.measure(batch(), repeats=1)
+    wrapped.measure(batch())
     wrapped.close()
     assert values(estimated) == values(wrapped.chain)
     assert len(estimated) != len(rotoff.estimate(model, batch(), device="CPU"))
@@ -348,7 +348,7 @@ def test_estimated_form_bytes_equal_measured(name: str) -> None:
     """Which forms are worth it depends on times; those found both ways store the same."""
     model, batch = fresh(name)
     x = batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     estimated = estimate_profile(model, (x,), {}, find("CPU")).forms
     both = 0
     for one, other in zip(wrapped.profile.forms, estimated, strict=True):

@@ -49,7 +49,7 @@ def forms(vague: Vague) -> tuple[StageForms, rotoff.Checkpointable, torch.Tensor
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), Block(vague), nn.Linear(16, 4))
     x = torch.randn(64, 16)
-    wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=list(model)).measure(x)
     return wrapped.profile.forms[1], wrapped, x
 
 

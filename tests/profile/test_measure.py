@@ -63,7 +63,7 @@ def test_aliasing_and_in_place_stages_are_merged() -> None:
 
 def test_passed_on_batch_tensors_and_tables_cost_nothing() -> None:
     model, batch = fresh("side_inputs")
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     chain = wrapped.chain
     assert [s.name for s in wrapped.profile.prefix] == ["masks and tables"]
     assert [s.name for s in chain.stages] == ["0", "1", "2", "3", "5"]
@@ -74,7 +74,7 @@ def test_passed_on_batch_tensors_and_tables_cost_nothing() -> None:
 
 def test_skip_is_charged_to_every_value_carrying_it() -> None:
     model, batch = fresh("handed_on")
-    chain = rotoff.Checkpointable(model).measure(batch(), repeats=1).chain
+    chain = rotoff.Checkpointable(model).measure(batch()).chain
     assert [s.name for s in chain.stages] == ["0", "1", "2", "3..4", "5..6"]
     tensor = 32 * 16 * 4
     assert [s.output_bytes // tensor for s in chain.stages[:4]] == [1, 2, 2, 2]
@@ -104,7 +104,7 @@ def test_late_in_place_change_of_batch_matches_plain_model() -> None:
 
 def test_stages_before_first_gradient_form_the_prefix() -> None:
     model, batch = fresh("frozen")
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     assert [s.name for s in wrapped.chain.stages] == ["2..3", "4..5", "6"]
     assert [s.name for s in wrapped.profile.prefix] == ["0..1"]
     assert wrapped.profile.resident_input_bytes == 0
@@ -112,7 +112,7 @@ def test_stages_before_first_gradient_form_the_prefix() -> None:
 
 def test_bytes_held_by_ctx_are_unmanaged() -> None:
     model, batch = fresh("stateful")
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     assert wrapped.profile.unmanaged_bytes == 32 * 16 * 4
 
 
@@ -134,7 +134,7 @@ def test_saved_tensors_of_unused_graph_are_not_counted() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(ByNorm(), nn.GELU()) for _ in range(4)])
     x = torch.randn(1024, 64)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x)
     norm = 64 * 4
     assert [s.saved_bytes for s in wrapped.chain.stages] == [256 * KIB + norm, 256 * KIB] * 4
     estimated = rotoff.estimate(model, x, device="cpu")
@@ -175,7 +175,7 @@ def test_attribute_freed_by_next_run_is_not_counted() -> None:
     found = []
     for leaves in (False, True):
         model = nn.Sequential(*[Leaves(leaves) for _ in range(3)])
-        stages = rotoff.Checkpointable(model).measure(torch.randn(512, 64), repeats=1).chain.stages
+        stages = rotoff.Checkpointable(model).measure(torch.randn(512, 64)).chain.stages
         found.append([(s.checkpoint_transient_bytes or 0) - (s.forward_transient_bytes or 0) for s in stages])
     assert found[0] == found[1]
 
@@ -191,7 +191,7 @@ def test_measuring_under_a_profiler_is_refused() -> None:
 def test_measuring_changes_no_user_state(name: str) -> None:
     model, batch = fresh(name)
     x = batch()
-    rotoff.Checkpointable(copy.deepcopy(model)).measure(x, repeats=1)  # what is made once in a process
+    rotoff.Checkpointable(copy.deepcopy(model)).measure(x)  # what is made once in a process
     for p in model.parameters():
         if p.requires_grad:
             p.grad = torch.full_like(p, 3.0)
@@ -269,7 +269,7 @@ def test_measuring_recorded_models_and_forms_holds_one_stage(kind: type[nn.Modul
     def held(layers: int) -> tuple[int, rotoff.Profile]:
         blocks = [Wide() for _ in range(layers)]
         wrapped = rotoff.Checkpointable(kind(*blocks), forms=forms, stages=None if kind is nn.Sequential else blocks)
-        most = most_held(lambda: wrapped.measure(x, repeats=1))
+        most = most_held(lambda: wrapped.measure(x))
         wrapped.close()
         return most, wrapped.profile
 
@@ -413,7 +413,7 @@ def test_equal_stages_change_their_own_buffers() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[Noted(n) for n in (0, 2, 1, 0, 0)], nn.Linear(16, 1))
     x, plain = torch.randn(8, 16), copy.deepcopy(model)
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     changed = [one.changed_buffers for one in wrapped.profile.behaviours if one.changed_buffers]
     assert [[id(module) for module, _ in found] for found in changed] == [[id(layer)] for layer in list(model)[:5]]
     wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
@@ -435,7 +435,7 @@ def test_backward_is_timed_on_nonconstant_gradients(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(stage_timing, "backward", noted)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
-    rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 16), repeats=1).close()
+    rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 16)).close()
     assert given
     assert all(len(gradient.unique()) > 1 for gradient in given)
 
@@ -444,5 +444,5 @@ def test_backward_is_timed_on_nonconstant_gradients(monkeypatch: pytest.MonkeyPa
 def test_times_measured_beside_other_programs_are_marked(load: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
     model, batch = fresh("residual")
-    times = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1).chain.meta["times"]
+    times = rotoff.Checkpointable(model, cache_directory=None).measure(batch()).chain.meta["times"]
     assert ("while the machine was busy (load 1000000.0 on" in times) == bool(load)

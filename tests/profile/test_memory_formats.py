@@ -80,7 +80,7 @@ def test_step_holds_at_most_predicted_bytes(seed: int) -> None:
     if drawn.random() < 0.3:
         x = x.to(memory_format=torch.channels_last)
     options = {"stages": drawn.choice([5, 8, 12]), "forms": drawn.random() < 0.5}
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x)
     for mode in ("remat", "offload", "joint"):
         least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
         for share in (0.0, 0.3, 0.7, 1.0):
@@ -123,7 +123,7 @@ def test_expanded_loss_gradient_keeps_predicted_bytes(mode: str) -> None:
     layers = [nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.SiLU(), nn.MaxPool2d(3, 1, 1)]
     model = nn.Sequential(*copy.deepcopy(layers), *layers).to(memory_format=torch.channels_last)
     x = torch.randn(2, CHANNELS, 16, 16).to(memory_format=torch.channels_last)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
     gradient = torch.ones(()).expand_as(x)
     for limit in (least, (least + most) // 2, most):

@@ -61,7 +61,7 @@ class FreedEarly(nn.Module):
 def wrapped(passing: int, contiguous: bool, x: torch.Tensor) -> rotoff.Checkpointable:
     model = nn.Sequential(nn.Linear(16, 64), Block(), *(FreedEarly() for _ in range(passing)), Total(contiguous))
     names = [str(n) for n in range(len(model))]
-    return rotoff.Checkpointable(model, stages=names, check=True, forms=False).measure(x, repeats=1)
+    return rotoff.Checkpointable(model, stages=names, check=True, forms=False).measure(x)
 
 
 class Experts(nn.Module):
@@ -92,7 +92,7 @@ def test_permuted_values_are_measured_with_noncontiguous_gradients() -> None:
     model = nn.Sequential(nn.Linear(32, 32), Experts(32), Mixed(32), nn.Linear(32, 32), Experts(32), Mixed(32))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    planned = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    planned = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     for limit in (planned.keep_all_memory, planned.min_mem_limit("remat")):
         planned.compute_sequence(limit, mode="remat")
         result = planned(x)
@@ -179,7 +179,7 @@ def test_copies_of_gradients_with_gaps_are_charged(memory_format: torch.memory_f
         last = nn.Sequential(*between, nn.Conv2d(channels, 4, 1), nn.Tanh())
         model = nn.Sequential(up, last).to(memory_format=memory_format)
         planned = rotoff.Checkpointable(model, stages=["0", "1"], forms=False, cache_directory=None)
-        return planned.measure(x, repeats=1).chain.stages[0].backward_transient_bytes
+        return planned.measure(x).chain.stages[0].backward_transient_bytes
 
     assert backward_bytes(32, Joined()) > backward_bytes(16)
 

@@ -183,7 +183,7 @@ PROFILE = Profile(torch.device("cuda", 0), PAIR, (), (), (Behaviour((), (True,))
 def test_overhead_is_measured_and_not_charged_for_keeping_all() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)])
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16), repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16))
     profile = wrapped.profile
     assert all(0 <= seconds <= MAX_SECONDS for seconds in profile.overhead_times)
     assert wrapped.chain.meta["upkeep_times"] == profile.overhead_times._asdict()
@@ -210,7 +210,7 @@ def test_overhead_is_not_timed_on_long_stages(monkeypatch: pytest.MonkeyPatch) -
 def test_simulated_makespan_equals_expected_makespan() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(4)])
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16), repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(2048, 16))
     for share in (1.0, 0.7, 0.5):
         wrapped.compute_sequence(int(share * wrapped.keep_all_memory))
         assert rotoff.simulate(wrapped.chain, wrapped.sequence).makespan == wrapped.get_expected_makespan()

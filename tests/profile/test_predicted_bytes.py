@@ -43,7 +43,7 @@ def many(name: str) -> tuple[torch.nn.Module, Any]:
 @pytest.mark.grid
 def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     model, draw = many(name)
-    wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(draw())
     for seed in seeds(4):
         with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
         measured, predicted = step_peak(wrapped, draw), wrapped.get_expected_memory()
@@ -58,7 +58,7 @@ def test_sequences_under_autocast_hold_at_most_predicted_bytes(name: str) -> Non
     model, draw = fresh(name)
     wrapped = rotoff.Checkpointable(model)
     with casting():
-        wrapped.measure(draw(), repeats=1)
+        wrapped.measure(draw())
     limits = [(mode, smallest(wrapped, mode)) for mode in ("joint", "remat", "offload")]
     for mode, limit in [*limits, ("joint", wrapped.keep_all_memory)]:
         wrapped.compute_sequence(limit, mode=mode, mem_slots=20, refine=False)
@@ -96,7 +96,7 @@ def test_casts_of_shared_weights_are_charged_once() -> None:
     for layers in (apart, [tied] * 4):
         model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
         with casting():
-            wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
+            wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64))
         casts = sum(wrapped.profile.behaviours[0].cast_bytes for _ in layers)
         assert casts == 4 * 2 * (64 * 64 + 64)
         charged.append((wrapped.profile.unmanaged_bytes, [wrapped.chain.grad_bytes(i) for i in range(1, 5)]))
@@ -105,7 +105,7 @@ def test_casts_of_shared_weights_are_charged_once() -> None:
     waiting = 4 * (64 * 64 + 64)  # until the first layer has added its part
     assert with_waiting == [*(nbytes + waiting for nbytes in gradients[:3]), gradients[3]]
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64), repeats=1)
+        wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64))
     assert not any(b.cast_bytes for b in wrapped.profile.behaviours)
 
 
@@ -125,7 +125,7 @@ class Overwriting(nn.Module):
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 def test_the_copy_of_a_batch_that_the_forward_changes_is_charged(mode: str) -> None:
     draw = partial(torch.randn, 32, 64)
-    wrapped = rotoff.Checkpointable(Overwriting()).measure(draw(), repeats=1)
+    wrapped = rotoff.Checkpointable(Overwriting()).measure(draw())
     least = wrapped.min_mem_limit(mode)
     for limit in (least, 6 * least // 5):
         wrapped.compute_sequence(limit, mode=mode, refine=False)
@@ -149,7 +149,7 @@ class Hooked(nn.Module):
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 def test_gradients_of_the_models_own_hooks_are_not_held_while_a_stage_is_recomputed(mode: str) -> None:
-    model = rotoff.Checkpointable(Hooked(), cache_directory=None).measure(torch.randn(256, 64), repeats=1)
+    model = rotoff.Checkpointable(Hooked(), cache_directory=None).measure(torch.randn(256, 64))
     model.compute_sequence(smallest(model, mode), mode=mode, refine=False)
     assert step_peak(model, lambda: torch.randn(256, 64)) <= model.get_expected_memory()
 
@@ -158,7 +158,7 @@ def test_gradients_of_the_models_own_hooks_are_not_held_while_a_stage_is_recompu
 def test_gradients_of_shared_parameters_and_sums_are_charged(times: int) -> None:
     tied = nn.Linear(256, 256)
     wrapped = rotoff.Checkpointable(nn.Sequential(*(nn.Sequential(tied, nn.Tanh()) for _ in range(times))))
-    wrapped.measure(torch.randn(4, 256), repeats=1)
+    wrapped.measure(torch.randn(4, 256))
     for mode in ("joint", "remat"):
         wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
         measured = step_peak(wrapped, lambda: torch.randn(4, 256))
@@ -172,7 +172,7 @@ def test_predicted_bytes_are_close_to_measured_on_average() -> None:
     ratios = {}
     for name in ALL:
         model, draw = many(name)
-        wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+        wrapped = rotoff.Checkpointable(model).measure(draw())
         everything = wrapped.keep_all_memory
         for mode in ("joint", "remat", "offload", "everything"):
             limit = everything
@@ -192,7 +192,7 @@ def test_predicted_bytes_are_close_to_measured_on_average() -> None:
 
 
 def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written where on the host, against the prediction; and no byte more is reserved."""
+    """What is written where on the host, against the prediction."""
     ends: list[int] = []
     copy_out = FileLink.copy_out
 
@@ -204,7 +204,7 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
     ratios = []
     for name in ("residual", "convolutional", "handed_on"):
         model, draw = many(name)
-        wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+        wrapped = rotoff.Checkpointable(model).measure(draw())
         for mode in ("joint", "offload"):
             wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
             predicted = wrapped.get_expected_host_memory()
@@ -212,7 +212,6 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
             ends.clear()
             wrapped(draw()).sum().backward()
             assert max(ends, default=0) <= predicted
-            assert sum(link.capacity for link in wrapped._links._idle) == predicted
             if predicted:
                 ratios.append(predicted / max(ends))
         wrapped.close()
@@ -228,7 +227,7 @@ def test_replay_graph_keeps_neither_itself_nor_its_input() -> None:
     def draw() -> torch.Tensor:
         return torch.randn(512, 16)
 
-    wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(draw())
     text = ["F_ck 1", "F_none 2", "F_none 3", "F_all 4", "drop a 3", "F_all 5", "F_all 6", "B 6", "B 5", "F_all 1"]
     text += ["F_all 2", "drop abar 1", "F_ck 3", "B 4", "F_all 3", "B 3", "F_all 1", "B 2", "B 1"]
     with_sequence(wrapped, rotoff.Sequence.from_text(text))
@@ -240,7 +239,7 @@ def test_dropped_forward_is_freed_without_garbage_collection(monkeypatch: pytest
     import gc
 
     model, draw = many("mlp")
-    wrapped = rotoff.Checkpointable(model).measure(draw(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(draw())
     L = len(wrapped.chain)
     text = [f"F_all {i}" for i in range(1, L)] + ["offload abar 2", f"F_all {L}"] + [f"B {i}" for i in range(L, 0, -1)]
     with_sequence(wrapped, rotoff.Sequence.from_text(text))
@@ -277,7 +276,7 @@ def test_saved_tensors_of_unused_graph_are_not_held(mode: str) -> None:
     torch.manual_seed(0)
     model, plain, x = Quantizer(), Quantizer(), torch.randn(256, 32)
     plain.load_state_dict(model.state_dict())
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
     wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode, refine=False)
     for used in (False, True, False):
         model.used = plain.used = used
@@ -394,7 +393,7 @@ class Beside(Means):
 def test_frame_locals_are_charged_and_unused_results_freed(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     model, x = make(), torch.randn(128, 32)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
     for mode in ("remat", "offload", "joint"):
         least, most = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
         for limit in (least, (least + most) // 2):
@@ -433,7 +432,7 @@ class Drops(nn.Module):
 def test_what_comes_in_place_of_a_block_that_is_left_out_is_dropped_like_it() -> None:
     model, x = Drops(), torch.randn(128, 32)
     wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=[f"adds.{n}" for n in range(5)], forms=False)
-    wrapped.measure(x, repeats=1).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
+    wrapped.measure(x).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
     held = []
     for model.dropped in (-1, 1, 2, 3):
         before = live_bytes()
@@ -460,7 +459,7 @@ class Checkpoints(nn.Module):
 
 def test_own_checkpoints_are_ignored_also_if_everything_fits() -> None:
     model, x = Checkpoints(), torch.randn(16, 32)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     wrapped.compute_sequence(wrapped.keep_all_memory)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
@@ -501,7 +500,7 @@ def test_casts_of_inner_autocast_are_charged(shared: bool) -> None:
     model, x = Narrow(), torch.randn(64, 64)
     if shared:
         model.blocks[3] = model.blocks[0]
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
     for expected, measured in peaks(wrapped, lambda: wrapped(x).backward()):
         assert shared or expected <= 1.05 * measured + 2**13
     wrapped.close()
@@ -532,7 +531,7 @@ class Returning(nn.Module):
 def test_sums_of_gradients_of_casts_are_charged() -> None:
     torch.manual_seed(0)
     model, x = Returning(), torch.randn(24, 48)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     for _ in peaks(wrapped, lambda: wrapped(x).backward()):
         pass
     wrapped.close()
@@ -639,7 +638,7 @@ class Alternating(nn.Module):
 def test_small_limits_hold(make: Callable[[], nn.Module], sizes: list[int], stages: int | None) -> None:
     torch.manual_seed(0)
     xs = [torch.randn(size, 64) for size in sizes]
-    wrapped = rotoff.Checkpointable(make(), cache_directory=None, stages=stages, check=True).measure(*xs, repeats=1)
+    wrapped = rotoff.Checkpointable(make(), cache_directory=None, stages=stages, check=True).measure(*xs)
     for p in wrapped.parameters():
         p.grad = torch.zeros_like(p)
     for mode, room in (("remat", 0.0), ("remat", 0.3), ("joint", 0.0), ("joint", 0.15), ("joint", 0.5)):

@@ -113,7 +113,7 @@ def made(name: str, **options: Any) -> tuple[rotoff.Checkpointable, Callable[[],
     torch.manual_seed(0)
     model, batch = MODELS[name]()
     count = None if isinstance(model, nn.Sequential) else 12
-    wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, **options).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, **options).measure(batch())
     return wrapped, batch
 
 
@@ -205,12 +205,12 @@ def test_stage_table_lists_skips_and_the_plans_choice() -> None:
     torch.manual_seed(0)
     model, batch = MODELS["handed_on"]()
     wrapped = rotoff.Checkpointable(model, cache_directory=None)
-    found = rotoff.stages(wrapped, batch(), repeats=1)
+    found = rotoff.stages(wrapped, batch())
     assert found.skips == ((2, 3, 2048, None),)
     assert str(found).endswith("skip of 2.00 KiB, stages 2 to 3: may be kept in place")
     assert wrapped.kept_skips is None
     wrapped.compute_sequence(1 << 40)
-    assert rotoff.stages(wrapped, batch(), repeats=1).skips == ((2, 3, 2048, True),)
+    assert rotoff.stages(wrapped, batch()).skips == ((2, 3, 2048, True),)
     assert wrapped.kept_skips == (0,)
     wrapped.close()
 
@@ -254,7 +254,7 @@ def test_output_held_by_caller_is_charged_in_backward() -> None:
     """Nobody's backward needs the logits, so that of the head could use their room; kept in place, they stay."""
     torch.manual_seed(0)
     tokens = torch.randint(0, 80, (2, 24))
-    wrapped = rotoff.Checkpointable(Words(), cache_directory=None, forms=False).measure(tokens, repeats=1)
+    wrapped = rotoff.Checkpointable(Words(), cache_directory=None, forms=False).measure(tokens)
     assert wrapped._specializations.latest is not None
     profile = wrapped._specializations.latest.profile
     head, loss = len(profile.chain) - 1, len(profile.chain)
@@ -312,7 +312,7 @@ def test_sequences_hold_at_most_predicted_bytes(name: str) -> None:
     model, small = MODELS[name]()
     x = torch.cat([small() for _ in range(16)])
     wanted = None if isinstance(model, nn.Sequential) else 12
-    wrapped = rotoff.Checkpointable(model, stages=wanted, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=wanted, cache_directory=None).measure(x)
     for kept in ways(wrapped):
         chain = wrapped.profile.keeping(kept).chain
         texts = [
@@ -347,7 +347,7 @@ class Joins(nn.Module):
 def test_transients_are_charged_beside_passed_on_skips() -> None:
     model = nn.Sequential(nn.Linear(8, 32), Splits(), TakesMuchFor(), Joins(), nn.Linear(32, 4))
     x = torch.randn(512, 8)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, forms=False).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None, forms=False).measure(x)
     (skip,) = wrapped.profile.skips
     for kept in ((0,), ()):
         sequence = rotoff.solver.keep_all(wrapped.profile.keeping(kept).chain)
@@ -419,7 +419,7 @@ def test_keep_all_memory_is_close_to_plain_model(name: str, count: int, share: f
     model, x = (
         (UNet(8), torch.randn(8, 3, 64, 64)) if name == "unet" else (Translator(64), torch.randint(0, 20, (8, 64)))
     )
-    wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, forms=False).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=count, cache_directory=None, forms=False).measure(x)
     real = measured_peak(model, x)
     carried = rotoff.simulate(wrapped.profile.chain, rotoff.solver.keep_all(wrapped.profile.chain)).peak_bytes
     assert real <= wrapped.keep_all_memory <= share * real

@@ -109,7 +109,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*[Attention() for _ in range(6)]).cuda()
 x = torch.randn(2, 8, 16, device="cuda")
 expected = gradients(model)
-planned = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+planned = rotoff.Checkpointable(model, cache_directory=None).measure(x)
 for mode in ("joint", "remat", "offload"):
     for least in (True, False):
         limit = planned.min_mem_limit(mode) if least else planned.keep_all_memory * 3 // 4
@@ -198,7 +198,7 @@ def net():
 plain = net().to("cuda:1")
 expected = trained(plain, torch.optim.AdamW(plain.parameters()))
 for mode in ("joint", "remat", "offload", "placed"):
-    model = rotoff.Checkpointable(net(), device="cuda:1", cache_directory=None).measure(x, repeats=1)
+    model = rotoff.Checkpointable(net(), device="cuda:1", cache_directory=None).measure(x)
     optimizer = torch.optim.AdamW(model.parameters())
     limit = {"device_limit": 1, "optimizer": optimizer} if mode == "placed" else {"mem_limit": 1, "mode": mode}
     try:

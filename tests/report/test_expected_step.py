@@ -23,7 +23,7 @@ from rotoff.cli import main
 def model() -> rotoff.Checkpointable:
     torch.manual_seed(0)
     net = nn.Sequential(*[Residual(32) for _ in range(6)])
-    return rotoff.Checkpointable(net, cache_directory=None).measure(torch.randn(256, 32), repeats=1)
+    return rotoff.Checkpointable(net, cache_directory=None).measure(torch.randn(256, 32))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 1.0])

@@ -9,10 +9,10 @@ import pytest
 import torch
 from models import Residual, same
 from planned_steps import smallest
+from step_by_step import works
 from torch import nn
 
 import rotoff
-from rotoff.planning.specialization import signature
 
 
 class Net(nn.Module):
@@ -39,7 +39,7 @@ def test_borrowed_parameters(mode: str) -> None:
     theirs = {name: p.detach().mul(2).requires_grad_() for name, p in wrapped.named_parameters()}
     x = batch()
     wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
-    assert not wrapped._plan.keeps_all
+    assert works(wrapped.sequence)
     torch.manual_seed(3)
     torch.func.functional_call(wrapped, theirs, (x,)).sum().backward()
     got = [p.grad for p in theirs.values()]
@@ -66,7 +66,7 @@ def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
     plain = Hidden()
     model = rotoff.Checkpointable(copy.deepcopy(plain)).measure(batch())
     model.compute_sequence(smallest(model, mode), mode=mode)
-    assert not model._plan.keeps_all
+    assert works(model.sequence)
     x, seen = batch(), []
     for one in (model, plain):
         torch.manual_seed(3)
@@ -84,17 +84,6 @@ def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
         gradients += [p.grad for p in [hidden[1], *one.parameters()] if p.is_leaf or how != "register_hook"]
         seen.append([gradient for gradient in gradients if gradient is not None])
     assert same(*seen)
-
-
-def test_lazy_modules_are_run_once_before() -> None:
-    lazy = nn.Sequential(nn.LazyLinear(16), Residual(16), nn.LazyLinear(4))
-    wrapped = rotoff.Checkpointable(lazy)
-    with pytest.raises(
-        rotoff.MeasureError, match=r"'0.weight'.*no shape before the first forward.*run the plain model once"
-    ):
-        wrapped.measure(batch())
-    lazy(batch())
-    wrapped.measure(batch())
 
 
 def test_sparse_tensors_are_refused_in_a_sentence() -> None:
@@ -159,12 +148,3 @@ def test_a_batch_that_lies_otherwise_in_memory() -> None:
             outputs[-1].sum().backward()
         assert torch.equal(*outputs)
     assert same([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])
-    assert len(wrapped._specializations._known) == 4
-    assert not any(course.plan.keeps_all for course in wrapped._specializations)
-
-
-def test_what_is_contiguous_has_the_signature_it_had() -> None:
-    told = ((2, 1, 3), "torch.float32", "cpu", False)
-    for x in (torch.ones(2, 1, 3), torch.ones(2, 3, 1).transpose(1, 2), torch.ones(2, 3)[:, None]):
-        assert signature(x, nn.Linear(2, 2))[0] == (told,)
-    assert signature(torch.ones(3, 1, 2).transpose(0, 2), nn.Linear(2, 2))[0] == ((*told, (1, 0, 2)),)

@@ -28,7 +28,7 @@ def batch() -> torch.Tensor:
 
 
 def measured(model: nn.Module) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, cache_directory=None, check=True).measure(batch(), repeats=1)
+    return rotoff.Checkpointable(model, cache_directory=None, check=True).measure(batch())
 
 
 def in_sequence(block: type[nn.Module]) -> nn.Module:
@@ -279,7 +279,7 @@ def test_measuring_undoes_what_a_forward_resizes(mode: str) -> None:
     torch.manual_seed(0)
     plain, x = Growing(), torch.randn(64, 16)
     model = copy.deepcopy(plain)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     assert model.seen.shape == (0,)
     wrapped.compute_sequence(wrapped.min_mem_limit(mode) + 2000, mode=mode, refine=False)
     for _ in range(3):

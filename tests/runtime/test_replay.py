@@ -50,7 +50,7 @@ def test_a_buffer_that_no_call_of_a_replay_reads_may_change_before_the_backward(
 
     model = nn.Sequential(nn.Linear(16, 16), Asks(), nn.Linear(16, 4))
     again = copy.deepcopy(model)
-    wrapped = rotoff.Checkpointable(model).measure(torch.randn(4, 16, requires_grad=True), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(4, 16, requires_grad=True))
     with_sequence(wrapped, run_twice(len(wrapped.chain)))
     assert same(gradients(model, wrapped), gradients(again, again))
     wrapped.close()
@@ -86,8 +86,8 @@ def test_a_backward_under_other_autocast_than_the_forward(forward_casts: bool) -
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
-        wrapped.measure(batch(), repeats=1)
-    assert same(step(with_sequence(wrapped, run_twice(6)), batch), expected)
+        wrapped.measure(batch())
+    assert same(step(with_sequence(wrapped, run_twice(len(wrapped.chain))), batch), expected)
 
 
 class Unrolled(nn.Module):
@@ -135,7 +135,7 @@ def test_what_is_switched_between_a_forward_and_its_backward(recorded: bool, swi
     expected = step(model) + step(model)
     model.load_state_dict(state)
     model.requires_grad_(not begun_frozen)
-    wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32).requires_grad_(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32).requires_grad_())
     wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
     assert any(op.kind in FORWARDS for op in wrapped.sequence.ops[len(wrapped.chain) + 1 :])
     assert same(step(wrapped) + step(wrapped), expected)
@@ -145,7 +145,7 @@ def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch
     """The last product of a block saves its argument before it runs, and nobody takes its result: it is not finished
     again."""
     model, batch = fresh("residual")
-    wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
+    wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch()), run_twice(6))
     made = stage_tape._made
     begun, ended = [0] * 4, [0] * 4
     down = [block.down.weight for block in list(model)[1:5]]
@@ -165,7 +165,7 @@ def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch
     assert ended == [3] * 4  # the mask of the dropout behind it is saved
     for block in list(model)[1:5]:
         block.dropout.p = 0.0
-    again = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch(), repeats=1), run_twice(6))
+    again = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch()), run_twice(6))
     begun[:], ended[:] = [0] * 4, [0] * 4
     model.zero_grad()
     x = batch()
@@ -197,7 +197,7 @@ def test_a_hollow_tensor_is_filled_by_one_replay_of_each_stage_before(monkeypatc
     restored, replays = StageRun.restored, []
     monkeypatch.setattr(StageRun, "restored", lambda run, *given: replays.append(run.i) or restored(run, *given))
     model, x = Carries(), torch.randn(64, 16)
-    wrapped = rotoff.Checkpointable(model, stages=12).measure(x, None, repeats=1)
+    wrapped = rotoff.Checkpointable(model, stages=12).measure(x, None)
     wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
     losses = [one(x, 9) for one in (model, wrapped)]
     assert same(*(list(torch.autograd.grad(loss, [*model.parameters()])) for loss in losses))
@@ -208,7 +208,7 @@ def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
     """``rrelu`` saves its noise, and only then draws it."""
     stages = sequential(nn.Linear(16, 16), nn.RReLU(), nn.Tanh(), nn.Linear(16, 4))[0]
     apart = rotoff.Checkpointable(stages, stages=["0", "1", "2", "3"])
-    profile = apart.measure(torch.randn(8, 16), repeats=1).profile
+    profile = apart.measure(torch.randn(8, 16)).profile
     assert [behaviour.early_stop for behaviour in profile.behaviours[1:3]] == [0, 1]
 
 
@@ -323,7 +323,7 @@ def test_a_custom_function_that_changes_its_arguments(
     x = torch.randn(4, 8)
     model = Whole(layers) if around is Whole else layers
     plain_model = copy.deepcopy(model)
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     with_sequence(wrapped, run_twice(len(wrapped.chain)))
     for _ in range(2):
         for one in (wrapped, plain_model):
@@ -349,7 +349,7 @@ def functions_entered(calls: int) -> int:
     """Return how many of rotoff's own Python functions the forward of a planned step enters."""
     x = torch.ones(4, requires_grad=True)
     model = nn.Sequential(nn.Tanh(), Adding(calls), nn.Tanh())
-    wrapped = rotoff.Checkpointable(model, forms=False).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, forms=False).measure(x)
     with_sequence(wrapped, run_twice(len(wrapped.chain)))(x).backward(x)
     own, count = str(Path(rotoff.__file__).parent), 0
 

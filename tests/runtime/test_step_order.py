@@ -35,7 +35,7 @@ class Trainee:
     def __init__(self, name: str) -> None:
         model, self.batch = fresh(name)
         self.state = copy.deepcopy(model.state_dict())
-        self.wrapped = rotoff.Checkpointable(model).measure(self.batch(), repeats=1)
+        self.wrapped = rotoff.Checkpointable(model).measure(self.batch())
         self.sequence = rotoff.Sequence(())
 
     def follow(self, seed: int) -> rotoff.Sequence:
@@ -121,7 +121,7 @@ def trained(
     net, x = model()
     plain = copy.deepcopy(net)
     link = RecordingLink(eagerness, seed=1)
-    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (plain, net)]
     made, own_step, brought = planning._placed, updates_of.own_step, Placement.brought
 

@@ -17,7 +17,7 @@ from rotoff.errors import MeasureError
 def planned(fraction: float = 0.5, **options: object) -> tuple[rotoff.Checkpointable, torch.Tensor]:
     model, batch = fresh("residual")
     x = batch()
-    wrapped = rotoff.Checkpointable(model, forms=False).measure(x, repeats=1)  # recompute means whole forwards here
+    wrapped = rotoff.Checkpointable(model, forms=False).measure(x)  # recompute means whole forwards here
     everything = wrapped.keep_all_memory
     return wrapped.compute_sequence(int(everything * fraction), refine=False, **options), x
 
@@ -58,7 +58,7 @@ def test_a_recorded_stage_takes_as_long_as_it_took() -> None:
             return super().forward(x)
 
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(8, 8), Slow(8, 8), nn.Linear(8, 8)))
-    model.measure(x := torch.randn(4, 8), repeats=1).compute_pytorch_sequence()
+    model.measure(x := torch.randn(4, 8)).compute_pytorch_sequence()
     with model.record_step() as recorded:
         model(x).sum().backward()
     forwards = {e.op.stage: e.end - e.start for e in recorded.trace.events if e.op.kind is OpKind.F_ALL}

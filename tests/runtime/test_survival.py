@@ -21,15 +21,13 @@ from models import Batch, fresh, plain, same, train
 from planned_steps import smallest, with_sequence
 from random_programs import random_sequence
 from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 import rotoff
-from rotoff.runtime import selective, stage_tape
 from rotoff.runtime.links import host_file
 from rotoff.runtime.links import pool as link_pool
 from rotoff.runtime.links.file import FileLink, FileTicket
-from rotoff.runtime.live import LiveForward
 
 
 class Faults:
@@ -85,7 +83,6 @@ def nothing_left(wrapped: rotoff.Checkpointable) -> Iterator[None]:
     gc.collect()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     yield
-    assert not wrapped._links._taken  # every step gave its link back
     wrapped.close()
     assert threading.active_count() == threads
     assert len(os.listdir("/proc/self/fd")) == files
@@ -103,13 +100,15 @@ def outcome(run: Callable[[], object]) -> str:
 def failing_step(wrapped: nn.Module, batch: Batch, message: str) -> None:
     """One step that must fail with `message`."""
     x = batch()
-    assert message in outcome(lambda: wrapped(x).sum().backward())
+    with Operations():
+        said = outcome(lambda: wrapped(x).sum().backward())
+    assert message in said
 
 
 def moving(name: str = "residual", moves: int = 3) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
     """A model with a sequence that fetches at least `moves` values from the host, and recomputes."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     for seed in range(1000):
         sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
         kinds = [op.kind.value for op in sequence]
@@ -120,30 +119,26 @@ def moving(name: str = "residual", moves: int = 3) -> tuple[rotoff.Checkpointabl
 
 def afresh(wrapped: rotoff.Checkpointable, name: str) -> None:
     """The parameters, buffers and gradients with which `plain(name)` starts."""
-    wrapped._model.load_state_dict(fresh(name)[0].state_dict())
+    wrapped.load_state_dict(fresh(name)[0].state_dict())
     for p in wrapped.parameters():
         p.grad = torch.zeros_like(p)
 
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    """Told of every call of torch that a stage makes, in first runs and in replays, and of every call of the file
-    link."""
-    made, ran, found = stage_tape._made, LiveForward._run, FaultyLink.faults
-
-    def in_replay(*args: Any) -> Any:
-        found.event()
-        return made(*args)
-
-    def in_first_run(*args: Any) -> Any:
-        found.event()
-        return ran(*args)
-
+    """Told of every call of the file link, and of every operation within `Operations`."""
     monkeypatch.setattr(link_pool, "FileLink", FaultyLink)
-    monkeypatch.setattr(stage_tape, "_made", in_replay)
-    monkeypatch.setattr(LiveForward, "_run", in_first_run)
-    found.arm(0, MemoryError)
-    return found
+    FaultyLink.faults.arm(0, MemoryError)
+    return FaultyLink.faults
+
+
+class Operations(TorchDispatchMode):
+    """Tells `faults` of every operation within that may allocate."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            FaultyLink.faults.event()
+        return func(*args, **(kwargs or {}))
 
 
 def watched_places() -> list[object]:
@@ -167,12 +162,16 @@ def nothing_is_watched() -> bool:
 def fail_at_every_call(
     wrapped: rotoff.Checkpointable, batch: Batch, sequence: rotoff.Sequence, kind: str, first: int = 1, every: int = 1
 ) -> int:
-    """Let call `first` of torch and of links fail in a step, then the one `every` later, to the last; after each one
-    nothing is left and the next step is right. Returns how many calls a step makes."""
+    """Let operation or call of a link `first` fail in a step, then the one `every` later, to the last; after each one
+    nothing is left and the next step is right. Returns how many there are in a step."""
     faults = FaultyLink.faults
     expected = plain("residual", steps=1)
-    faults.arm(0, ERRORS[kind])
     wrapped(batch()).sum().backward()
+    afresh(wrapped, "residual")
+    x = batch()
+    faults.arm(0, ERRORS[kind])
+    with Operations():
+        wrapped(x).sum().backward()
     calls = faults.count
     with nothing_left(wrapped):
         for n in range(first, calls + 1, every):
@@ -196,17 +195,14 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, every: int, fault
 
 
 def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
-    """Every stage in a form whose redo leaves operations out; of two of them, all that it stores leaves for the host
-    and comes back."""
+    """Every stage in a smaller form, where it has one; of two of them, all that it stores leaves for the host and comes
+    back."""
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch())
     L = len(wrapped.chain)
     text = []
     for i in range(1, L + 1):
-        form = next(
-            (k for k, recipe in enumerate(wrapped.profile.behaviours[i - 1].forms, start=1) if not recipe.whole), 0
-        )
-        text.append(f"F_sel {i} {form}" if form else f"F_all {i}")
+        text.append(f"F_sel {i} 1" if wrapped.chain.stage(i).forms else f"F_all {i}")
         if i in (3, 4):
             text += [f"offload abar {i - 1}", f"free abar {i - 1}"]
     for i in range(L, 0, -1):
@@ -222,19 +218,8 @@ def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Bat
 
 @pytest.mark.parametrize(("kind", "first"), [("memory", 1), ("interrupt", 2)])
 @pytest.mark.grid
-def test_an_error_at_every_call_with_moved_forms(
-    kind: str, first: int, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls in first runs and redos, the redos' operations, copies, waits and allocations: each fails once, in one way
-    or the other."""
-    inner = selective._Redo.__torch_dispatch__
-
-    def operation(mode: Any, *args: Any, **kwargs: Any) -> Any:
-        faults.event()
-        return inner(mode, *args, **kwargs)
-
+def test_an_error_at_every_call_with_moved_forms(kind: str, first: int, faults: Faults) -> None:
     wrapped, batch, sequence = with_moved_forms()
-    monkeypatch.setattr(selective._Redo, "__torch_dispatch__", operation)
     assert fail_at_every_call(wrapped, batch, sequence, kind, first, every=2) > 40
 
 
@@ -297,7 +282,7 @@ def test_a_disk_without_room_for_the_slab(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_backward_after_an_error_says_so(faults: Faults) -> None:
     wrapped, batch, _ = moving()
     loss = wrapped(batch()).sum()
-    faults.arm(2, ERRORS["memory"])
+    faults.arm(1, ERRORS["memory"])
     with pytest.raises(MemoryError, match="injected") as caught:
         loss.backward()
     if hasattr(caught.value, "__notes__"):
@@ -329,16 +314,18 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
     model, x = Retrying(), torch.randn(16, 8)
     model(x).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
-    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
     faults.arm(0, MemoryError)
-    output = wrapped(x)
+    with Operations():
+        output = wrapped(x)
     calls, said = faults.count, set()
     del output
 
     def step() -> None:
         wrapped.zero_grad(set_to_none=False)
-        said.add(outcome(lambda: wrapped(x).square().sum().backward()).partition(";")[0])
+        with Operations():
+            said.add(outcome(lambda: wrapped(x).square().sum().backward()).partition(";")[0])
 
     with nothing_left(wrapped):
         for n in range(1, calls + 1):
@@ -407,14 +394,14 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
     hooks = [module.register_forward_pre_hook(faults.event) for module in model]
     x = batch()
     state = [b.clone() for b in model.buffers()]
-    rotoff.Checkpointable(model).measure(x, repeats=1).close()
+    rotoff.Checkpointable(model).measure(x).close()
     calls = faults.count
     for n in range(1, calls + 1, 1 + calls // 16):
         faults.arm(n, ERRORS["interrupt"])
         wrapped = rotoff.Checkpointable(model)
         generator = torch.get_rng_state()
         with nothing_left(wrapped):
-            said = outcome(lambda wrapped=wrapped: wrapped.measure(x, repeats=1))
+            said = outcome(lambda wrapped=wrapped: wrapped.measure(x))
         # how often something is timed, the clock decides
         assert "KeyboardInterrupt" in said or n > faults.count > calls // 2
         assert same(list(model.buffers()), state)
@@ -454,12 +441,12 @@ class Forked:
         parts = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16)) for _ in range(4)]
         self.model, self.x = nn.Sequential(*parts), torch.randn(32, 16)
         self.expected = [self.stepped(copy.deepcopy(self.model), 3)[n] for n in range(3)]
-        self.net = rotoff.Checkpointable(self.model, cache_directory=None).measure(self.x, repeats=1)
+        self.net = rotoff.Checkpointable(self.model, cache_directory=None).measure(self.x)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         if placed:
             limit = {"device_limit": "120 KiB", "optimizer": self.optimizer, "updates": placed}
             self.net.compute_sequence(mode=mode, refine=False, **limit)
-            assert self.net._plan.placed is not None
+            assert any(op.of for op in self.net.sequence)
         else:
             self.net.compute_sequence(smallest(self.net, mode), mode, refine=False)
 
@@ -643,7 +630,7 @@ def test_an_error_within_a_checkpoint_reaches_the_caller(error: BaseException, r
     model, x = Pieces(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(64, 16, requires_grad=True)
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
-    net = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    net = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     net.compute_sequence(net.min_mem_limit("remat"), "remat", refine=False)
     raised.append(error)
     with pytest.raises(type(error)) as seen:

@@ -43,7 +43,7 @@ def test_parameters_of_modules_within_other_code_may_move(row: Row, updates: str
     probe = fresh(row)
     for n in range(4):
         row.change(probe, n)  # all that they come to be
-    run = rotoff.Checkpointable(probe, cache_directory=None, stages=5).measure(*row.call(0)[0], repeats=1)
+    run = rotoff.Checkpointable(probe, cache_directory=None, stages=5).measure(*row.call(0)[0])
     options: dict[str, Any] = {"updates": updates, "refine": False}
     with pytest.raises(rotoff.InfeasibleError) as least:
         run.compute_sequence(device_limit=1, optimizer=torch.optim.SGD(probe.parameters(), 0.05, 0.9), **options)
@@ -61,7 +61,7 @@ def test_parameters_of_modules_within_other_code_may_move(row: Row, updates: str
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name.startswith(NAMES[0])], ids=lambda row: row.name)
 def test_a_step_of_theirs_stays_within_its_prediction(row: Row) -> None:
     net, x = fresh(row), row.call(0)[0][0].repeat(16, 1)
-    model = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
+    model = rotoff.Checkpointable(net, cache_directory=None).measure(x)
     model.compute_sequence(model.min_mem_limit())
     unit = torch.ones_like(model(x))
     model(x).backward(unit)  # gradients are the caller's

@@ -168,6 +168,7 @@ class Net(nn.Module):
 
 
 def main(kind: str, mode: str = "") -> None:
+    """kind: how the model communicates; alone: each process has a plan of its own, in a mode of its own."""
     kind = kind.replace("_", " ")
     x = torch.randn(4, 16, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     if not kind.startswith("context"):
@@ -178,18 +179,12 @@ def main(kind: str, mode: str = "") -> None:
 
 
 def tell(kind: str, mode: str, x: torch.Tensor) -> None:
-    if kind in ("alone", "exchanged", "context alone"):
-        try:
-            group = True if kind == "exchanged" else None
-            rotoff.Checkpointable(Net(kind), process_group=group, cache_directory=None).measure(x)
-        except rotoff.MeasureError as error:
-            if dist.get_rank() == 0:
-                say(str(error))
-        return
     expected = train(Net(kind), x)
-    planned = rotoff.Checkpointable(Net(kind), process_group=True, cache_directory=None).measure(x)
+    alone = kind.endswith("alone")
+    mode = ("remat", "offload")[dist.get_rank()] if alone else mode
+    planned = rotoff.Checkpointable(Net(kind), process_group=not alone, cache_directory=None).measure(x)
     planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
     equal = all(torch.equal(a, b) for a, b in zip(train(planned, x), expected, strict=True))
-    if dist.get_rank() == 0:
+    if alone or dist.get_rank() == 0:
         say(f"{mode}: equal={equal} works={works(planned)}")
     planned.close()

@@ -248,7 +248,7 @@ def planned(net: nn.Module, name: str, mode: str, **options: Any) -> rotoff.Chec
     """The model `name`, measured; a Sequential by its modules."""
     stages = None if name.endswith(IN_A_SEQUENTIAL) else 6
     wrapped = rotoff.Checkpointable(net, cache_directory=None, stages=stages, forms=mode == "joint", **options)
-    return wrapped.measure(draw(), repeats=1)
+    return wrapped.measure(draw())
 
 
 class Told(NamedTuple):

@@ -58,8 +58,8 @@ def main(name: str) -> None:
     say(f"at once {rank}: {measured}")
     step(line, schedule, *batch(0, line))
     say(f"link {rank}: {planned.chain.d2h_bandwidth:g} {planned.chain.h2d_bandwidth:g}")
-    assert planned._specializations.request is not None
-    say(f"host {rank}: {planned._specializations.request.options['host_limit']}")
+    assert planned._steps.request is not None
+    say(f"host {rank}: {planned._steps.request.options['host_limit']}")
     rotoff.detach(modules[0])
     if rank:  # again, and the other one does not
         attached(schedule)

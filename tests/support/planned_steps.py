@@ -91,9 +91,9 @@ def compare(make: Make, run: Run, measured_in: Callable[[], Any] | None = None, 
         wrapped = rotoff.Checkpointable(model, check=True)
         if measured_in is not None:
             with measured_in():
-                wrapped.measure(batch(), repeats=1)
+                wrapped.measure(batch())
         else:
-            wrapped.measure(batch(), repeats=1)
+            wrapped.measure(batch())
         if seed < 0:
             wrapped.compute_sequence(smallest(wrapped, "joint"))
         else:

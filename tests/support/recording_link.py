@@ -23,6 +23,7 @@ from rotoff.runtime.links.base import Link, Offset, Range
 from rotoff.runtime.links.cuda import StreamLink
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
+from rotoff.runtime.links.pool import LinkPool
 
 _FRESH, _RELEASED = 0xA5, 0xDB  # two bytes that make absurd numbers in every dtype
 
@@ -34,8 +35,10 @@ def moves_over(wrapped: rotoff.Checkpointable, link: Link) -> None:
         link.reserve(nbytes)
         return link
 
-    wrapped._links.take = take
-    wrapped._links.give_back = lambda link: None
+    for part in vars(wrapped).values():
+        if isinstance(part, LinkPool):
+            part.take = take  # type: ignore[method-assign]
+            part.give_back = lambda link: None  # type: ignore[method-assign]
 
 
 class Lane:

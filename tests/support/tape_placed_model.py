@@ -116,7 +116,7 @@ class Placed(ModuleProxy):
 
 def runner_of(model: Any) -> PlacedRunner:
     """What runs the steps of `model`."""
-    return model.runner  # type: ignore[no-any-return]
+    return vars(model).get("_placed") or model.runner  # type: ignore[no-any-return]
 
 
 def force(model: Any, optimizers: Any, share: float, host: bool = False, updates: str = "after") -> None:

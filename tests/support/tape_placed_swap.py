@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import rotoff
 from tape_placed_model import Placed, force
+
+import rotoff
 
 rotoff.Checkpointable = Placed  # type: ignore[assignment,misc]
 

@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 from models import fresh, same
+from step_by_step import works
 from torch import nn
 
 import rotoff
@@ -34,7 +35,7 @@ def test_it_trains_as_the_plain_model_at_the_smallest_limit() -> None:
     model, _ = fresh("residual")
     x = batch()
     planned = rotoff.attach(model, 2**40)
-    planned.measure(x, repeats=1)
+    planned.measure(x)
     planned.compute_sequence(smallest(planned), refine=False)
     assert same(gradients(model, x), gradients(plain, x))
     assert any(op.kind.value in ("F_ck", "offload") for op in planned.sequence)
@@ -89,7 +90,7 @@ def test_what_was_measured_is_not_measured_again() -> None:
 
     model, x = Branching(), torch.randn(8, 16)
     planned = rotoff.attach(model, "1 GiB")
-    profile = planned.measure(x, repeats=1).profile
+    profile = planned.measure(x).profile
     for _ in range(2):
         model(x).sum().backward()
         assert planned.profile is profile
@@ -99,7 +100,7 @@ def test_hooks_of_the_model_run_once_for_each_call() -> None:
     model, batch = fresh("residual")
     x, calls = batch(), []
     planned = rotoff.attach(model, 2**40)
-    planned.measure(x, repeats=1)
+    planned.measure(x)
     model.register_forward_hook(lambda *_: calls.append("forward"))
     for limit in (2**40, smallest(planned)):  # the plain model, and a planned step
         planned.compute_sequence(limit, refine=False)
@@ -148,11 +149,11 @@ def test_a_forward_that_calls_itself() -> None:
     plain = Recurrent()
     model = copy.deepcopy(plain)
     x = torch.randn(64, 16)
-    planned = rotoff.attach(model, "1 GiB").measure(x, repeats=1)
+    planned = rotoff.attach(model, "1 GiB").measure(x)
     planned.compute_sequence(smallest(planned), refine=False)
-    assert not planned._plan.keeps_all
+    assert works(planned.sequence)
     assert same(gradients(model, x), gradients(plain, x))
-    assert len(list(planned._specializations)) == 1
+    assert len(planned.plans()) == 1
 
 
 def test_what_is_attached_is_not_planned_by_another() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 import rotoff
 from rotoff.cli import main
 from rotoff.errors import InfeasibleError, OptionError
-from rotoff.tools.largest import _searched
+from rotoff.tools.size_search import searched
 
 WIDTH = 64
 SMALL = rotoff.Device("small", 2**24, 1e10, {"float32": 1e10}, 1e9, 1e9)
@@ -102,7 +102,7 @@ def test_the_search_ends_beside_the_largest_for_any_shape_of_what_is_left(power:
             left = (largest + 0.5) ** power - n**power if power else 0.5 - (n > largest)
             return SimpleNamespace(works=left >= 0, margins={"bytes": left})
 
-        tried = _searched(ask, last)
+        tried = searched(ask, last)
         assert len(asked) == len(set(asked)) <= 3 * math.log2(last + 1) + 3
         low = max((n for n in tried if tried[n].works), default=0)
         assert low == min(largest, last)
@@ -212,7 +212,7 @@ class Asks(nn.Module):
 def test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again() -> None:
     chain = rotoff.estimate(Asks(), torch.randn(8, 16))
     assert len(chain) == 3
-    model = rotoff.Checkpointable(Asks(), cache_directory=None).measure(torch.randn(256, 16), repeats=1)
+    model = rotoff.Checkpointable(Asks(), cache_directory=None).measure(torch.randn(256, 16))
     model.compute_sequence(model.min_mem_limit("remat"), mode="remat", refine=False)
     plain = Asks()
     plain.load_state_dict(model.state_dict())

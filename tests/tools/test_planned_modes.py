@@ -187,7 +187,7 @@ class OneDict(Named):
 def test_one_dict_is_the_named_arguments_or_the_argument_that_the_model_takes(kind: type[nn.Module]) -> None:
     model, batch = kind(), {"inputs": torch.randn(8, 16), "targets": torch.randn(8, 16)}
     assert rotoff.plan(model, batch, modes="remat").fits
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch)
     wrapped.compute_sequence(wrapped.keep_all_memory)
     (wrapped(**batch) if kind is Named else wrapped(batch)).backward()
     assert len(wrapped.plans()) == 1

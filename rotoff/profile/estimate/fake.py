@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_map
 
 from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
-from ...tensors.recipe import QUERIES
 from ...tensors.storage import pieces, rounded, uses_of
 from ...tensors.tree import leaves
 from ..memory.allocator import Allocation, AllocationLog
-from .fake_kernels import FakeKernels
+from .fake_kernels import QUERIES, FakeKernels
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -70,8 +69,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
         return found
     if tensor.layout != torch.strided:
         raise MeasureError(f"a tensor of layout {tensor.layout} cannot be estimated; use strided tensors")
-    with mode, torch.no_grad():
-        result = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    result: torch.Tensor = FakeTensor(mode, shape, _CPU)
     if isinstance(tensor, nn.Parameter):
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)
     else:
@@ -205,7 +204,7 @@ def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:
     outputs = result if isinstance(result, (tuple, list)) and len(returns) > 1 else (result,)
     for returned, output in zip(returns, outputs, strict=True):
         if returned.alias_info is None:
-            yield from (leaf for leaf in leaves(output) if isinstance(leaf, FakeTensor))
+            yield from (leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor))
 
 
 def _accumulated(args: Any) -> torch.Tensor | None:

@@ -19,7 +19,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from ...tensors.eager_mode import EagerMode
-from ...tensors.recipe import QUERIES
 from ...tensors.tree import leaves
 
 _aten = torch.ops.aten
@@ -28,22 +27,56 @@ _Output = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int | None, 
 Answer = tuple[type | None, tuple[int | _Output, ...]]  # an output that is an argument is its number
 _PLAIN = {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+SMALL = 2**16  # elements
+QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 class FakeKernels(EagerMode, FakeTensorMode):
-    """The mode of an estimate's fake tensors; it treats real tensors that a forward makes or closes over as fake ones,
-    too. cuda: whether they stand for tensors of a CUDA device."""
+    """The mode of an estimate's fake tensors. What a forward makes of numbers alone, such as positions and masks, is
+    real while it is small: a forward may look at it. Other real tensors are treated as fake ones.
+
+    cuda: whether they stand for tensors of a CUDA device.
+    """
 
     def __init__(self, cuda: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._cuda = cuda
         self._answers: dict[Any, Answer] = {}
+        self._unknown: dict[int, torch.UntypedStorage] = {}  # of real tensors that fake ones were written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUERIES:
             return args[0].device
         kwargs = kwargs or {}
+        if FakeTensor not in types:
+            return self._of_numbers(func, types, args, kwargs)
+        if func._schema.is_mutable:
+            self._forget(args, kwargs)
+        return self._dispatched(func, types, args, kwargs)
+
+    def _of_numbers(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result of an operation without fake tensors: a real one if all is small and known."""
+        given = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = torch.Tag.nondeterministic_seeded not in func.tags and all(
+            t.numel() <= SMALL and not t.requires_grad and t.untyped_storage()._cdata not in self._unknown
+            for t in given
+        )
+        if known and given and not _CONTENTS.isdisjoint(func.tags):
+            return func(*args, **kwargs)
+        result = self._dispatched(func, types, args, kwargs)
+        if known and all(t.numel() <= SMALL for t in leaves(result) if isinstance(t, torch.Tensor)):
+            return func(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._forget(args, kwargs)
+        return result
+
+    def _forget(self, args: Any, kwargs: Any) -> None:
+        for t in leaves((args, kwargs)):
+            if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor):
+                self._unknown[t.untyped_storage()._cdata] = t.untyped_storage()
+
+    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         try:
             key = func, torch.get_default_dtype(), self._described(args), self._described(tuple(kwargs.items()))
             answer = self._answers.get(key)

@@ -6,8 +6,10 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +17,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...accelerator import BLOCK, named
+from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
-from ...tape import tape as twin
 from ...tape.contents import Content, Slot, is_plain
-from ...tape.tape import Known
+from ...tape.operators import tensors_of
+from ...tape.tape import Known, Operation
 from ...tensors.tree import tensor_leaves
 from ..recorded_step import Event, RecordedStep
-from ..trace import Trace, trace_of
+from ..tape_chain import CALL
+from ..tape_groups import CAST
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
 from .devices import Device
@@ -33,36 +37,71 @@ from .roofline import Roofline
 _CPU = torch.device("cpu")  # of all fake tensors
 
 
-def backward_of_all(result: Any) -> None:
-    """Run the backward of all that a model returns, each part with a gradient of its own."""
+class _Loss(torch.autograd.Function):
+    """A loss of no bytes. Its backward makes a gradient for each of its inputs, which nothing else holds."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.made = [partial(torch.empty_strided, t.size(), t.stride(), dtype=t.dtype, device=t.device) for t in parts]
+        return parts[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return tuple(make().fill_(1) for make in ctx.made)
+
+
+def starts(result: Any, names: Sequence[str | int] = ()) -> list[torch.Tensor]:
+    """Return the tensors of what a model returns from which its backward starts: the outputs with these `names`, or
+    all.
+
+    Raises:
+        MeasureError: if one of them is missing, or needs no gradient.
+    """
     parts = [t for t in tensor_leaves(result) if t.requires_grad]
-    if parts:
-        torch.autograd.backward(parts, [torch.ones_like(t) for t in parts])
+    if not parts:
+        raise MeasureError(
+            "nothing in the model needs a gradient, so there is no backward to plan for; let some parameters be trained"
+            " (model.requires_grad_()), or run the model without rotoff"
+        )
+    if names:
+        parts = []
+    for name in names:
+        named = [t for t in tensor_leaves(output_named(result, name)) if t.requires_grad]
+        if not named:
+            raise MeasureError(
+                f"backward_from names {name!r}, which needs no gradient on this input; call the model as in training"
+                " (for example with labels), or name the output that the backward starts from"
+            )
+        parts += named
+    return parts
 
 
-def fake_trace(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: Device,
-    backward: Callable[[Any], object] = backward_of_all,
-) -> Trace:
-    """Return the trace of a step of `model` on `device`, without the device and without memory.
+def run_backward(parts: Iterable[torch.Tensor]) -> None:
+    """Run the backward from all of `parts`."""
+    loss = _Loss.apply(*parts)
+    torch.autograd.backward(loss, torch.empty_like(loss))
+
+
+def fake_step(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device, names: tuple[str | int, ...] = ()
+) -> FakeStep:
+    """Run a step of `model` on `device`, without the device and without memory, and return it for `trace_of`.
 
     Bytes are those of a recorded step, except for what kernels take for themselves, of which `cpu_temporaries` knows a
     part. Seconds are those of the data sheet.
 
     Args:
         model, args, kwargs: of real, meta or fake tensors, on any device; they stay as they are.
-        backward: runs the backward of what the model returns.
+        names: of the outputs from which the backward starts.
 
     Raises:
-        MeasureError: if the forward depends on the contents of its tensors, or cannot run on fake ones.
+        MeasureError: if the forward depends on the contents of its tensors, or cannot run on fake ones; and as for
+            `starts`.
     """
     cuda = device.capability is not None
     mode = FakeKernels(cuda)
     log = _Log(device)
-    with _CPU, cuda_variants(device), _fakes_are_plain():
+    with _CPU, cuda_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
         step = FakeStep(copied, mode, log)
@@ -72,28 +111,23 @@ def fake_trace(
             with mode, log:
                 with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
                     result = copied(*args, **kwargs)
-                backward(result)
+                parts = starts(result, names)
+                if any(isinstance(name, LossAlone) for name in names):
+                    del result
+                run_backward(parts)
         except MeasureError:
             raise
         except Exception as error:  # a model may do anything
-            raise MeasureError(f"the model cannot run on fake tensors: {type(error).__name__}: {error}") from error
+            raise MeasureError(
+                f"the model cannot run on fake tensors: {type(error).__name__}: {error}; check that model(*sample) runs"
+                " by itself, and that its forward does not depend on what its tensors hold"
+            ) from error
         finally:
             step.stop()
     for op in step.operations:
         for content in (*op.made, *op.written()):
             content.nbytes = log.rounded(content.nbytes)
-    return trace_of(step)
-
-
-@contextmanager
-def _fakes_are_plain() -> Iterator[None]:
-    """Tapes note fake tensors as they note plain ones."""
-    before = twin.is_plain
-    twin.is_plain = lambda t: is_plain(t) or (type(t) is FakeTensor and t.layout is torch.strided)
-    try:
-        yield
-    finally:
-        twin.is_plain = before
+    return step
 
 
 class _Log(FakeAllocator):
@@ -137,12 +171,55 @@ class _Nowhere(Spill):
 
 
 class FakeStep(RecordedStep):
-    """A recorded step of fake tensors: nothing is copied, verified or timed."""
+    """A recorded step of fake tensors: nothing is copied, verified or timed.
+
+    reads: numbers of operations, and ids of parameters that they, or views right before them, read. kept: positions at
+    which autograd has saved parameters, and ids. cast_again: ids of parameters whose cast several operations read.
+    """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
+        self.model = model
+        self.reads: set[tuple[int, int]] = set()
+        self.kept: set[tuple[int, int]] = set()
         self._mode, self._births = mode, log
         self._spill = _Nowhere()
+        self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
+        self._casts: dict[Content, int] = {}
+        self._uses: Counter[Content] = Counter()  # of casts
+
+    @staticmethod
+    def plain(t: torch.Tensor) -> bool:
+        return is_plain(t) or (type(t) is FakeTensor and t.layout is torch.strided)
+
+    @property
+    def cast_again(self) -> set[int]:
+        return {self._casts[content] for content, uses in self._uses.items() if uses > 1}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for t in tensors_of(args, kwargs or {}):
+            if self.plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
+                self.reads.add((len(self.operations), key))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def trust(self, op: Operation, new: Iterable[Content]) -> None:
+        new = list(new)
+        super().trust(op, new)
+        for content in op.contents():
+            if content in self._casts:
+                self._uses[content] += 1
+            key = None if content.held is None else self._own.get(content.held._cdata)
+            if key is not None and op.operator._schema.name == CAST:
+                self._casts |= dict.fromkeys(new, key)
+
+    def pack(self, t: torch.Tensor) -> Any:
+        packed = super().pack(t)
+        of = isinstance(packed, Slot) and packed.reference is None and self._own.get(t.untyped_storage()._cdata)
+        if of:
+            self.kept.add((packed.at, of))
+        return packed
 
     def _start(self) -> None:
         pass
@@ -157,13 +234,18 @@ class FakeStep(RecordedStep):
         super().saved(slot, storage)
         assert slot.reference is not None
         self._away.setdefault(slot.reference.content, self._spill.put(storage))
+        self._kept.clear()  # nothing is verified, so contents live as long as the model's code has them
+
+    def enter(self, stage: int) -> None:
+        super().enter(stage)
+        self._borders = []
 
     def _verify(self) -> None:
         self.known.sure.update(self._new)
 
     def _operation(self, *given: Any) -> Any:
         op = super()._operation(*given)
-        if op.state is not None:
+        if op.state is not None and self.device.type == "cpu":
             self._births.note(op.state.untyped_storage())
         return op
 
@@ -175,7 +257,7 @@ class FakeStep(RecordedStep):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._births.take_seconds()
         out = super().call(func, args, kwargs)
-        self._last = self._births.take_seconds()
+        self._last = max(0.0, self._births.take_seconds() - CALL)  # which a chain adds for each operation
         return out
 
     def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:

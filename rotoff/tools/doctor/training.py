@@ -37,7 +37,6 @@ def measured(small: SmallModel) -> Finding:
     planned = small.planned
     seconds = time.perf_counter() - start
     least, most = planned.min_mem_limit(), planned.keep_all_memory
-    host_bound = sum(planned.profile.host_bound)
     chain = planned.chain
     link = {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex}
     figures = {
@@ -49,15 +48,11 @@ def measured(small: SmallModel) -> Finding:
         "keep_all_bytes": most,
         "keep_all_time": planned.profile.chain.compute_time,
         "bandwidth": link,
-        "host_bound_stages": host_bound,
     }
     said = (
         f"{len(planned.chain)} stages measured in {seconds:.1f} s; a step takes {format_bytes(most)}, at the least"
         f" {format_bytes(least)}"
     )
-    if host_bound:
-        more = f"{host_bound} stages wait for the host, so their times may be off: is the host busy?"
-        return Finding(ATTENTION, f"{said}; {more}", figures)
     return Finding(OK, said, figures)
 
 

@@ -1,0 +1,234 @@
+"""All processes of a group follow one plan, which covers what each of them recorded.
+
+Each process records its own step. The common chain has the largest of each cost. The first process plans; what a
+sequence holds it asks all of them, since each judges it on its own step. All processes must call these functions
+together. An error is exchanged like a result, so that none waits forever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, reduce
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch.distributed as dist
+
+from ..core.chain import Chain, Form, LinkRates, Stage
+from ..core.sequence import Sequence
+from ..errors import InfeasibleError, MeasureError
+from ..profile.tape_chain import TapeChain
+from ..profile.tape_profile import TapeProfile
+from ..runtime.execution_plan import compile_sequence
+from .distributed import from_everyone
+from .request import Request
+from .step_planner import StepPlan, least_limit, make_plan
+
+T = TypeVar("T")
+APART = (
+    "the processes of the group plan together: in compute_sequence once a step is recorded, in min_mem_limit, and in"
+    " the next training step; ask after that"
+)
+
+
+def everywhere(here: bool, group: Any) -> bool:
+    """Whether it is so in all processes. group: None for this one alone."""
+    return here if group is None else all(from_everyone(lambda: here, "plan", group))
+
+
+def together(run: Callable[[], T], group: Any) -> T:
+    """Return this process's result of `run`, a step that is recorded, once it has succeeded in all processes.
+
+    Raises:
+        MeasureError: if it raises in another process. Whatever it raises here.
+    """
+    if group is None:
+        return run()
+    found: list[T] = []
+    from_everyone(lambda: found.append(run()), "measure the model", group)
+    return found[0]
+
+
+def agree_on_rates(measure: Callable[[], LinkRates], group: Any) -> LinkRates:
+    """Return the smallest rates of any process's link, measured while all of them copy, as they do in training."""
+    if group is None:
+        return measure()
+    everywhere(True, group)
+    return reduce(LinkRates.at_most, from_everyone(measure, "measure the link", group))
+
+
+@dataclass(frozen=True, eq=False)
+class CommonChain(TapeChain):
+    """The largest costs of all processes; the contents are those of this one.
+
+    own: this process's chain. number: of the chain among those of the profile.
+    """
+
+    own: TapeChain
+    number: int
+    group: Any
+
+    def levels(self, sequence: Sequence) -> list[int]:
+        """Return the most bytes that each operation holds in any process. The first process asks; the others answer
+        in `decided`."""
+        self.own.levels(sequence)  # if it is refused here, nobody is asked
+        _tell(self.group, ("levels", self.number, sequence.to_dict()))
+        return self.common_levels(sequence)
+
+    def common_levels(self, sequence: Sequence) -> list[int]:
+        def levels() -> list[int]:
+            return self.own.levels(sequence)
+
+        return [max(one) for one in zip(*from_everyone(levels, "judge a plan", self.group), strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class CommonProfile(TapeProfile):
+    """This process's profile, for plans that hold in all processes of `group`.
+
+    costs: of each chain, the largest of all processes. plain: the most bytes of the model as it is, and between its
+    forward and its backward.
+    """
+
+    group: Any = None
+    costs: tuple[Chain, ...] = ()
+    plain: tuple[int, int] = (0, 0)
+    own: list[TapeChain] = field(default_factory=list)
+
+    @cached_property
+    def chains(self) -> list[TapeChain]:
+        return [
+            CommonChain(
+                **{part.name: getattr(own, part.name) for part in fields(TapeChain) if part.name != "chain"},
+                chain=costs,
+                own=own,
+                number=number,
+                group=self.group,
+            )
+            for number, (own, costs) in enumerate(zip(self.own, self.costs, strict=False))
+        ]
+
+    def keep_all_bytes(self, in_flight: int = 1) -> int:
+        return self.plain[0] + (in_flight - 1) * self.plain[1]
+
+
+def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
+    """Return the profile with the costs of all processes; `profile` itself without a group.
+
+    Raises:
+        MeasureError: if the processes have different numbers of stages.
+    """
+    if group is None:
+        return profile
+    trace = profile.trace
+    course = crc32(repr([(op.module, op.at) for op in trace.ran]).encode())
+    told = from_everyone(lambda: (course, profile.batch_bytes, profile.chains[0].layout.begins), "plan", group)
+    same = all(other == told[0][0] for other, _, _ in told)
+    begins = told[0][2] if same else profile.begins  # cuts depend on bytes, and batches may be unequal
+    here = {one.name: getattr(profile, one.name) for one in fields(TapeProfile)}
+    here |= {"batch_bytes": max(nbytes for _, nbytes, _ in told), "begins": begins}
+    own = TapeProfile(**here).chains
+    plain = trace.plain_bytes(), trace.plain_resting()
+    everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
+    counts = [len(chains[0]) for chains, _ in everyone]
+    if len(set(counts)) > 1:
+        raise MeasureError(
+            f"the processes of the group have different numbers of stages ({', '.join(map(str, counts))}), and one plan"
+            " cannot be for all; give all of them the same model and inputs of the same kind, or name the stages by"
+            " stages="
+        )
+    costs = [_largest(several) for several in zip(*(chains for chains, _ in everyone), strict=False)]
+    most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)
+    return CommonProfile(**here, group=group, costs=tuple(costs), plain=most, own=own)
+
+
+def _largest(chains: Several[Chain]) -> Chain:
+    """Return the chain with the largest costs of all."""
+    stages = zip(*(chain.stages for chain in chains), strict=True)
+    names = "input_bytes", "input_grad_bytes"
+    return replace(chains[0], stages=tuple(map(_largest_stage, stages)), **_most(chains, names))
+
+
+def _largest_stage(stages: Several[Stage]) -> Stage:
+    forms = zip(*(stage.forms for stage in stages), strict=False)  # those that all have
+    names = [one.name for one in fields(Stage) if one.name not in ("name", "forms", "extra", "tail_time")]
+    parts = [one.name for one in fields(Form) if one.name != "extra"]
+    return replace(
+        stages[0],
+        tail_time=min(stage.tail_time for stage in stages),
+        forms=tuple(Form(**_most(several, parts)) for several in forms),
+        **_most(stages, names),
+    )
+
+
+def _most(of: Several[Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: max(getattr(one, name) for one in of) for name in names}
+
+
+def agree_on_plan(profile: TapeProfile, request: Request, near: Iterable[Sequence], room: int | None) -> StepPlan:
+    """Return the first process's plan; by `make_plan` without a group.
+
+    Raises:
+        InfeasibleError: in all processes, if nothing fits. MeasureError: if the first process fails otherwise.
+    """
+    if not isinstance(profile, CommonProfile):
+        return make_plan(profile, request, near, room)
+
+    def decide() -> tuple[Any, ...]:
+        plan = make_plan(profile, request, near, room)
+        number = profile.chains.index(plan.found)
+        return number, plan.sequence.to_dict(), plan.execution.keeps_all, plan.levels, plan.peak
+
+    number, told, keeps_all, levels, peak = decided(decide, profile)
+    found, sequence = profile.chains[number], Sequence.from_dict(told)
+    execution = compile_sequence(found.chain, sequence, in_flight=request.in_flight)
+    return StepPlan(profile, found, replace(execution, keeps_all=keeps_all), levels, peak)
+
+
+def agree_on_least(profile: TapeProfile, request: Request) -> int:
+    """Return the smallest limit that a request can have in all processes."""
+
+    def decide() -> int:
+        return least_limit(profile, request)
+
+    return decided(decide, profile) if isinstance(profile, CommonProfile) else decide()
+
+
+def decided(decide: Callable[[], T], profile: CommonProfile) -> T:
+    """Return the first process's result of `decide`, which asks all processes for the levels of sequences. Only one
+    process solves, since the result of a timed search may vary."""
+    group = profile.group
+    if dist.get_rank(group) == 0:
+        try:
+            found = decide()
+        except InfeasibleError as error:
+            _tell(group, ("infeasible", str(error), error.min_mem_limit))
+            raise
+        except BaseException as error:
+            _tell(group, ("failed", repr(error)))
+            raise
+        _tell(group, ("found", found))
+        return found
+    while True:
+        kind, *told = _tell(group, None)
+        if kind == "found":
+            return told[0]
+        if kind == "infeasible":
+            raise InfeasibleError(*told)
+        if kind == "failed":
+            raise MeasureError(f"the first process of the group could not plan: {told[0]}")
+        chain = profile.chains[told[0]]
+        assert isinstance(chain, CommonChain)
+        try:
+            chain.common_levels(Sequence.from_dict(told[1]))
+        except Exception:  # the first process fails too, and says so
+            continue
+
+
+def _tell(group: Any, told: Any) -> Any:
+    """Return what the first process tells."""
+    box = [told]
+    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]

@@ -1,0 +1,78 @@
+"""How an estimate grows with the batch: everything is on the line through its values at two batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..tape_profile import TapeProfile
+from ..trace import Event, Made, Ran, Trace
+from .estimate import Estimate
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A profile at a batch of `batch`, and `larger`, one of the same operations at a batch of `count`."""
+
+    profile: TapeProfile
+    batch: int
+    larger: TapeProfile
+    count: int
+
+    @classmethod
+    def of(cls, profile: TapeProfile, batch: int, larger: TapeProfile, count: int) -> Growth | None:
+        """The growth; None if the operations or the stages are others at `count`."""
+        if _shape(profile.trace) != _shape(larger.trace):
+            return None
+        larger = replace(larger, begins=profile.chains[0].layout.begins)
+        forms = ([len(stage.forms) for stage in one.chain.stages] for one in (profile, larger))
+        return cls(profile, batch, larger, count) if next(forms) == next(forms) else None
+
+    @property
+    def moving(self) -> Growth:
+        """This for steps whose gradients are those of groups of parameters."""
+        assert isinstance(self.profile, Estimate) and isinstance(self.larger, Estimate)
+        return replace(self, profile=self.profile.moving, larger=self.larger.moving)
+
+    def at(self, count: int) -> TapeProfile:
+        """The profile at a batch of `count`."""
+        share = (count - self.batch) / (self.count - self.batch)
+        one, other = self.profile, self.larger
+        trace, batch = _between(one.trace, other.trace, share), _on(one.batch_bytes, other.batch_bytes, share)
+        return replace(other, trace=trace, batch_bytes=batch)
+
+
+def _shape(trace: Trace) -> object:
+    """What is the same at all batches."""
+    made = [(one.op, one.out, one.dies, one.later) for one in trace.made]
+    ran = [(op.reads, op.writes, op.makes, op.at) for op in trace.ran]
+    return made, ran, trace.saved, [(event.size > 0, event.freed, event.reads) for event in trace.backward]
+
+
+def _between(one: Trace, other: Trace, share: float) -> Trace:
+    def made(a: Made, b: Made) -> Made:
+        return replace(a, nbytes=_on(a.nbytes, b.nbytes, share))
+
+    def ran(a: Ran, b: Ran) -> Ran:
+        peak, copies = _on(a.peak, b.peak, share), _on(a.copies, b.copies, share)
+        return replace(a, peak=peak, copies=copies, seconds=_seconds(a.seconds, b.seconds, share))
+
+    def event(a: Event, b: Event) -> Event:
+        size = _on(abs(a.size), abs(b.size), share)
+        return replace(a, size=size if a.size > 0 else -size, seconds=_seconds(a.seconds, b.seconds, share))
+
+    return replace(
+        one,
+        made=tuple(map(made, one.made, other.made)),
+        ran=tuple(map(ran, one.ran, other.ran)),
+        backward=tuple(map(event, one.backward, other.backward)),
+        beside=_on(one.beside, other.beside, share),
+        states=_on(one.states, other.states, share),
+    )
+
+
+def _on(a: int, b: int, share: float) -> int:
+    return max(0, round(a + share * (b - a)))
+
+
+def _seconds(a: float, b: float, share: float) -> float:
+    return max(0.0, a + share * (b - a))
