@@ -41,7 +41,7 @@ from placed_loops import (
     result,
     usual,
 )
-from tape_placed_model import force, runner_of
+from forced_plans import force, runner_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
