@@ -21,12 +21,12 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
-from ..tensors.modules import compiled
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot
 from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
+from ..tensors.modules import compiled
 
 MARK = "rotoff::"
 END = "end"
