@@ -194,10 +194,12 @@ class PlacedRunner:
         course = self.courses.get(key)
         if course is not None and course.strayed < PATIENCE:
             return course
-        recording = self.recordings.get(key)
-        if recording is None or course is not None or self.request is None:
+        if self.request is None:
             return None
         read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
+        recording = self.recordings.get(key)
+        if recording is None or course is not None:
+            return None
         ways = self._ways(recording)
         if ways[0].whole <= self.request.mem_limit:
             chain = ways[0].found.chain
