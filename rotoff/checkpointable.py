@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,42 +22,45 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
 from .capture import strategy
-from .core.backward_from import BackwardFrom
+from .capture.backward_roots import BackwardStarts
+from .capture.undo import undone
+from .checkpointable import refuse_planned
+from .core.backward_from import BackwardFrom, read_backward_from
 from .core.chain import Chain
 from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import is_auto, parse_bytes
-from .errors import ExecutionError, MeasureError, OptionError
+from .errors import MeasureError, OptionError
 from .io.cache import Cache
+from .io.progress import Bar
 from .module_proxy import ModuleProxy
-from .planning.course_meter import device_of
+from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
-from .planning.measured_courses import PlannedSize
-from .planning.memory_account import expected_levels, reported_bytes
 from .planning.options import Options, check_flag, check_module, read_device
-from .planning.placed import PlacedPlanner, read_optimizers
-from .planning.planner import least_limit, plan_everything
 from .planning.request import Request, check_limits, check_options
-from .planning.specialization import Specialization
-from .planning.specializations import Specializations
-from .planning.step_runner import StepRunner
-from .profile.measure import Progress
-from .profile.profile import Profile
-from .profile.selective.variants import Forms
-from .profile.timing.convergence import Repeats
+from .planning.signatures import constants
+from .planning.step_courses import Course, PlannedSize, StepRunner
+from .planning.step_planner import StepPlan
+from .planning.tape_placed_planner import read_optimizers
+from .planning.tape_placed_runner import PlacedRunner
+from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
 from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
-from .runtime.placed.lending import all_on, settle_buffers
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
+from .tensors.buffers import BufferCopies, buffers_of
+from .tensors.rng import Generators
+from .tensors.tree import tensor_leaves
 
 logger = logging.getLogger("rotoff")
 # The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.
 ATTACHED = "_rotoff_attachment"
+REPEATS = 2  # steps that are recorded on a sample; the first one also pays for what happens once
+Progress = Callable[[int, int, str], object]
 
 
 class Checkpointable(RotorNames, ModuleProxy):
@@ -84,21 +87,10 @@ class Checkpointable(RotorNames, ModuleProxy):
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
             of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
             them raises an error. None: any.
-        offload_dtype: ``torch.float16`` or ``torch.bfloat16``: the dtype of offloaded float32 values on the link and
-            on the host. *Lossy*: gradients are no longer those of the plain model (float16 also overflows above
-            65504). CUDA only; takes 40 MiB of the limit. None, the default: offload them unchanged.
         cache_directory: where plans and profiles are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
-        forms: whether plans may keep a part of what a stage saves and recompute the rest. Names of operations, such as
-            ``["addmm", "bmm"]``: their results are always kept. A function of an
-            `rotoff.profile.selective.variants.Operation`: True if its results are always kept, False if never, None if
-            the planner decides.
-        interpolate: whether to plan inputs of new sizes from measurements at other sizes, if these suffice
-            (`rotoff.profile.between_sizes`). Otherwise each new size is measured, which takes as long as several steps.
-        conv_algorithms: "any": plans may run a stage's convolutions by other CUDA algorithms than those of
-            ``torch.backends.cudnn``; they are slower and take less workspace. Gradients are then *not bit for bit*
-            those of the plain model. No effect on a CPU. "plain", the default: never.
+        forms: whether plans may keep a part of what a stage saves and recompute the rest.
         device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
             None: where the parameters are.
 
@@ -108,7 +100,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     """
 
     _own = frozenset(
-        {"_options", "_check", "_group", "_cache", "_links", "_specializations", "_steps", "_warned", "_shown"}
+        {"_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"}
     )
 
     def __init__(
@@ -120,11 +112,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         process_group: Any = None,
         stages: strategy.StagesOption = None,
         backward_from: BackwardFrom = None,
-        offload_dtype: torch.dtype | None = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,
-        forms: Forms = True,
-        interpolate: bool = True,
-        conv_algorithms: str = "plain",
+        forms: bool = True,
         device: torch.device | str | int | None = None,
     ) -> None:
         check_module(model)
@@ -134,9 +123,6 @@ class Checkpointable(RotorNames, ModuleProxy):
             stages=stages,
             backward_from=backward_from,
             forms=forms,
-            conv_algorithms=conv_algorithms,
-            interpolate=interpolate,
-            offload_dtype=offload_dtype,
             host_directory=host_directory,
             cache_directory=cache_directory,
             device=read_device(device),
@@ -150,23 +136,22 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _begin(self) -> None:
         """Create the state that copies do not share: threads, files, measurements and plans."""
         self._cache = Cache.of(self._options.cache_directory)
-        self._links = LinkPool(self._options.host_directory, self._options.offload_dtype)
-        self._specializations = Specializations(self, self._model, self._options, self._links, self._group, self._cache)
-        self._steps = StepRunner(self._specializations, self._links, self._options, self._check)
+        self._links = LinkPool(self._options.host_directory)
+        self._plain: Callable[..., Any] | None = None  # runs the unplanned model, if calling it does not
+        self._steps = StepRunner(self._model, self._options, self._links, self._check, self._group)
+        self._placed: PlacedRunner | None = None  # runs the steps, if there is a `device_limit`
         self._warned: set[str] = set()
-        self._shown: tuple[ExecutionPlan, Sequence] | None = None
+        self._shown: tuple[Any, Sequence] | None = None
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_specializations", "_steps", "_shown")
+        own = ("_cache", "_links", "_steps", "_placed", "_shown", "_plain")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
-        request = self._specializations.request
-        if request is not None and request.planner is not None:
-            request = None  # it holds the optimizer of this model, not of the copy
+        request = self._steps.request
         return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -175,44 +160,97 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._group = _group(self._group) if self._group is True else self._group
         self._begin()
         if asked is not None:
-            self._specializations.request = replace(asked, cache=self._cache)
-
-    @property
-    def _plain(self) -> Callable[..., Any] | None:
-        return self._specializations.meter.plain
-
-    @_plain.setter
-    def _plain(self, plain: Callable[..., Any]) -> None:
-        self._specializations.meter.plain = plain
+            self._steps.request = replace(asked, cache=self._cache)
 
     # -- planning
 
     def measure(
         self, *sample: Any, progress: Progress | bool | None = None, repeats: int | None = None, **kwargs: Any
     ) -> Checkpointable:
-        """Measure bytes and times of every stage on a sample batch; returns the module.
+        """Record a step on a sample batch: its bytes and times; returns the module.
 
-        At most one stage is held at a time. Gradients, buffers, generators and memory statistics are restored.
+        Nothing of it is left: gradients, buffers, generators and attributes are restored. What the step saves leaves
+        the device at once. A training forward with no measurement records itself, so a loop needs no call of this.
 
         Args:
             sample, kwargs: arguments of the model, on its device; a single dict holds named arguments.
-            progress: called with (stages done, total, next stage). None: a progress line on standard error, if that is
-                a terminal; False: no progress.
-            repeats: timed runs of each stage; their median is used. None: until the median is known to 2 %, at least 3
-                and at most 15 runs or a twentieth of a second more (always 5 among several processes).
+            progress: called with (steps recorded, of so many, "step"). None: a progress line on standard error, if that
+                is a terminal; False: no progress.
+            repeats: how many steps are recorded; each operation takes its shortest time. None: 2.
 
         Raises:
-            MeasureError: if the model cannot be measured on this input.
+            MeasureError: if the model cannot run on this input.
         """
 
         def sample_here() -> Any:
-            Repeats.read(repeats)  # raises for an invalid number
+            if repeats is not None and (isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1):
+                raise MeasureError(f"repeats is {repeats!r}; give a whole number of at least 1")
             given = strategy.read_sample(self._model, sample, kwargs)
             return strategy.chain_input(self._model, *given)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
-        self._specializations.measure(value, progress, repeats)
+        many = REPEATS if repeats is None else repeats
+        with Bar("measuring") as bar:
+            for n in range(many):
+                self._measured(value)
+                if callable(progress):
+                    progress(n + 1, many, "step")
+                elif progress is not False:
+                    bar((n + 1) / many)
         return self
+
+    def _measured(self, value: Any) -> None:
+        """Record a step on the input `value`, and restore all that it changes."""
+        args, kwargs = value
+        _refuse_lazy(self._model)
+        generators, buffers = (
+            Generators(self._steps.device_for(tensor_leaves(value))),
+            BufferCopies(buffers_of(self._model)),
+        )
+        states, before = generators.copies(), self._model.training
+        try:
+            with (
+                _as_they_are([*self._model.parameters(), *tensor_leaves(value)]),
+                undone(self._model),
+                torch.enable_grad(),
+            ):
+                if not before and any(p.requires_grad for p in self._model.parameters()):
+                    self._model.train()
+                self._recorded(args, kwargs)
+        except (MeasureError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            told = str(error).strip().splitlines()
+            raise MeasureError(
+                f"the model's step cannot be measured ({type(error).__name__}: {told[0] if told else ''}); check that"
+                " model(*sample) and its backward run by themselves"
+            ) from error
+        finally:
+            if not before:
+                self._model.train(before)
+            generators.put(states)
+            buffers.put_back()
+
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        device = self._options.device
+        if self._placed is None and all(p.device == device for p in self._model.parameters() if device is not None):
+            self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
+            return
+        placed = self._placed or PlacedRunner(self._model, (), None, self._options, self._links)
+        placed.record(args, kwargs, lambda result: _backward_of(self._starts(result)))
+        found = placed.recordings[placed.latest]
+        self._steps.take(placed.latest, Course(found.profile, constants((args, kwargs)), found.reads))
+        self._steps.known.sure |= placed.known.sure
+        self._steps.known.held |= placed.known.held
+        if placed is not self._placed:
+            placed.close()
+
+    def _starts(self, result: Any) -> list[torch.Tensor]:
+        """The outputs from which a backward starts."""
+        if names := read_backward_from(self._options.backward_from):
+            starts = BackwardStarts(names)
+            return [t for name in names for t in starts._named(result, name)]
+        return [t for t in tensor_leaves(result) if t.requires_grad]
 
     def compute_sequence(
         self,
@@ -260,8 +298,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         grouped, updates = self._group is not None, options.get("updates")
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
-        if self._steps.placement is not None:
-            self._steps.placement.gradients.refuse_before_step("compute_sequence")
+        if self._placed is not None and self._placed.placement is not None:
+            self._placed.placement.gradients.refuse_before_step("compute_sequence")
         if device_limit is not None:
             return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
 
@@ -270,33 +308,22 @@ class Checkpointable(RotorNames, ModuleProxy):
             return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        how = not self._check, self._specializations.lets_go, True, in_flight
+        how = not self._check, False, True, in_flight
         request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
-        self._measure_up_to(up_to, request)
-        return self._ask(request)
+        if (device := self._options.device) is not None:
+            self._model.to(device)
+        self._measure_up_to(up_to)
+        self._steps.ask(request)
+        if self._placed is not None:
+            self._placed.close()
+            self._placed = None
+        return self
 
-    def _free_memory(self) -> int:
-        """Return what steps may take where they run, once the model is there."""
-        device = self._options.device or device_of(self._model, None)
-        parameters = list(self._model.parameters())
-        held = (*parameters, *(p.grad for p in parameters if p.grad is not None), *self._model.buffers())
-        return max(free_memory(device) - sum(one.nbytes for one in held if one.device != device), 0)
-
-    def _measure_up_to(self, up_to: Any, request: Request) -> None:
+    def _measure_up_to(self, up_to: Any) -> None:
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
             args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
-            self._specializations.measure_up_to(strategy.chain_input(self._model, args, named), request)
-
-    def _ask(self, request: Request) -> Checkpointable:
-        """Plan for `request`, with the model moved to the option `device`, if given."""
-        self._specializations.meter.device = device = self._options.device
-        if device is not None:
-            settle_buffers(self._model, device)
-            self._model.to(device)
-        self._specializations.ask(request)
-        self._steps.unplace()
-        return self
+            self._measured(strategy.chain_input(self._model, args, named))
 
     def _place(
         self,
@@ -318,30 +345,25 @@ class Checkpointable(RotorNames, ModuleProxy):
                 "device_limit is for a single process; among several, shard the parameters with FSDP2 and its"
                 " CPUOffloadPolicy, and give a mem_limit"
             )
-        if self._options.offload_dtype is not None:
-            raise OptionError("offload_dtype needs a mem_limit; with a device_limit nothing is converted")
         optimizers = read_optimizers(optimizer, self._model)
-        if (placed := self._steps.placement) is not None and not placed.here:
-            placed.gradients.marks.remove()
-            self._steps.unplace(resident=False)  # by the process that this one was forked from
-        # a new one, since the optimizers may have changed
-        planner = PlacedPlanner(self._model, optimizers, self._specializations.update_times)
-        if self._specializations.meter.device is None:
-            self._specializations.meter.device = device_of(self._model, None)
-        request = Request(limit, mode, mem_slots, options, here=True, planner=planner)
-        self._measure_up_to(up_to, request)
-        self._specializations.ask(request)
-        plan = None if self._specializations.latest is None else self._specializations.latest.plan
-        if plan is None or plan.placed is None:
-            self._steps.unplace()
-            if plan is not None:
-                all_on(self._model, optimizers, self._specializations.meter.device)
-            if plan is None or options.get("updates") == "during":  # a step's closure may call the forward to plan
-                with suppress(ExecutionError):  # no place for a file; a plan that needs one says so
-                    self._steps.placement_for(optimizers)
-        else:
-            self._steps.placement_for(optimizers).begin(plan.placed)
+        self._measure_up_to(up_to)
+        self._steps.settle()
+        request = Request(limit, mode, mem_slots, options, here=True)
+        placed = PlacedRunner(self._model, optimizers, request, self._options, self._links, before=self._placed)
+        if self._placed is None:
+            placed.known = self._steps.known
+            placed.recordings = self._steps.recordings
+            placed.latest = next(reversed(placed.recordings), None)
+        placed.prepare()
+        self._placed, self._steps.request = placed, request
         return self
+
+    def _free_memory(self) -> int:
+        """Return what steps may take where they run, once the model is there."""
+        device = self._steps.device_for([])
+        parameters = list(self._model.parameters())
+        held = (*parameters, *(p.grad for p in parameters if p.grad is not None), *self._model.buffers())
+        return max(free_memory(device) - sum(one.nbytes for one in held if one.device != device), 0)
 
     def min_mem_limit(self, mode: str = "joint", in_flight: int = 1) -> int:
         """The smallest limit that `compute_sequence` accepts in `mode`, in bytes: it refuses one byte less.
@@ -360,149 +382,139 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         check_mode(mode)
         many = parse_in_flight(in_flight)
-        request = Request(
-            NO_LIMIT, mode, 50, {}, plain=not self._check, lets_go=self._specializations.lets_go, in_flight=many
-        )
-        return least_limit(self._specializations.timed(self._latest, together=True, forms=True).profile, request)
+        asked = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many)
+        self._steps.settle()
+        return agree_on_least(self._latest.profile, asked)
 
     # -- what is planned
 
     @property
-    def profile(self) -> Profile:
-        """The last measurement. If keeping everything fits, times and smaller forms are measured on first use, here or
-        elsewhere.
+    def profile(self) -> TapeProfile:
+        """What the last step that was recorded, or is planned, has shown.
 
         Raises:
-            MeasureError: if nothing has been measured, or only bytes in a group of processes.
+            MeasureError: if nothing has been measured.
         """
-        return self._timed.profile
+        return self._latest.profile
 
     @property
     def chain(self) -> Chain:
-        """The chain that the last plan was made for: without skip connections kept in place, and with the runtime's
-        overhead in its times. Without a plan, the chain measured last."""
-        plan = self._timed.plan
-        return self._latest.profile.chain if plan is None else plan.chain
+        """The chain that the last plan was made for. Without a plan, the chain measured last."""
+        if self._placed is not None and self._placed.chain is not None:
+            return self._placed.chain
+        return self._latest.profile.chain if self._steps.request is None else self._step_plan.chain
 
     @property
     def strategy(self) -> str:
-        """How the last measured model was cut into stages, as text."""
-        return self._latest.captured.strategy
+        """How the last measured step was cut into stages, as text."""
+        return self._latest.profile.strategy
 
     @property
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
-        plan = self._timed_plan
-        if self._shown is not None and self._shown[0] is plan:
-            return self._shown[1]
-        levels = expected_levels(self.profile, plan) if plan.placed is None else plan.placed.levels
-        peak = self.get_expected_memory()
-        self._shown = (
-            plan,
-            with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit, self.profile.chain.compute_time),
-        )
+        if self._placed is None:
+            plan: Any = self._step_plan
+            levels, peak, base = plan.levels, plan.peak, plan.profile.chain.compute_time
+        else:
+            plan, peak = self._placed_plan, self.get_expected_memory()
+            levels, base = self._placed.levels, self.chain.compute_time
+        if self._shown is None or self._shown[0] is not plan:
+            told = with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit, base)
+            self._shown = plan, told
         return self._shown[1]
 
     @property
-    def kept_skips(self) -> tuple[int, ...] | None:
-        """Numbers of the ``profile.skips`` that the plan keeps in place; None without a plan."""
-        plan = self._latest.plan
-        return None if plan is None else plan.kept
+    def _placed_plan(self) -> ExecutionPlan:
+        assert self._placed is not None
+        self._placed.plan_recorded()
+        if self._placed.latest not in self._placed.recordings:
+            raise MeasureError(
+                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
+            )
+        course = self._placed.planned(self._placed.latest)
+        if course is None:
+            raise MeasureError("the last step has no plan yet; its backward has to run")
+        return course.plan
 
     @property
     def mem_limit(self) -> int | None:
         """The requested limit in bytes, or None."""
-        request = self._specializations.request
+        request = self._steps.request
         return None if request is None or request.mem_limit >= NO_LIMIT else request.mem_limit
 
     @property
     def in_flight(self) -> int:
         """How many micro-batches share the limit."""
-        return 1 if self._specializations.request is None else self._specializations.request.in_flight
+        return 1 if self._steps.request is None else self._steps.request.in_flight
 
     @property
     def mem_slots(self) -> int | None:
         """The requested slots, or None."""
-        return None if self._specializations.request is None else self._specializations.request.mem_slots
+        return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> ExecutionPlan:
-        return self._plan_of(self._latest)
+    def _plan(self) -> Any:
+        return self._step_plan if self._placed is None else self._placed_plan
 
-    def _plan_of(self, course: Specialization) -> ExecutionPlan:
-        if (plan := course.plan) is None:
+    @property
+    def _step_plan(self) -> StepPlan:
+        latest = self._latest
+        if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
-        return plan
+        return self._steps.shown(latest)
 
     @property
-    def _timed(self) -> Specialization:
-        """The latest course, with times."""
-        return self._specializations.timed(self._latest)
-
-    @property
-    def _timed_plan(self) -> ExecutionPlan:
-        """The plan, with times."""
-        return self._plan_of(self._timed if self._latest.plan is not None else self._latest)
-
-    @property
-    def _latest(self) -> Specialization:
-        if self._specializations.latest is None:
+    def _latest(self) -> Course:
+        if (latest := self._steps.seen()) is None:
             raise MeasureError(
                 "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
             )
-        return self._specializations.latest
+        return latest
 
     def get_expected_makespan(self) -> float:
-        """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds for `chain` and `sequence`.
-
-        If keeping everything fits, stages are timed when this is first called."""
-        return self._timed_plan.trace.makespan
+        """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
+        return float(self._plan.trace.makespan)
 
     def get_expected_memory(self) -> int:
-        """Expected peak of the planned step in bytes, in the terms of the limit: the simulated peak, less bytes known
-        to be freed by then or to be charged to several values. If everything fits a `device_limit`, it is the plain
-        model's in a loop that sets gradients to None between steps."""
-        plan, request = self._plan, self._specializations.request
-        assert request is not None
-        return request.expected_bytes(self._latest.profile, plan)
+        """Expected peak of the planned step in bytes, in the terms of the limit."""
+        if self._placed is None:
+            return self._step_plan.peak
+        assert self._placed_plan and self._placed.expected_bytes is not None
+        return self._placed.expected_bytes
 
     def get_expected_host_memory(self) -> int:
         """Most bytes that the planned steps in flight keep on the host."""
-        placed = self._plan.placed
-        return self._plan.in_flight * self._plan.host_bytes + (0 if placed is None else placed.host_bytes)
+        if self._placed is None:
+            return self.in_flight * self._step_plan.execution.host_bytes
+        plan = self._placed_plan
+        return plan.host_bytes + (0 if plan.placed is None else plan.placed.host_bytes)
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the plain model
-        runs.
-
-        With `backward_from`, other outputs (logits) are counted as held through the backward, until the first backward
-        shows that your loop holds none: ``model(...).loss.backward()``.
-        """
-        request = self._specializations.request
-        if request is not None and isinstance(request.planner, PlacedPlanner):
-            return request.planner.keep_all_bytes(self._latest.profile)
-        profile = self._latest.profile
-        everything = plan_everything(profile, not self._check, self._specializations.lets_go, self.in_flight)
-        return reported_bytes(profile, everything)
+        """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the model runs as
+        it is."""
+        if self._placed is None:
+            return self._latest.profile.keep_all_bytes(self.in_flight)
+        assert self._placed_plan and self._placed.keep_all_bytes is not None
+        return self._placed.keep_all_bytes
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far: one row for each kind and size of input that a training step had.
 
         Use it if inputs vary, to see which sizes were measured, and the expected bytes and seconds of each.
         """
-        return self._specializations.plans()
+        return self._steps.plans() if self._placed is None else self._placed.plans()
 
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; in training mode, with gradients and a limit, run the step as planned."""
-        plain = self._specializations.meter.plain or self._model
+        plain = self._plain or self._model
         if torch.is_grad_enabled() and (self.training or self._is_frozen):
             if torch.compiler.is_compiling():
-                if self._specializations.request is not None:
+                if self._steps.request is not None:
                     return _left_alone(self, plain, args, kwargs)
-            elif self._specializations.request is None:
+            elif self._steps.request is None:
                 self._warn_once(
                     "rotoff: this Checkpointable trains as the plain model, since it has no limit; call"
                     " compute_sequence(mem_limit)"
@@ -513,17 +525,17 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        return self._steps.unplanned(plain, args, kwargs)
+        return plain(*args, **kwargs) if self._placed is None else self._placed.unplanned(plain, args, kwargs)
 
     @property
     def _is_frozen(self) -> bool:
         """Whether there is a limit and no parameter needs a gradient: its steps serve other models, in any mode."""
-        return self._specializations.request is not None and not any(p.requires_grad for p in self._model.parameters())
+        return self._steps.request is not None and not any(p.requires_grad for p in self._model.parameters())
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
         them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
-        return self._steps.streamed()
+        return nullcontext() if self._placed is None else self._placed.streamed()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -532,7 +544,14 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
-        return self._steps.forward(plain, strategy.chain_input(self._model, args, kwargs), args, kwargs)
+        args, kwargs = strategy.chain_input(self._model, args, kwargs)
+        if self._placed is None:
+            return self._steps.forward(plain, args, kwargs)
+        if self._steps.recording is not None:
+            raise OptionError(
+                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
+            )
+        return self._placed.forward(args, kwargs)
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
@@ -553,17 +572,45 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _use_links_of(self, other: Checkpointable) -> None:
         """Take links to the host from those of `other`, with the same options."""
-        self._links = self._specializations.meter.links = self._steps.links = other._links
+        self._links = self._steps.links = other._links
 
     def close(self) -> None:
-        """Release host memory, files and threads; the next step takes new ones. Parameters stay where they are."""
+        """Release host memory, files and threads; the next step takes new ones."""
+        self._steps.close()
         self._links.close()
-        self._steps.unplace(resident=False)
+        if self._placed is not None:
+            self._placed.close(resident=False)
 
 
 # Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor
 # replays. `torch.compiler.disable` is the public way, but imports the compiler at once, which takes a second.
 _left_alone = getattr(torch, "_disable_dynamo", torch.compiler.disable)(Checkpointable._planned)
+
+
+@contextmanager
+def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
+    """Give leaf tensors their gradients back at the end, and call no hook of theirs meanwhile."""
+    names = "grad", "_backward_hooks", "_post_accumulate_grad_hooks"
+    leaves = {id(t): t for t in tensors if t.is_leaf and t.requires_grad}.values()
+    before = [(t, name, getattr(t, name)) for t in leaves for name in names]
+    try:
+        for t, name, _ in before:
+            setattr(t, name, None)
+        yield
+    finally:
+        for t, name, had in before:
+            setattr(t, name, had)
+
+
+def _backward_of(roots: list[torch.Tensor]) -> None:
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+
+
+def _refuse_lazy(model: nn.Module) -> None:
+    """Raise MeasureError if a module gets its parameters in its first forward."""
+    if (name := strategy.lazy(model)) is not None:
+        raise MeasureError(f"{name!r} gets its shape in its first forward (a lazy module); run model(*sample) before")
 
 
 def refuse_planned(model: nn.Module) -> None:

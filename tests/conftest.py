@@ -62,8 +62,6 @@ def on_the_tape() -> None:
         if name.startswith("rotoff.") and vars(module).get("Checkpointable") is old:
             module.Checkpointable = new
     rotoff.Checkpointable = new
-    if torch.distributed.is_available():
-        rotoff.attach_schedule = import_module("rotoff.tools.tape_schedule").attach_schedule
 
 
 on_the_tape()

@@ -248,9 +248,7 @@ class StepRunner:
             bool(self.options.forms),
             recorded.shapes,
         )
-        common = common_profile(profile, self._group)
-        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
-        course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
+        course = self.take(recorded.key, Course(profile, recorded.hint, recorded.step.reading))
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         return course
@@ -264,6 +262,7 @@ class StepRunner:
             course = alike[0]
             course.profile, course.plan = course.profile.timed_by(profile.trace), None
             known.remove(course)
+        course.profile = common_profile(course.profile, self._group)
         known.insert(0, course)
         del known[OF_ONE_KIND:]
         for one in known:
@@ -277,9 +276,8 @@ class StepRunner:
     @property
     def recordings(self) -> dict[Any, RecordedProfile]:
         """What recorded steps have shown, by the signature of their inputs; the latest comes last."""
-        found = {
-            key: RecordedProfile(known[0].profile, known[0].reads) for key, known in self._courses.items() if known
-        }
+        first = {key: known[0] for key, known in self._courses.items() if known}
+        found = {key: RecordedProfile(course.profile, course.reads) for key, course in first.items()}
         last = next((key for key, known in self._courses.items() if self.latest in known), None)
         return found if last is None else {**{k: v for k, v in found.items() if k != last}, last: found[last]}
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from ..core.chain import Chain, Form, LinkRates, Stage
 from ..core.sequence import FORWARDS, OpKind, Sequence, Value
@@ -22,7 +23,7 @@ STAGES = 40  # by default; the solver takes seconds for 100
 CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
 COARSE = 12  # a model is cut into at least so many stages, however much they pass on
 FAR = 3  # contents that cross more borders than this stay on the device
-SHARES = (0.75, 0.5, 0.25)  # of what autograd saves, kept by the smaller forms
+FORMS = 4  # smaller ones of a stage, at most
 CALL = 3e-6  # seconds of Python and autograd for each operation
 
 
@@ -87,7 +88,7 @@ def _cuts(uses: _Uses, count: int) -> list[int]:
             continue
         cuts.append(best)
         last, since, best = best, after, 0
-    return [*cuts, best] if best else cuts
+    return [*cuts, best] if best and lowest <= since * CROSSING else cuts
 
 
 def _between(uses: _Uses, names: Collection[str]) -> list[int]:
@@ -297,6 +298,11 @@ def _key(trace: Trace, first: int, end: int, stage: int) -> int:
     return key
 
 
+def _slope(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
+    """Seconds that a byte less takes."""
+    return float((other[1] - one[1]) / (one[0] - other[0]))
+
+
 class StageRun:
     """The costs of one stage: operations `first` to `end`."""
 
@@ -319,11 +325,7 @@ class StageRun:
         transient = max(0, peak - size(self.whole) - grads - grads_before)
         kept, forms = [self.saved], []
         self.backward_peaks = [peak]
-        for share in SHARES if smaller else ():
-            part = self._kept(share)
-            if part == kept[-1] or not part:
-                continue
-            again = self._redo_seconds(self.saved - part)
+        for part, again in self._parts() if smaller else ():
             gone = size(self.whole) - size(part | self.handed)
             remade = self.again_peak(self.saved, part | self.handed)
             redone = max(transient + gone, remade - grads_before)
@@ -412,16 +414,26 @@ class StageRun:
             )
         return most
 
-    def _kept(self, share: float) -> set[int]:
-        """Return `share` of what autograd saves, without what is cheapest to make again for its bytes."""
-        made, ran = self.trace.made, self.trace.ran
-        inner = self.saved - self.handed
-        left, room = set(inner), self.trace.size(inner) * (1 - share)
-        for c in sorted(inner, key=lambda c: (ran[made[c].op].seconds / (made[c].nbytes + 1), c)):
-            if made[c].nbytes <= room and made[c].again:
-                left.discard(c)
-                room -= made[c].nbytes
-        return left | (self.saved & self.handed)
+    def _parts(self) -> list[tuple[set[int], float]]:
+        """Return what the smaller forms keep of what autograd saves, and the seconds to make the rest again.
+
+        What is cheapest to make again for its bytes is left out first. Of the parts that come about, those on the
+        convex hull of bytes and seconds are taken, without those next to the line through their neighbours.
+        """
+        made, left = self.trace.made, set(self.saved)
+        inner = [c for c in self.saved - self.handed if made[c].again and made[c].nbytes]
+        hull = [(self.trace.size(left), 0.0, set(left))]
+        for c in sorted(inner, key=lambda c: (self._redo_seconds({c}) / made[c].nbytes, c)):
+            left.discard(c)
+            size, seconds = self.trace.size(left), self._redo_seconds(self.saved - left)
+            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (size, seconds)):
+                hull.pop()
+            hull.append((size, seconds, set(left)))
+        while len(hull) > 1 + FORMS:
+            rows = zip(hull, hull[1:], hull[2:], strict=False)
+            bends = [(_slope(b, c) - _slope(a, b)) * (a[0] - c[0]) for a, b, c in rows]
+            del hull[bends.index(min(bends)) + 1]
+        return [(part, seconds) for _, seconds, part in hull[1:]]
 
     def _redo_seconds(self, gone: set[int]) -> float:
         there = (self.saved - gone) | self.handed

@@ -17,12 +17,8 @@ from ..checkpointable import Checkpointable
 from ..core.pipeline import SCHEDULES, Order, Task, most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, OptionError
-from ..planning.course_meter import device_of
 from ..planning.link_share import link_share
-from ..planning.memory_account import resting_memory, simulated_bytes
-from ..planning.planner import make_plan
-from ..planning.request import Request
-from ..runtime.execution_plan import ExecutionPlan
+from ..planning.step_planner import StepPlan
 from .attach import attach, attached, detach
 from .config import RotoffConfig, read_settings
 
@@ -75,7 +71,7 @@ def attach_schedule(
         raise
     for one in planned[1:]:  # else each stage would keep host memory for its own most in flight
         one._use_links_of(planned[0])
-    planned[0]._links.share = link_share(device_of(modules[0], ()), planned[0]._options.host_directory)
+    planned[0]._links.share = link_share(planned[0]._steps.device_for([]), planned[0]._options.host_directory)
     numbered = {stage.stage_index: one for stage, one in zip(stages, planned, strict=True)}
     _Sharing(numbered, order, stages[0].num_stages - 1, isinstance(schedule, Schedule1F1B))
     return planned
@@ -122,10 +118,10 @@ def _check_group(process_group: Any, pipeline: Any) -> None:
 
 
 class _Sharing:
-    """Plans the stages of one process together as soon as each has been measured.
+    """Plans the stages of one process together as soon as a step of each has been recorded.
 
-    Outputs and gradients that were sent count, too: PyTorch's schedules hold all of them to the end of a step, and
-    Schedule1F1B one of each.
+    Until then what they save leaves the device at once. Outputs and gradients that were sent count, too: PyTorch's
+    schedules hold all of them to the end of a step, and Schedule1F1B one of each.
     """
 
     def __init__(self, planned: dict[int, Checkpointable], order: Order, last: int, one_at_once: bool) -> None:
@@ -133,63 +129,61 @@ class _Sharing:
         self._hooks = [
             one._model.register_forward_pre_hook(self._plan_together, with_kwargs=True) for one in planned.values()
         ]
+        for one in planned.values():
+            one._steps.waits = True
 
     def _plan_together(self, _module: nn.Module, _args: Any, _kwargs: Any) -> None:
-        """A forward pre-hook: plan all stages once all have been measured."""
+        """A forward pre-hook: plan all stages once a step of each has been recorded."""
         if any(attached(one._model) is not one for one in self._planned.values()):
             self._end()
             return
-        if not torch.is_grad_enabled() or any(one._specializations.latest is None for one in self._planned.values()):
+        if not torch.is_grad_enabled():
             return
-        requests: dict[int, Request] = {}
-        for number, one in self._planned.items():
-            assert one._specializations.request is not None
-            requests[number] = one._specializations.request
+        steps = {number: one._steps for number, one in self._planned.items()}
+        for runner in steps.values():
+            runner.settle()
+        if any(runner.latest is None for runner in steps.values()):
+            return
+        requests = {number: runner.request for number, runner in steps.items() if runner.request is not None}
         asked, less = min(request.mem_limit for request in requests.values()), 0
-        plans = {number: one._plan for number, one in self._planned.items()}
-        for _ in range(_TRIES):
-            over = self._needed(plans) - asked
-            if over <= 0:
-                break
-            less = max(less + over, 2 * less)
-            plans = {
-                number: make_plan(
-                    one._specializations.timed(one._latest, together=True).profile,
-                    replace(requests[number], mem_limit=asked - less),
-                    one._group,
+        try:
+            for _ in range(_TRIES):
+                for number, runner in steps.items():
+                    runner.ask(replace(requests[number], mem_limit=asked - less))
+                over = self._needed({number: one._plan for number, one in self._planned.items()}) - asked
+                if over <= 0:
+                    break
+                less = max(less + over, 2 * less)
+            else:
+                raise InfeasibleError(
+                    f"no plans were found by which the stages {', '.join(map(str, steps))} of this process share"
+                    f" {format_bytes(asked)} ({asked} bytes); give about {format_bytes(asked + over)}"
+                    f" ({asked + over} bytes)",
+                    asked + over,
                 )
-                for number, one in self._planned.items()
-            }
-        else:
-            raise InfeasibleError(
-                f"no plans were found by which the stages {', '.join(map(str, plans))} of this process share"
-                f" {format_bytes(asked)} ({asked} bytes); give about {format_bytes(asked + over)}"
-                f" ({asked + over} bytes)",
-                asked + over,
-            )
-        for number, one in self._planned.items():
-            one._specializations.request = replace(requests[number], mem_limit=asked - less)
-            for course in one._specializations:
-                course.plan = None
-            one._latest.plan = plans[number]
+        except BaseException:
+            for number, runner in steps.items():
+                runner.request = requests[number]
+            raise
         self._end()
 
     def _end(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        for one in self._planned.values():
+            one._steps.waits = False
 
-    def _needed(self, plans: dict[int, ExecutionPlan]) -> int:
+    def _needed(self, plans: dict[int, StepPlan]) -> int:
         """The most bytes that these plans hold together at any time of the schedule."""
-        profiles = {number: one._latest.profile for number, one in self._planned.items()}
-        rest = {s: resting_memory(profiles[s], plan) for s, plan in plans.items()}
-        active = {s: simulated_bytes(profiles[s], replace(plan, in_flight=1)) for s, plan in plans.items()}
+        rest = {s: plan.resting for s, plan in plans.items()}
+        active = {s: plan.peak - (plan.execution.in_flight - 1) * rest[s] for s, plan in plans.items()}
         held = sent = most = 0
         for task in self._order:
             held -= rest[task.stage] if task.backward else 0
             most = max(most, held + sent + active[task.stage])
             held += 0 if task.backward else rest[task.stage]
             if task.backward:
-                chain = profiles[task.stage].chain
+                chain = plans[task.stage].chain
                 kept = self._one_at_once or task.stage != self._last  # in a variable, or as sent
                 onward = chain.output_bytes(len(chain)) if kept else 0
                 sent = chain.input_grad_bytes + onward + (0 if self._one_at_once else sent)

@@ -837,3 +837,54 @@ for odd in (
     row(f"from the third step on: {odd}", step=of_both, again=from_the_start, room=0.5)(
         type("Third", (FromTheThird,), {"odd": odd})
     )
+
+
+# -- what plans of calls could not follow: parameters that the forward changes, saved-tensor hooks of the model's own
+
+
+class Teacher(nn.Module):
+    """Changes a parameter without a gradient in its forward, in one of the ways to write to it."""
+
+    way: Callable[[Any, torch.Tensor], object]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x * self.mean.clone())
+        with torch.no_grad():
+            self.way(x)
+        return y
+
+
+CHANGED: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "itself": lambda net, x: net.mean.mul_(0.9),
+    "by its data": lambda net, x: net.mean.data.copy_(x.mean(0)),
+    "by new data": lambda net, x: setattr(net.mean, "data", x.mean(0)),
+    "by an item": lambda net, x: net.mean.__setitem__(0, net.mean[1] + 0.1),
+    "by foreach": lambda net, x: torch._foreach_mul_([net.mean], 0.9),
+    "by out=": lambda net, x: torch.mul(net.mean, 0.9, out=net.mean),
+}
+for name, way in CHANGED.items():
+    row(f"a parameter that the forward changes {name}", may_refuse="changes parameter")(
+        between(type("Teacher", (Teacher,), {"way": way}))
+    )
+
+
+@row("an embedding with max_norm", may_refuse="changes parameter")
+class Limited(Trunk):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(LENGTH, WIDTH, max_norm=0.5)
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        return x + torch.sin(self.embedding(torch.arange(LENGTH)) * x)
+
+
+@row("saved-tensor hooks of the model's own", may_refuse="saved-tensor hooks")
+class Rounds(Trunk):
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float()):
+            return torch.sin(x)

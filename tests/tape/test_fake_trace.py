@@ -26,11 +26,12 @@ from trunks import TABLE
 import rotoff
 from rotoff.core.chain import LinkRates
 from rotoff.profile.estimate.devices import find
-from rotoff.profile.estimate.fake_trace import backward_of_all, fake_trace
+from rotoff.profile.estimate.fake_trace import fake_step, run_backward, starts
 from rotoff.profile.recorded_step import RecordedStep
 from rotoff.profile.tape_chain import chain_of
 from rotoff.profile.trace import Trace, trace_of
 from rotoff.solver.plan_codes import keep_all
+from rotoff.tape.contents import Slot
 from rotoff.tape.tape import Known
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -49,11 +50,28 @@ ONEDNN = {  # peaks of plans over those of the step that runs, where oneDNN take
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
+class Unverified(RecordedStep):
+    """Holds on to nothing, as a step whose operations are known."""
+
+    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        super().saved(slot, storage)
+        self._kept.clear()
+
+    def enter(self, stage: int) -> None:
+        self._new = []
+        super().enter(stage)
+        self._borders = []
+
+
+def fake_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: rotoff.Device) -> Trace:
+    return trace_of(fake_step(model, args, kwargs, device))
+
+
 def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    step = RecordedStep(Known(), model)
+    step = Unverified(Known(), model)
     with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
         result = model(*args, **kwargs)
-    backward_of_all(result)
+    run_backward(starts(result))
     step.stop()
     return trace_of(step)
 
@@ -65,9 +83,8 @@ def alike(trace: Trace) -> Trace:
 
 
 def contents(trace: Trace) -> list[Any]:
-    """What the operations made. A recorded step holds on to some until its segment is verified, and holds what its
-    kernels make otherwise the second time."""
-    return [replace(one, dies=0, again=True) for one in trace.made]
+    """What the operations made. A recorded step holds what its kernels make otherwise the second time."""
+    return [replace(one, again=True) for one in trace.made]
 
 
 def plans(chain: rotoff.Chain) -> list[rotoff.Sequence]:

@@ -70,8 +70,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
         return found
     if tensor.layout != torch.strided:
         raise MeasureError(f"a tensor of layout {tensor.layout} cannot be estimated; use strided tensors")
-    with mode, torch.no_grad():
-        result = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+    result: torch.Tensor = FakeTensor(mode, shape, _CPU)
     if isinstance(tensor, nn.Parameter):
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)
     else:

@@ -234,6 +234,11 @@ class FakeStep(RecordedStep):
         super().saved(slot, storage)
         assert slot.reference is not None
         self._away.setdefault(slot.reference.content, self._spill.put(storage))
+        self._kept.clear()  # nothing is verified, so contents live as long as the model's code has them
+
+    def enter(self, stage: int) -> None:
+        super().enter(stage)
+        self._borders = []
 
     def _verify(self) -> None:
         self.known.sure.update(self._new)
