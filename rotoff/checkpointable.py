@@ -26,6 +26,7 @@ from .capture.backward_roots import BackwardStarts
 from .capture.undo import undone
 from .checkpointable import refuse_planned
 from .core.backward_from import BackwardFrom, read_backward_from
+from .core.backward_from import BackwardFrom, output_named, read_backward_from
 from .core.chain import Chain
 from .core.modes import check_mode
 from .core.sequence import Sequence
@@ -37,9 +38,11 @@ from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
 from .planning.link_share import with_host_share
+from .planning.inputs import chain_input, read_sample, refuse_lazy
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
 from .planning.signatures import constants
+from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan
 from .planning.tape_placed_planner import read_optimizers
@@ -55,6 +58,7 @@ from .solver.in_flight import parse_in_flight
 from .tensors.buffers import BufferCopies, buffers_of
 from .tensors.rng import Generators
 from .tensors.tree import tensor_leaves
+from .tensors.undo import undone
 
 logger = logging.getLogger("rotoff")
 # The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.
@@ -110,7 +114,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         host_directory: str | os.PathLike[str] | None = None,
         check: bool = False,
         process_group: Any = None,
-        stages: strategy.StagesOption = None,
+        stages: StagesOption = None,
         backward_from: BackwardFrom = None,
         cache_directory: str | os.PathLike[str] | bool | None = True,
         forms: bool = True,
@@ -185,8 +189,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         def sample_here() -> Any:
             if repeats is not None and (isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1):
                 raise MeasureError(f"repeats is {repeats!r}; give a whole number of at least 1")
-            given = strategy.read_sample(self._model, sample, kwargs)
-            return strategy.chain_input(self._model, *given)
+            given = read_sample(self._model, sample, kwargs)
+            return chain_input(self._model, *given)
 
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
         many = REPEATS if repeats is None else repeats
@@ -202,7 +206,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _measured(self, value: Any) -> None:
         """Record a step on the input `value`, and restore all that it changes."""
         args, kwargs = value
-        _refuse_lazy(self._model)
+        refuse_lazy(self._model)
         generators, buffers = (
             Generators(self._steps.device_for(tensor_leaves(value))),
             BufferCopies(buffers_of(self._model)),
@@ -248,8 +252,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _starts(self, result: Any) -> list[torch.Tensor]:
         """The outputs from which a backward starts."""
         if names := read_backward_from(self._options.backward_from):
-            starts = BackwardStarts(names)
-            return [t for name in names for t in starts._named(result, name)]
+            return [t for name in names for t in _needing(output_named(result, name), name)]
         return [t for t in tensor_leaves(result) if t.requires_grad]
 
     def compute_sequence(
@@ -308,7 +311,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        how = not self._check, False, True, in_flight
+        how = not self._check, True, in_flight
         request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
         if (device := self._options.device) is not None:
             self._model.to(device)
@@ -323,7 +326,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         if up_to is not None:
             named = up_to if isinstance(up_to, dict) else {}
             args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
-            self._measured(strategy.chain_input(self._model, args, named))
+            self._measured(chain_input(self._model, args, named))
 
     def _place(
         self,
@@ -544,7 +547,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
-        args, kwargs = strategy.chain_input(self._model, args, kwargs)
+        args, kwargs = chain_input(self._model, args, kwargs)
         if self._placed is None:
             return self._steps.forward(plain, args, kwargs)
         if self._steps.recording is not None:
@@ -607,10 +610,15 @@ def _backward_of(roots: list[torch.Tensor]) -> None:
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
-def _refuse_lazy(model: nn.Module) -> None:
-    """Raise MeasureError if a module gets its parameters in its first forward."""
-    if (name := strategy.lazy(model)) is not None:
-        raise MeasureError(f"{name!r} gets its shape in its first forward (a lazy module); run model(*sample) before")
+def _needing(output: Any, name: str | int) -> list[torch.Tensor]:
+    """The tensors of an output of this name from which a backward can start."""
+    found = [t for t in tensor_leaves(output) if t.requires_grad]
+    if not found:
+        raise MeasureError(
+            f"backward_from names {name!r}, which needs no gradient on this input; call the model as in training (for"
+            " example with labels), or name the output that the backward starts from"
+        )
+    return found
 
 
 def refuse_planned(model: nn.Module) -> None:

@@ -10,41 +10,30 @@ import torch
 from torch import nn
 
 from ..accelerator import TYPES, indexed, is_available, named
-from ..capture import strategy
 from ..core.backward_from import BackwardFrom, read_backward_from
 from ..errors import MeasureError, OptionError
 from ..io.paths import named_directory
-from ..profile.selective.variants import Forms, read_forms
-from ..runtime.links.half import check_offload_dtype
-from ..tensors.convolutions import read_conv_algorithms
+from .stages import StagesOption, stages_of
 
 
 @dataclass(frozen=True)
 class Options:
     """The arguments of `rotoff.Checkpointable` with these names; see there."""
 
-    stages: strategy.StagesOption = None
+    stages: StagesOption = None
     backward_from: BackwardFrom = None
-    forms: Forms = True
-    conv_algorithms: str = "plain"
-    interpolate: bool = True
-    offload_dtype: torch.dtype | None = None
+    forms: bool = True
     host_directory: str | os.PathLike[str] | None = None
     cache_directory: str | os.PathLike[str] | bool | None = True
     device: torch.device | None = None
 
     def check(self, model: nn.Module) -> None:
         """Raise OptionError if an option is invalid or does not suit `model`, MeasureError for an empty model."""
-        check_flag("interpolate", self.interpolate)
+        check_flag("forms", self.forms)
         if self.host_directory is not None:
             named_directory(self.host_directory, "host_directory")
         read_backward_from(self.backward_from)
-        read_forms(self.forms)
-        read_conv_algorithms(self.conv_algorithms)
-        strategy.named(model, self.stages)
-        if strategy.is_sequential(model) and self.stages is None:
-            strategy.modules(model)
-        check_offload_dtype(self.offload_dtype)
+        stages_of(model, self.stages)
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -55,8 +44,7 @@ class Options:
 
     def described(self, model: nn.Module) -> list[str]:
         """The options that an estimate of `model` depends on, as text."""
-        stages = strategy.named(model, self.stages) or self.stages
-        return [repr(stages), repr(self.forms), repr(self.backward_from)]
+        return [repr(stages_of(model, self.stages)), repr(self.forms), repr(self.backward_from)]
 
 
 def check_flag(name: str, given: Any) -> None:

@@ -14,8 +14,6 @@ from ..core.trace import figures
 from ..errors import InvalidSequenceError, LimitError, OptionError, SequenceFormatError
 from ..io.cache import Cache
 from ..io.progress import Bar
-from ..profile.profile import Profile
-from ..runtime.execution_plan import ExecutionPlan
 from ..solver import solve
 from ..solver.anneal import Budget
 from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
@@ -24,7 +22,6 @@ from ..solver.search import SharedProblems
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options, solved
 from ..version import __version__
-from .memory_account import expected_bytes
 
 logger = logging.getLogger("rotoff")
 SHORT = 0.1  # share of the search effort with which a plan is looked for first
@@ -84,38 +81,15 @@ class Request:
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
     plain: bool = True  # whether the plain model may run if everything fits
-    lets_go: bool = False  # whether the caller drops all returned outputs but those that its backward starts from
     here: bool = False  # whether the plan must fit this host's memory
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
-    planner: Any = None  # plans in place of the solver: a `PlacedPlanner` (`device_limit`)
     # what was found for other requests of one question
     shared: SharedProblems | None = field(default=None, compare=False)
-
-    @property
-    def limit(self) -> str:
-        """What decides which forms are worth measuring, as text."""
-        return f"{self.mem_limit} bytes {self}"
 
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
         return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"
-
-    @property
-    def replays(self) -> bool:
-        """Whether forwards may run more than once."""
-        return self.mode != "offload" if self.policy is None else self.policy not in WITHOUT_RECOMPUTE
-
-    def shortened(self) -> Request:
-        """This with the share `SHORT` of the search effort; itself if there is no search."""
-        effort = SHORT * Budget.of(self.options.get("refine", True)).seconds
-        if self.policy is not None or not effort:
-            return self
-        return replace(self, options={**self.options, "refine": effort})
-
-    def expected_bytes(self, profile: Profile, plan: ExecutionPlan) -> int:
-        """The expected peak of `plan`, in the terms of the limit."""
-        return (expected_bytes if self.planner is None else self.planner.expected_bytes)(profile, plan)
 
     def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
         """The requested sequence within `limit` bytes in the machine's terms. beside: as for `solve_in_flight`."""

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..accelerator import block_bytes, finish, is_accelerator
-from ..capture.undo import is_as_before, is_generator, note, put_back
+from ..tensors.undo import is_as_before, is_generator, note, put_back
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, host_threads, own_step

@@ -21,7 +21,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
-from ..capture.unrepeatable import compiled
+from ..tensors.modules import compiled
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..tape.contents import Content, Slot

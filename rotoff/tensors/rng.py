@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Sequence
 from ctypes import string_at
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..accelerator import generator_of
@@ -70,3 +73,17 @@ class Generators:
         for n in range(1, len(copies)):
             self._own[n].set_state(copies[n].get_state())
         return copies
+
+
+def other_generators() -> tuple[Any, Any]:
+    """Return the states of Python's generator and NumPy's."""
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
+    return random.getstate(), (kind, keys.tobytes(), *rest)
+
+
+def put_other_generators(states: tuple[Any, Any]) -> None:
+    """Restore `states` from `other_generators`."""
+    random.setstate(states[0])
+    kind, keys, *rest = states[1]
+    np.random.set_state((kind, np.frombuffer(keys, dtype=np.uint32), *rest))

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..capture.strategy import named
 from ..core.backward_from import read_backward_from
 from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
@@ -21,9 +19,7 @@ from ..io.json_file import parse_nested
 from ..io.paths import named_directory
 from ..planning.options import check_flag, named_device
 from ..planning.request import check_limits, check_options
-from ..profile.selective.variants import read_forms
-from ..runtime.links.half import check_offload_dtype
-from ..tensors.convolutions import read_conv_algorithms
+from ..planning.stages import stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,6 @@ class RotoffConfig:
     Args:
         mem_limit: as for `rotoff.attach`. None: "auto", unless device_limit is given.
         device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
-        offload_dtype: as text, such as "float16".
         process_group: True: all processes follow one plan; the callbacks decide this by themselves.
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
@@ -54,10 +49,7 @@ class RotoffConfig:
     device: str | None = None
     stages: int | list[str] | None = None
     backward_from: str | int | list[str | int] | None = None
-    forms: bool | list[str] = True
-    interpolate: bool = True
-    conv_algorithms: str = "plain"
-    offload_dtype: str | None = None
+    forms: bool = True
     host_directory: str | None = None
     cache_directory: str | bool | None = True
     process_group: bool | None = None
@@ -73,10 +65,7 @@ class RotoffConfig:
             parse_bytes(limit)
         if self.device_limit is not None:
             parse_bytes(self.device_limit, "device_limit")
-        check_offload_dtype(_dtype(self.offload_dtype))
-        if isinstance(self.offload_dtype, torch.dtype):
-            raise OptionError(f"offload_dtype is {self.offload_dtype!r}; give its name, such as float16")
-        for name in ("interpolate", "check", *(["process_group"] if self.process_group is not None else [])):
+        for name in ("forms", "check", *(["process_group"] if self.process_group is not None else [])):
             check_flag(name, getattr(self, name))
         if not isinstance(self.options, Mapping):
             raise OptionError(f"options is {self.options!r}; give names and values, such as refine: 2")
@@ -88,10 +77,8 @@ class RotoffConfig:
             named_directory(self.host_directory, "host_directory")
         Cache.of(self.cache_directory)
         read_backward_from(self.backward_from)
-        read_forms(self.forms)
-        read_conv_algorithms(self.conv_algorithms)
         if not isinstance(self.stages, (list, tuple)):  # names are compared with the model's
-            named(nn.Module(), self.stages)
+            stages_of(nn.Module(), self.stages)
         elif not self.stages or not all(isinstance(name, str) for name in self.stages):
             raise OptionError(f"stages is {self.stages!r}; give a number of stages, or names of modules")
 
@@ -133,15 +120,7 @@ class RotoffConfig:
         """The keyword arguments for `rotoff.attach`."""
         given = self.to_dict()
         given.setdefault("mem_limit", None if self.device_limit is not None else "auto")
-        if self.offload_dtype is not None:
-            given["offload_dtype"] = _dtype(self.offload_dtype)
         return {**given.pop("options", {}), **given}
-
-
-def _dtype(name: Any) -> Any:
-    """The torch dtype of that name; `name` itself if there is none."""
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, torch.dtype) else name
 
 
 def _check_once(names: list[Any]) -> None:

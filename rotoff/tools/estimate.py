@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from ..capture.strategy import chain_input, read_sample, refuse_lazy
 from ..checkpointable import Checkpointable, refuse_planned
 from ..core.backward_from import read_backward_from
 from ..core.chain import Chain
+from ..planning.inputs import chain_input, read_sample, refuse_lazy
 from ..planning.options import Options, check_module
 from ..planning.stages import stages_of
 from ..profile.estimate.devices import Device, find

@@ -26,7 +26,7 @@ from ..core.chain import Chain
 from ..io.cache import Cache, digest
 from ..module_proxy import ModuleProxy
 from ..profile.estimate.devices import Device
-from ..profile.selective.graph import described_whole
+from .model_text import described_whole
 from ..tensors.torch_settings import settings_of_torch
 from ..version import __version__
 from .planned_modes import PlacedStep, PlannedMode, PlannedModes, PlannedStep

@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_map
 
 from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
-from ...tensors.recipe import QUERIES
 from ...tensors.storage import pieces, rounded, uses_of
 from ...tensors.tree import leaves
 from ..memory.allocator import Allocation, AllocationLog
-from .fake_kernels import FakeKernels
+from .fake_kernels import QUERIES, FakeKernels
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from ...tensors.eager_mode import EagerMode
-from ...tensors.recipe import QUERIES
 from ...tensors.tree import leaves
 
 _aten = torch.ops.aten
@@ -29,6 +28,7 @@ Answer = tuple[type | None, tuple[int | _Output, ...]]  # an output that is an a
 _PLAIN = {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 SMALL = 2**16  # elements
+QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
 _HALVES = (torch.float16, torch.bfloat16)
 
 

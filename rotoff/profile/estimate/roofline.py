@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from ...tensors.kernel_flags import matmuls_in_tf32
+from ...accelerator import ACCELERATORS
 from ...tensors.storage import pieces
 from ...tensors.tree import leaves
 from .devices import Device
@@ -90,3 +90,8 @@ def _touched(tensors: list[torch.Tensor]) -> int:
     return sum(
         min(t.numel() * t.element_size(), t.untyped_storage().nbytes()) for whole in tensors for t in pieces(whole)
     )
+
+
+def matmuls_in_tf32() -> bool:
+    """Whether an accelerator may multiply float32 matrices less precisely than float32."""
+    return str(torch._C._get_fp32_precision_getter(ACCELERATORS[0], "matmul")) not in ("none", "ieee")

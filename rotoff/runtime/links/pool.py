@@ -10,12 +10,11 @@ import torch
 
 from ...accelerator import TYPES, is_accelerator
 from ...core.chain import LinkRates
-from ...errors import ExecutionError, OptionError
+from ...errors import ExecutionError
 from .bandwidth import bidirectional_shares, measure_bandwidth
 from .base import Link
 from .cuda import CudaLink
 from .file import FileLink
-from .half import STAGING_BYTES, CudaHalfLink
 
 logger = logging.getLogger("rotoff")
 _shares: dict[torch.device, tuple[float, float]] = {}  # results of `bidirectional_shares`, which depend on the machine
@@ -26,25 +25,18 @@ class LinkPool:
 
     Args:
         directory: where the CPU's links keep their files; None for the first suitable one.
-        half: the 16-bit type that float32 values have on the host, or None.
 
     Attributes:
         share: the rates while all processes of this host copy at once, if they were measured. No plan counts on more.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, half: torch.dtype | None = None) -> None:
+    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self._directory = directory
-        self._half = half
         self.share: LinkRates | None = None
         self._idle: list[Link] = []
         self._closed = 0  # how often; a link taken before a close is closed when it comes back
         self._taken: dict[int, int] = {}
         self._lock = threading.Lock()
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes that a link takes on the device for itself."""
-        return 0 if self._half is None else STAGING_BYTES
 
     def take(self, device: torch.device, nbytes: int) -> Link:
         """A link for `device` with at least `nbytes` of host memory, until it is given back.
@@ -54,7 +46,7 @@ class LinkPool:
         """
         with self._lock:
             fitting = [link for link in self._idle if link.device == device]
-            link = fitting[-1] if fitting else new_link(device, self._directory, self._half)
+            link = fitting[-1] if fitting else new_link(device, self._directory)
             if fitting:
                 self._idle.remove(link)
             self._taken[id(link)] = self._closed
@@ -104,10 +96,7 @@ class LinkPool:
 
     def shared(self, rates: LinkRates) -> LinkRates:
         """`rates` of copies, but no more than `share`."""
-        if self.share is None:
-            return rates
-        # of a float32 value only half of the bytes may move
-        return rates.at_most(self.share if self._half is None else self.share.divided(0.5))
+        return rates if self.share is None else rates.at_most(self.share)
 
     def close(self) -> None:
         """Close idle links now, and those in use when they come back."""
@@ -118,20 +107,12 @@ class LinkPool:
             link.close()
 
 
-def new_link(
-    device: torch.device, directory: str | os.PathLike[str] | None = None, half: torch.dtype | None = None
-) -> Link:
+def new_link(device: torch.device, directory: str | os.PathLike[str] | None = None) -> Link:
     """A link for `device`.
 
     Raises:
-        ExecutionError: if there is none for such a device. OptionError: if it does not support `half`.
+        ExecutionError: if there is none for such a device.
     """
-    if is_accelerator(device) and half is not None:
-        return CudaHalfLink(device, half)
-    if half is not None:
-        raise OptionError(
-            f"offload_dtype is {half}, and values are converted on a CUDA device only, not on {device}; leave it out"
-        )
     if device.type == "cpu":
         return FileLink(directory)
     if is_accelerator(device):

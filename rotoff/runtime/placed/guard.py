@@ -4,6 +4,7 @@ Each gradient is gone as soon as it is complete, so these would silently do noth
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -14,9 +15,37 @@ from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...capture.interception import Patches
 from ...errors import ExecutionError
 from .updates import parameters_of
+
+class Patches:
+    """Replaces attributes while any thread is inside.
+
+    Args:
+        places: (owner, name, function that makes the new value from the old one).
+    """
+
+    def __init__(self, *places: tuple[Any, str, Callable[[Any], Any]]) -> None:
+        self._places = places
+        self._before: list[Any] = []
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._count == 0:
+                self._before = [vars(owner).get(name) or getattr(owner, name) for owner, name, _ in self._places]
+                for (owner, name, wrapped), old in zip(self._places, self._before, strict=True):
+                    setattr(owner, name, wrapped(old))
+            self._count += 1
+
+    def __exit__(self, *_error: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0:
+                for (owner, name, _), old in zip(self._places, self._before, strict=True):
+                    setattr(owner, name, old)
+
 
 _guards: list[Guard] = []
 _closed: list[Guard] = []  # while there are marks of theirs

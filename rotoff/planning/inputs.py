@@ -1,0 +1,84 @@
+"""What a model is called with."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from ..errors import MeasureError
+from ..tensors.tree import look_into
+
+
+def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments with which a training step calls `model`, given those of its caller.
+
+    If the caller does not set ``use_cache``, it is switched off: training does not need cached keys and values .
+
+    Raises:
+        MeasureError: if the arguments do not fit forward, or the model has no forward in Python.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise MeasureError(
+            f"the model is scripted or traced ({model.original_name}), so its forward runs as one piece; give the"
+            " module that it was made from, parts of which may be scripted"
+        )
+    look_into((args, kwargs))
+    signature = _signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise MeasureError(
+            f"forward of {type(model).__name__} cannot be called like this: {error}; give what you call the model with"
+        ) from error
+    if "use_cache" in signature.parameters and bound.arguments.get("use_cache") is None:
+        bound.arguments["use_cache"] = False
+    return bound.args, bound.kwargs
+
+
+_SIGNATURES: weakref.WeakKeyDictionary[FunctionType, inspect.Signature] = weakref.WeakKeyDictionary()
+
+
+def _signature(forward: Any) -> inspect.Signature:
+    """Return the cached signature, because `inspect.signature` is slow and needed in every step."""
+    function = getattr(forward, "__func__", None)
+    if type(function) is not FunctionType:
+        return inspect.signature(forward)
+    if (known := _SIGNATURES.get(function)) is None:
+        known = _SIGNATURES[function] = inspect.signature(forward)
+    return known
+
+
+def read_sample(
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a sample stands for: a single dict is passed as keywords if forward accepts those
+    names."""
+    scripted = isinstance(model, torch.jit.ScriptModule)
+    if len(sample) == 1 and not kwargs and isinstance(sample[0], Mapping) and not scripted:
+        with suppress(TypeError):
+            inspect.signature(model.forward).bind(**sample[0])
+            return (), dict(sample[0])
+    return sample, kwargs
+
+
+def lazy(model: nn.Module) -> str | None:
+    """Return the name of a parameter or buffer whose shape the first forward finds; None if there is none."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in every if is_lazy(tensor)), None)
+
+
+def refuse_lazy(model: nn.Module) -> None:
+    """Raise MeasureError if a parameter or buffer has no shape yet."""
+    if (name := lazy(model)) is not None:
+        raise MeasureError(
+            f"{name!r} of the model has no shape before the first forward (a lazy module); run the plain model once on"
+            " a sample, or train a step, and measure then"
+        )

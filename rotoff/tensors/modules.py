@@ -1,0 +1,22 @@
+"""What kind of module one is."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def compiled(module: nn.Module) -> bool:
+    """Whether Python does not run the module's code, because it is compiled or scripted."""
+    made: Any = type(module)
+    return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(made)
+
+
+@lru_cache(maxsize=256)
+def _made_by_a_compiler(kind: type) -> bool:
+    dynamo = sys.modules.get("torch._dynamo")
+    return issubclass(kind, torch.jit.ScriptModule) or (dynamo is not None and issubclass(kind, dynamo.OptimizedModule))

@@ -1,0 +1,181 @@
+"""Undoes the side effects of a forward that only measures: on counters, lists, caches, and replaced buffers."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from .buffers import as_large_as
+from .rng import other_generators, put_other_generators
+from .storage import version_of
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
+_DEPTH = 4  # nesting of containers and objects that is followed
+FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[None]:
+    """Restore, after the block, the attributes of `model`'s modules, the contents of the containers, objects and
+    tensors in them, and the generators of Python and NumPy."""
+    before = _Before(model)
+    try:
+        yield
+    finally:
+        before.put_back()
+
+
+class _Before:
+    def __init__(self, model: nn.Module) -> None:
+        self._drawn = other_generators()
+        self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
+        for module in model.modules():
+            note(vars(module), held := self._held.setdefault(module, {}))
+            note_scripted(module, held)
+
+    def put_back(self) -> None:
+        self._put_back(self._held)
+        put_other_generators(self._drawn)
+
+    def _put_back(self, modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            for held, content in self._held.get(module, {}).values():
+                put_back(held, content)
+
+
+def note(value: Any, before: dict[int, tuple[Any, Any]], tensors: bool = True, depth: int = 0) -> None:
+    """Note in `before` the content of `value` and of what it holds. tensors: whether numbers in tensors are copied."""
+    kind = type(value)
+    if kind in FIXED or id(value) in before or depth > _DEPTH or isinstance(value, nn.Module):
+        return
+    content = None if not tensors and isinstance(value, torch.Tensor) else content_of(value)
+    if content is not None:
+        before[id(value)] = value, content
+    for one in _held_by(value):
+        note(one, before, tensors, depth + 1)
+
+
+def note_scripted(module: nn.Module, before: dict[int, tuple[Any, Any]]) -> None:
+    """Note in `before` the attributes of a scripted module, which lie outside of Python; without those that have a
+    graph."""
+    if content := scripted_attributes(module):
+        before[id(module)] = module, {name: v for name, v in content.items() if not getattr(v, "requires_grad", False)}
+
+
+def scripted_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a scripted module that lie outside of Python; none of another module."""
+    if not isinstance(module, torch.jit.ScriptModule) or (kind := vars(module).get("_concrete_type")) is None:
+        return {}
+    tables = module._parameters, module._buffers, module._modules
+    names = set(kind.get_attributes()).difference(*(table.keys() for table in tables))
+    return {name: getattr(module, name) for name in names}
+
+
+def content_of(value: Any) -> Any:
+    """Return what `put_back` needs to restore `value`; None if it cannot change or must not be restored."""
+    if isinstance(value, torch.Tensor):
+        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
+        return (version_of(value), value.detach().clone()) if plain and not value.requires_grad else None
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if _is_generator(value):
+        return value.get_state()
+    for kind, copied in ((dict, dict), (list, list), (deque, list), (set, set)):
+        if isinstance(value, kind):
+            return copied(value)
+    if type(value) is np.ndarray:
+        return value.copy()
+    if type(value).__module__ in ("builtins", "torch", "numpy") or isinstance(value, type):
+        return None
+    return value.getstate() if _is_random(value) else _slots(value) or None
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    """Return what an object holds in ``__slots__``, by name."""
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if name[:2] != "__"]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _held_by(value: Any) -> tuple[Any, ...]:
+    """Return what must be noted with `value`."""
+    if isinstance(value, dict):
+        return (*value.values(),)
+    if isinstance(value, (list, deque)) or type(value) is tuple:
+        return (*value,)
+    if isinstance(value, (torch.Tensor, set, type)) or is_generator(value):
+        return ()
+    of = type(value).__module__.partition(".")[0]
+    if of in ("builtins", "torch", "numpy"):
+        return ()
+    held = getattr(value, "__dict__", None)
+    return (*([held] if isinstance(held, dict) else ()), *_slots(value).values())
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random generator of torch, NumPy or Python."""
+    return _is_generator(value) or _is_random(value)
+
+
+def _is_generator(value: Any) -> bool:
+    """Whether it is a generator of torch or NumPy, without the metaclass's own ``isinstance``, which is slow."""
+    return issubclass(type(value), (torch.Generator, np.random.RandomState, np.random.Generator))
+
+
+def _is_random(value: Any) -> bool:
+    """Whether it is a ``random.Random`` or has the same methods."""
+    return hasattr(value, "getstate") and hasattr(value, "setstate")
+
+
+def put_back(held: Any, content: Any) -> None:
+    """Restore the `content_of` what is `held`."""
+    if isinstance(held, torch.Tensor):
+        version, numbers = content
+        if version_of(held) != version:
+            with torch.no_grad():
+                as_large_as(held, numbers).copy_(numbers)
+    elif isinstance(held, np.random.Generator):
+        held.bit_generator.state = content
+    elif _is_generator(held):
+        held.set_state(content)
+    elif isinstance(held, (dict, set)):
+        if held != content if isinstance(held, set) else _differs(held, content):
+            held.clear()
+            held.update(content)
+    elif isinstance(held, deque):
+        held.clear()
+        held.extend(content)
+    elif hasattr(held, "setstate"):
+        held.setstate(content)
+    elif isinstance(content, dict):  # `_slots`, or attributes of a scripted module
+        for name, value in content.items():
+            if getattr(held, name, None) is not value:
+                setattr(held, name, value)
+    else:
+        held[:] = content
+
+
+def is_as_before(held: Any, content: Any) -> bool:
+    """Whether a container, generator or tensor holds the `content` that it held before."""
+    if isinstance(held, torch.Tensor):
+        return bool(version_of(held) == content[0])
+    now = content_of(held)
+    if isinstance(held, dict):
+        return not _differs(now, content)
+    if isinstance(held, (list, deque)):
+        return len(now) == len(content) and all(a is b for a, b in zip(now, content, strict=True))
+    if isinstance(held, torch.Generator):
+        return torch.equal(now, content)
+    return now == content if isinstance(held, set) else pickle.dumps(now) == pickle.dumps(content)
+
+
+def _differs(held: dict[Any, Any], content: dict[Any, Any]) -> bool:
+    return len(held) != len(content) or any(
+        a is not b or held[a] is not content[b] for a, b in zip(held, content, strict=True)
+    )
