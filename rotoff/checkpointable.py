@@ -21,11 +21,6 @@ from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
-from .capture import strategy
-from .capture.backward_roots import BackwardStarts
-from .capture.undo import undone
-from .checkpointable import refuse_planned
-from .core.backward_from import BackwardFrom, read_backward_from
 from .core.backward_from import BackwardFrom, output_named, read_backward_from
 from .core.chain import Chain
 from .core.modes import check_mode
@@ -37,8 +32,8 @@ from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
-from .planning.link_share import with_host_share
 from .planning.inputs import chain_input, read_sample, refuse_lazy
+from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
 from .planning.signatures import constants
@@ -156,7 +151,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
         request = self._steps.request
-        return state | {"_asked": None if request is None else replace(request, cache=Cache(None))}
+        copied = request is not None and not request.placed  # else it is for the optimizer of this model
+        return state | {"_asked": replace(request, cache=Cache(None)) if request is not None and copied else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         asked = state.pop("_asked")
@@ -311,8 +307,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        how = not self._check, True, in_flight
-        request = Request(limit, mode, mem_slots, with_host_share(options), policy, *how, cache=self._cache)
+        plain, shared = not self._check, with_host_share(options)
+        request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight, cache=self._cache)
         if (device := self._options.device) is not None:
             self._model.to(device)
         self._measure_up_to(up_to)
@@ -351,7 +347,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         optimizers = read_optimizers(optimizer, self._model)
         self._measure_up_to(up_to)
         self._steps.settle()
-        request = Request(limit, mode, mem_slots, options, here=True)
+        request = Request(limit, mode, mem_slots, options, here=True, placed=True)
         placed = PlacedRunner(self._model, optimizers, request, self._options, self._links, before=self._placed)
         if self._placed is None:
             placed.known = self._steps.known

@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import sys
 import time
-from importlib.util import find_spec
 from zlib import crc32
 
 import pytest
@@ -45,26 +43,6 @@ def pytest_report_header() -> str:
     import rotoff
 
     return f"rotoff {rotoff.__version__} from {os.path.dirname(rotoff.__file__)}, torch {torch and torch.__version__}"
-
-
-def on_the_tape() -> None:
-    """With ROTOFF_TAPE=1, the `Checkpointable` of tests is the one on the tape, wherever it is known by name: a switch
-    for developers, until it takes the other one's place."""
-    if os.environ.get("ROTOFF_TAPE") != "1" or torch is None or find_spec("rotoff.tape_checkpointable") is None:
-        return
-    from importlib import import_module
-
-    import rotoff
-
-    new = import_module("rotoff.tape_checkpointable").Checkpointable
-    old = import_module("rotoff.checkpointable").Checkpointable
-    for name, module in list(sys.modules.items()):
-        if name.startswith("rotoff.") and vars(module).get("Checkpointable") is old:
-            module.Checkpointable = new
-    rotoff.Checkpointable = new
-
-
-on_the_tape()
 
 
 @pytest.hookimpl(tryfirst=True)

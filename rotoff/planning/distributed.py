@@ -7,14 +7,12 @@ exchange is an all-gather, or a broadcast of the first process; an error is exch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch import nn
 
-from ..core.sequence import Sequence as Plan
-from ..errors import InfeasibleError, LimitError, MeasureError, RotoffError
+from ..errors import LimitError, MeasureError, RotoffError
 
 T = TypeVar("T")
 

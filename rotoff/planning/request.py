@@ -17,7 +17,7 @@ from ..io.progress import Bar
 from ..solver import solve
 from ..solver.anneal import Budget
 from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
-from ..solver.policies import WITHOUT_RECOMPUTE, check_policy
+from ..solver.policies import check_policy
 from ..solver.search import SharedProblems
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options, solved
@@ -82,6 +82,7 @@ class Request:
     policy: str | None = None  # a system of the papers, instead of the mode
     plain: bool = True  # whether the plain model may run if everything fits
     here: bool = False  # whether the plan must fit this host's memory
+    placed: bool = False  # whether the limit is for all that the device holds
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
     # what was found for other requests of one question
@@ -90,6 +91,11 @@ class Request:
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
         return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"
+
+    def shortened(self) -> Request:
+        """This with the share `SHORT` of the search effort; itself if there is no search."""
+        effort = SHORT * Budget.of(self.options.get("refine", True)).seconds
+        return replace(self, options={**self.options, "refine": effort}) if effort else self
 
     def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
         """The requested sequence within `limit` bytes in the machine's terms. beside: as for `solve_in_flight`."""

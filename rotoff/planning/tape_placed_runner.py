@@ -35,7 +35,7 @@ from ..profile.trace import trace_of
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool, new_link
 from ..runtime.links.spill import Spill
-from ..runtime.placed.lending import all_on
+from ..runtime.placed.moving import all_on
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape

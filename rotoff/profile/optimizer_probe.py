@@ -20,12 +20,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..accelerator import block_bytes, finish, is_accelerator
-from ..tensors.undo import is_as_before, is_generator, note, put_back
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, host_threads, own_step
 from ..tensors.storage import rounded
 from ..tensors.torch_settings import bytes_by_default
+from ..tensors.undo import is_as_before, is_generator, note, put_back
 from .memory.allocator import DeviceAllocator
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor

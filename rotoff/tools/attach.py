@@ -211,7 +211,7 @@ class Attachment:
         memo[id(self)] = twin
         request = self.planned._steps.request
         twin.model, twin._planned = model, None
-        twin._request = request if request is None or request.planner is None else None  # it holds this optimizer
+        twin._request = request if request is None or not request.placed else None  # its optimizer is this model's
         twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
         twin.by_callback, twin.function, twin.share = self.by_callback, self.function, self.share
         twin.original = (

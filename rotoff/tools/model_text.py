@@ -109,10 +109,7 @@ class _Walk:
             return repr(value)
         if isinstance(value, types.MethodWrapperType):  # x.T is the __get__ of a descriptor
             return f"{value.__qualname__} of {value.__self__!r}"
-        if (
-            getattr(type(value), "__reduce_ex__", None) is object.__reduce_ex__
-            and hasattr(value, "__dict__")
-        ):
+        if getattr(type(value), "__reduce_ex__", None) is object.__reduce_ex__ and hasattr(value, "__dict__"):
             return self._attributes(value)
         return f"{type(value).__qualname__}@{id(value)}"
 

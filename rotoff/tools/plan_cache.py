@@ -26,9 +26,9 @@ from ..core.chain import Chain
 from ..io.cache import Cache, digest
 from ..module_proxy import ModuleProxy
 from ..profile.estimate.devices import Device
-from .model_text import described_whole
 from ..tensors.torch_settings import settings_of_torch
 from ..version import __version__
+from .model_text import described_whole
 from .planned_modes import PlacedStep, PlannedMode, PlannedModes, PlannedStep
 
 logger = logging.getLogger("rotoff")

@@ -9,54 +9,6 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.capture.aliasing import merge_aliases
-from rotoff.tensors.stage import Copy, StageModule
-
-
-class Pair(nn.Module):
-    """Takes and returns a value and a table of the first such module, which it changes if so told."""
-
-    def __init__(self, changes: bool = False) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.ones(4), persistent=False)
-        self.changes, self.runs = changes, 0
-
-    def forward(self, value: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        self.runs += 1
-        x, table = value if isinstance(value, tuple) else (value, self.table)
-        return x + 1, table.add_(1) if self.changes else table
-
-
-def merged(*modules: Pair) -> list[StageModule]:
-    stages = [StageModule(str(n), (module,)) for n, module in enumerate(modules)]
-    return merge_aliases(stages, torch.zeros(4), torch.device("cpu"))
-
-
-def test_stages_with_several_outputs_run_once() -> None:
-    modules = Pair(), Pair(), Pair()
-    assert len(merged(*modules)) == 3
-    assert [module.runs for module in modules] == [1, 1, 1]
-
-
-def test_a_change_of_the_batch_or_of_another_stages_table_merges_all_stages_up_to_it() -> None:
-    stages = merged(Pair(), Pair(), Pair(changes=True), Pair())
-    assert [stage.name for stage in stages] == ["0..2", "3"]
-    assert len(stages[0].modules) == 3  # no copy of the batch, which is not changed
-
-    class Late(nn.Module):
-        def forward(self, value: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-            return value[0] + value[1].mul_(2)
-
-    class Beside(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x + 1, x
-
-    batch = torch.ones(4)
-    every = [StageModule(str(n), (module,)) for n, module in enumerate((Beside(), Late(), nn.ReLU()))]
-    stages = merge_aliases(every, batch, torch.device("cpu"))
-    assert [stage.name for stage in stages] == ["0..1", "2"]
-    assert type(stages[0].modules[0]) is Copy
-    assert torch.equal(batch, torch.ones(4))
 
 
 class Augmented(nn.Module):

@@ -16,10 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.capture import strategy
-from rotoff.runtime.taping import Taping
-
-CPU = torch.device("cpu")
 
 
 class Bottleneck(nn.Module):
@@ -114,86 +110,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]]
     "unet": (UNet, lambda: (torch.randn(4, 3, 16, 16),)),
     "two inputs": (TwoInputs, lambda: (torch.randint(0, 20, (8, 5)), torch.randn(8, 5, 16), None)),
 }
-
-
-@pytest.mark.parametrize("count", [2, 6, 40])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.grid
-def test_stages_in_sequence_equal_the_model(name: str, count: int) -> None:
-    build, batch = MODELS[name]
-    model, values = build(), batch()
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    found = strategy.capture(model, (values, {}), CPU, count).stages
-    model.load_state_dict(state)  # the sample's run moved the statistics
-    torch.manual_seed(3)
-    result: Any = (values, {})
-    for stage in found:
-        result = stage.run(result)
-    model.load_state_dict(state)
-    torch.manual_seed(3)
-    expected = model(*values)
-    torch.testing.assert_close(result, expected, rtol=0, atol=0)
-    assert {id(p) for s in found for p in s.parameters()} == {id(p) for p in model.parameters()}
-
-
-def test_blocks_are_cut_where_only_their_output_is_alive() -> None:
-    found = strategy.capture(ResNet(), ((torch.randn(4, 3, 16, 16),), {}), CPU, 6).stages
-    values: Any = ((torch.randn(4, 3, 16, 16),), {})
-    crossing = []
-    for stage in found[:-1]:
-        values = stage.run(values)
-        crossing.append(len(values))
-    assert crossing == [1] * len(crossing)
-    assert len(found) >= 4
-
-
-class Mixing(nn.Module):
-    """Attention without projections, whose matrices take most of the bytes of a long input, and few of a short one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-        self.second = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for first, second in zip(self.first, self.second, strict=True):
-            h = first(x)
-            x = x + torch.softmax(h @ h.transpose(1, 2), -1) @ h
-            x = x + second(torch.tanh(second(torch.relu(x))))
-        return x
-
-
-def test_another_size_is_cut_where_the_known_one_was_unless_that_is_far_less_even() -> None:
-    model = Mixing()
-
-    def captured(length: int, like: strategy.Captured | None = None) -> strategy.Captured:
-        value = strategy.chain_input(model, (torch.randn(2, length, 8),), {})
-        return strategy.capture(model, value, CPU, like=None if like is None else like.tape)
-
-    def names(one: strategy.Captured) -> list[str]:
-        return [stage.name for stage in one.stages]
-
-    short, long = captured(4), captured(64)
-    assert names(short) != names(long)
-    assert names(captured(64, like=short)) == names(short)
-    whole = captured(4)
-    whole.tape.cuts = whole.tape.cuts[:1]  # nearly all is one stage
-    assert names(captured(64, like=whole)) == names(long)
-
-
-def test_recording_a_step_does_not_put_its_own_questions_on_the_steps_tape(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    call = Taping.call
-
-    def counted(self: Taping, function: Any, args: Any, kwargs: Any) -> Any:
-        asked.append(getattr(function, "__name__", ""))
-        return call(self, function, args, kwargs)
-
-    monkeypatch.setattr(Taping, "call", counted)
-    model = rotoff.Checkpointable(Mixing(), cache_directory=None).compute_sequence("1 GiB")
-    model(torch.randn(2, 8, 8)).sum().backward()
-    assert {"softmax", "relu"} <= {*asked}
-    assert not {"data_ptr", "untyped_storage", "numel"} & {*asked}
 
 
 def train(model: nn.Module, batch: Callable[[], tuple[Any, ...]], steps: int = 2) -> list[torch.Tensor]:
@@ -306,103 +222,10 @@ class Masked(nn.Module):
         return x
 
 
-def test_masks_are_made_first_and_charged_once() -> None:
-    keep = torch.rand(64) > 0.5
-    wrapped = same_as_plain(Masked(), (torch.randn(64, 8), keep))
-    assert [stage.name for stage in wrapped.profile.prefix] == ["masks and tables"]
-    assert min(stage.output_bytes for stage in wrapped.chain.stages) == 64 * 8 * 4  # between layers: no mask, no table
-    # the mask; the rest is the batch's
-    assert wrapped.chain.input_bytes - wrapped.profile.resident_input_bytes == 64 * 8 * 4
-
-
 def test_branch_on_the_batch_has_a_plan_for_each_case() -> None:
     some, every = torch.arange(16) % 2 == 0, torch.ones(16, dtype=torch.bool)
     batches = [(torch.randn(16, 8), keep) for keep in (some, every, some, every)]
     same_as_plain(Masked(), *batches)
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.other = nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.linear(x)
-        return self.other(x) if x.sum() > 0 else -self.other(x).tanh()
-
-
-def test_changed_branch_is_correct_and_measured_when_it_recurs(caplog: pytest.LogCaptureFixture) -> None:
-    model = Branches()
-    nn.init.ones_(model.linear.weight)
-    twin = copy.deepcopy(model)
-    wrapped = (
-        rotoff.Checkpointable(model, check=True, cache_directory=None)
-        .measure(torch.ones(2, 3))
-        .compute_sequence("1 MiB")
-    )
-    first = wrapped.profile
-    for n, factor in enumerate((1, -9, 1, -9, -9)):
-        outputs = [one(factor * torch.ones(2, 3)) for one in (wrapped, twin)]
-        for output in outputs:
-            output.sum().backward()
-        assert torch.equal(*outputs)
-        assert (wrapped.profile is first) == (n < 4)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), twin.parameters(), strict=True))
-    assert [r.levelname for r in caplog.records if "took another course" in r.getMessage()] == ["WARNING"]
-    wrapped.close()
-
-
-class AtTheEnd(nn.Module):
-    """Does `end` with its output, itself or in a submodule."""
-
-    def __init__(self, end: Any) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(4))
-        self.end = end
-        self.step = 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.end(x) if isinstance(self.end, nn.Module) else self.end(self, x)
-
-
-@pytest.mark.parametrize(
-    ("end", "said", "cured", "same"),
-    [
-        (
-            lambda _, y: (y, y.detach().numpy().mean()),
-            "returns a float32, which rotoff cannot look into; have it return tensors",
-            lambda _, y: (y, float(y.detach().numpy().mean())),
-            lambda y: y[0] * y[1],
-        ),
-        (
-            lambda _, y: torch.distributions.Normal(y, 1.0),
-            "have it return tensors, .*the parameters of a distribution.$",
-            lambda _, y: (y, 1.0),
-            lambda y: torch.distributions.Normal(*y).mean,
-        ),
-    ],
-    ids=["metric", "distribution"],
-)
-def test_error_for_opaque_results_names_a_working_cure(end: Any, said: str, cured: Any, same: Any) -> None:
-    """Naming stages would give the same error again."""
-    torch.manual_seed(0)
-    for options in ({}, {"stages": ["blocks.0", "blocks.1"]}):
-        with pytest.raises(rotoff.MeasureError, match=said) as caught:
-            rotoff.Checkpointable(AtTheEnd(end), **options).measure(torch.randn(32, 8))
-        assert "stages=" not in str(caught.value)
-    plain = AtTheEnd(cured)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(plain)).measure(torch.randn(32, 8))
-    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
-    assert works(wrapped.sequence)
-    for _ in range(6):
-        x = torch.randn(32, 8)
-        outputs = [same(model(x)) for model in (wrapped, plain)]
-        for output in outputs:
-            output.square().mean().backward()
-        assert torch.equal(*outputs)
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(wrapped.parameters(), plain.parameters(), strict=True))
 
 
 class Doubled(torch.autograd.Function):
@@ -517,13 +340,6 @@ def test_stages_are_shown_as_a_table() -> None:
     assert "or" in lines[1].split()  # the forms, each with its bytes
     assert found.to_dict()["stages"][1]["saved_bytes"] == found[1].saved_bytes > 0
     assert "nn.Sequential" in rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2)).strategy
-
-
-def test_recording_holds_no_activations() -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)])
-    x = torch.randn(256, 64)
-    one = x.nbytes
-    assert peak_bytes(lambda: strategy.capture(model, ((x,), {}), CPU, 8).stages) < 8 * one
 
 
 def test_argument_hiding_tensors_is_handled() -> None:

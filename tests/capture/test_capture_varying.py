@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,50 +10,6 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff
-
-
-def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[torch.Tensor]:
-    found = []
-    for x in batches:
-        model.zero_grad()
-        y = model(x)
-        y.square().sum().backward()
-        found += [y.detach(), *(torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters())]
-        found += [b.clone() for b in model.buffers()]
-    return found
-
-
-class Paced(nn.Module):
-    """Goes by a count of the steps that it has made, read before it counts."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        share = 1 / (1 + (self.steps + 1).item())
-        self.steps += 1
-        return x * share
-
-
-@pytest.mark.parametrize("block", [Paced, lambda: nn.BatchNorm1d(8, momentum=None)], ids=["Paced", "BatchNorm1d"])
-def test_step_counter_does_not_cause_measuring(block: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    pieces = [nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)]
-    model = Around(nn.Sequential(*pieces[:2], block(), *pieces[2:]))
-    batches = [part * torch.randn(400, 8) for part in (1, 3, 0)]
-    twin = copy.deepcopy(model)
-    expected = trained(model, batches)
-    wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(batches[0])
-    with pytest.raises(rotoff.InfeasibleError) as least:
-        wrapped.compute_sequence(1, mode="remat", refine=False)
-    wrapped.compute_sequence(least.value.min_mem_limit, mode="remat", refine=False)
-    got = trained(wrapped, batches)
-    assert len(wrapped.plans()) == 1
-    assert wrapped.sequence.meta["source"] != "keep-all"
-    assert len(got) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    wrapped.close()
 
 
 class Picks(nn.Module):
@@ -130,15 +85,6 @@ def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(mon
         one(x, torch.tensor(-0.1)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     run.close()
-
-
-class Around(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * 1.0
 
 
 class Table(nn.Module):

@@ -103,16 +103,6 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def test_fused_attention_has_forms_that_redo_it() -> None:
-    """The fused kernels save memory that nobody writes, which is other bits each time."""
-    model, x = model_and_batch(0.0)
-    with torch.autocast("cuda", dtype=torch.bfloat16):
-        rows = rotoff.Checkpointable(model).measure(x).profile.forms[1:5]
-    for row in rows:
-        assert row.forms, row.reason
-        assert not any("attention" in name for name in row.keeps[-1]), row.keeps
-
-
 @pytest.mark.parametrize("mode", ["remat", "joint"])
 @pytest.mark.parametrize("share", [0.6, 0.45, 0.3])
 def test_plans_with_forms_stay_within_their_limit(mode: str, share: float) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,16 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.tensors import allocated
-from rotoff.tensors.allocated import allocated_bytes
 
 WIDTH = 32
-
-
-@pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allocated bytes are counted, however many free chunks the tests before have left."""
-    monkeypatch.setattr(allocated, "_SLOW", math.inf)
 
 
 class Blocks(nn.Module):
@@ -99,10 +90,6 @@ class Trained:
     def peak(self, *inputs: Any) -> int:
         """Bytes of another step, without the parameters' gradients."""
         return peak_bytes(lambda: step(self.planned, *inputs)) - sum(p.nbytes for p in self.model.parameters())
-
-
-def set_length(trained: Trained, length: int) -> None:
-    trained.plain.length = trained.model.length = length
 
 
 ALL = torch.ones(4, 512, dtype=torch.bool)
@@ -180,33 +167,6 @@ def test_a_value_that_is_larger_on_the_host_is_said(mode: str, caplog: pytest.Lo
     assert "made tensors larger" in caplog.text
 
 
-class Picks(nn.Module):
-    """Each block doubles another row in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row = 0
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.row += 1
-        for block in self.blocks:
-            rows = list(block(x).unbind(0))
-            rows[self.row] = rows[self.row] * 2
-            x = torch.stack(rows).tanh()
-        return x.square().mean()
-
-
-def test_a_result_that_is_read_for_longer_than_expected_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    """The calls are those that were measured."""
-    torch.manual_seed(0)
-    planned = rotoff.Checkpointable(Picks(), cache_directory=None).measure(torch.randn(64, WIDTH))
-    planned.compute_sequence(smallest(planned, "offload"), mode="offload", refine=False)
-    for _ in range(3):
-        step(planned, torch.randn(64, WIDTH))
-    assert "another course" in caplog.text
-
-
 def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """The first one is smaller, so that the second one takes more; nothing is measured again."""
     x = torch.randn(4, 512, WIDTH)
@@ -271,15 +231,3 @@ def test_bytes_that_grow_with_the_cube_of_a_size_are_said(caplog: pytest.LogCapt
             trained.step(x)
             assert trained.peak(x) <= trained.planned.get_expected_memory() <= 12_000_000, length
     assert sum("larger than" in one for one in caplog.messages) <= 1
-
-
-def test_allocated_bytes_are_those_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    before = allocated_bytes(cpu)
-    assert before is not None
-    tensor = torch.empty(10_000_000)
-    assert abs((allocated_bytes(cpu) or 0) - before - tensor.nbytes) < 100_000
-    del tensor
-    assert abs((allocated_bytes(cpu) or 0) - before) < 100_000
-    monkeypatch.setattr(allocated, "_SLOW", 0.0)
-    assert allocated_bytes(cpu) is None  # counting takes too long

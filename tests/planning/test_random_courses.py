@@ -12,8 +12,6 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff as library
-from rotoff.capture import strategy
-from rotoff.capture.tape import Tape
 
 
 @pytest.fixture
@@ -73,46 +71,6 @@ class Branches(nn.Module):
         return self.last(h).sin().mean(1)
 
 
-def tape_of(model: nn.Module, x: torch.Tensor) -> Tape:
-    tape = strategy.capture(model, strategy.chain_input(model, (x,), {}), torch.device("cpu")).tape
-    assert tape is not None
-    return tape
-
-
-def told(tape: Tape) -> list[Any]:
-    """Its operations, with storages by the operation that made them."""
-    made = {}
-    for k, op in enumerate(tape.operations):
-        for n in op.outputs:
-            if n is not None:
-                made.setdefault(tape.variables[n].storage, k)
-    storage = lambda n: made.get(tape.variables[n].storage, -1)  # noqa: E731
-    ends = lambda op: sorted(made[s] for s in op.ends if s in made)  # noqa: E731
-    return [(op.name, op.place[-1][0], [storage(n) for n in op.reads], ends(op)) for op in tape.operations]
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.grid
-def test_what_chance_may_do_is_recorded_as_if_it_all_were_done(seed: int, scaled: bool) -> None:
-    torch.manual_seed(seed)
-    model, x = LayerDrop(8, 0.5, scaled=scaled), torch.randn(2, 4, 64)
-    found = tape_of(model, x)
-    assert found.random
-    model.chance = -1.0
-    every = tape_of(model, x)
-    assert told(found) == told(every)
-
-
-def test_recording_draws_nothing_of_the_users() -> None:
-    model, x = LayerDrop(4, 0.5), torch.randn(2, 4, 64)
-    torch.manual_seed(0)
-    tape_of(model, x)
-    after = torch.rand(3)
-    torch.manual_seed(0)
-    assert torch.equal(after, torch.rand(3))
-
-
 def steps(model: nn.Module, x: torch.Tensor, seeds: range) -> tuple[list[float], list[torch.Tensor], list[int]]:
     """Losses, gradients and peaks of steps that each begin from a seed."""
     losses, peaks = [], []
@@ -160,18 +118,6 @@ def test_one_plan_holds_for_every_course(
         assert all(map(torch.equal, gradients, their_gradients)), (mode, room)
         assert max(peaks) <= wrapped.get_expected_memory(), (mode, room)
     assert not caplog.records  # nothing to say
-
-
-def test_a_layer_that_is_left_out_for_good_is_planned_for(rotoff: Any) -> None:
-    torch.manual_seed(0)
-    model, x = LayerDrop(6, -1.0), torch.randn(8, 64, 64)
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory))
-    stages = len(wrapped.sequence.ops)
-    del model.layers[2:5]
-    for _ in range(3):
-        wrapped(x).sum().backward()
-    assert len(wrapped.sequence.ops) < stages
 
 
 def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
@@ -240,20 +186,3 @@ def test_courses_whose_plan_does_not_fit_as_one_keep_their_own(rotoff: Any) -> N
 def _loss(call: nn.Module, x: torch.Tensor, phase: int, model: nn.Module | None = None) -> torch.Tensor:
     (model or call).phase = phase
     return call(x).pow(2).sum()
-
-
-def test_a_new_shape_under_a_profiler_runs_plain(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
-    model, x = LayerDrop(2, -1.0), torch.randn(2, 4, 64)
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    wrapped.compute_sequence(wrapped.min_mem_limit())
-    other = torch.randn(1, 4, 64)
-    with torch.profiler.profile():
-        torch.manual_seed(0)
-        output = wrapped(other)
-    assert "profiler" in caplog.text
-    torch.manual_seed(0)
-    assert torch.equal(output, model(other))
-    stages = len(list(wrapped._specializations))
-    torch.manual_seed(0)
-    assert torch.equal(output, wrapped(other))
-    assert len(list(wrapped._specializations)) == stages + 1

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import rotoff
-from rotoff.profile.estimate.estimate import cpu_temporaries
 from rotoff.profile.estimate.fake_kernels import FakeKernels
-from rotoff.profile.memory.allocator import Allocation, AllocationLog, record
 
 HALF, FULL = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -151,28 +149,3 @@ def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
         ),
         "attention, bfloat16": (aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(halves)),
     }  # fmt: skip
-
-
-@pytest.mark.skipif(not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="blocks of 16 channels")
-@pytest.mark.parametrize("name", sorted(kernels()))
-def test_estimated_kernel_temporaries_equal_measured(name: str) -> None:
-    func, args = kernels()[name]
-    func(*args)
-    result, log = record(lambda: func(*args), CPU)
-    events: list[Allocation] = []
-    known: set[int] = set()
-
-    def note(tensor: torch.Tensor | None) -> None:
-        if tensor is not None and tensor.data_ptr() not in known and tensor.nbytes:
-            known.add(tensor.data_ptr())
-            events.append(Allocation(tensor.data_ptr(), tensor.nbytes))
-
-    outputs = result if isinstance(result, tuple) else (result,)
-    for kind, number in cpu_temporaries.steps(func, args, result) or ():
-        if kind == "hidden":
-            events += [Allocation(-1, number), Allocation(-1, -number)]
-        else:
-            note(outputs[number])
-    for output in outputs:
-        note(output)
-    assert AllocationLog(tuple(events)).peak() == log.peak()

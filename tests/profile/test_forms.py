@@ -4,7 +4,6 @@ charged."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,16 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.capture.operations import record_operations
 from rotoff.core.sequence import Op, OpKind
-from rotoff.profile.profile import Profile
-from rotoff.profile.selective.variant_meter import FormMeter
-from rotoff.profile.selective.variant_run import WholeStage
-from rotoff.profile.selective.variants import StageGraph
-from rotoff.profile.timing.timing_cache import KnownForm
-from rotoff.runtime.selective import redo
-from rotoff.tensors.recipe import Recipe
-from rotoff.tensors.stage import SavedKind
 
 WITH_FORMS = [
     "mlp",
@@ -168,166 +158,12 @@ def test_error_in_step_with_forms_releases_everything() -> None:
     assert same(train(wrapped, batch), plain("residual"))
 
 
-def test_redo_ignores_unused_saved_tensors() -> None:
-    """Calls whose result nobody was expected to need run again where somebody does: what autograd saves there is none
-    of what the form knows by number."""
-    x, beside, seen = torch.rand(8, requires_grad=True), [False], list[torch.Tensor]()
-
-    def forward() -> torch.Tensor:
-        beside[0] = True
-        (x.exp() * 2).square()
-        beside[0] = False
-        return x.sin()
-
-    log = record_operations(lambda: [x.sin()], torch.device("cpu"))
-    for whole in (True, False):
-        recipe = Recipe(frozenset(), {}, 1, tuple(op.func for op in log.operations), {}, whole=whole)
-        seen.clear()
-        redo(recipe, forward, {}, seen.append, nullcontext(), beside=lambda: beside[0])
-        assert len(seen) == 1
-        assert torch.equal(seen[0], x)  # of which the backward of a sine makes the cosine
-
-
 # -- finding
 
 
 def block(width: int = 32) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, width), nn.Sequential(Residual(width)), nn.Linear(width, 4))
-
-
-def found(model: nn.Module, x: torch.Tensor, stage: int = 1, **options: Any) -> Profile:
-    return rotoff.Checkpointable(model, **options).measure(x).profile
-
-
-def test_forms_of_a_block_keep_expected_tensors() -> None:
-    """A feed-forward block of width w saves 11 w and statistics a row; without the activation's input or output 7 w."""
-    rows, w = 64, 32
-    profile = found(block(w), torch.randn(rows, 16))
-    stage = profile.chain.stages[1]
-    whole = 4 * rows * (1 + 1 + 4 + 4 + 1) * w + 8 * rows  # output, norm, up, gelu, mask; mean and deviation
-    assert stage.saved_bytes == whole
-    sizes = [form.saved_bytes for form in stage.forms]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] < whole
-    assert sizes[-1] == 4 * rows * w  # the output alone
-    assert stage.forms[-1].backward_time > 0
-    for form, recipe in zip(stage.forms, profile.behaviours[1].forms, strict=True):
-        # what is redone passes through the backward: all that autograd saves is there at once
-        assert form.saved_bytes + form.backward_transient_bytes >= whole
-        assert len(recipe.keeps) == len(recipe.views)
-
-
-def test_redo_skips_unread_operations() -> None:
-    """The last matrix product of the block is never run again: of its dropout only the mask is saved."""
-    profile = found(block(), torch.randn(64, 16))
-    for recipe in profile.behaviours[1].forms:
-        names = [function._schema.name for function in recipe.functions]
-        products = [n for n, name in enumerate(names) if name == "aten::addmm"]
-        assert all(n in recipe.results for n in products[1:]), names
-    assert [n in recipe.results for n in products] == [False, True]  # of the form that keeps nothing
-
-
-class Masked(nn.Module):
-    """Dropout as CUDA does it: one operation gives the result and the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, _ = torch.native_dropout(F.gelu(self.up(x)), 0.2, True)
-        hidden, _ = torch.native_dropout(self.down(hidden), 0.1, True)
-        return x + hidden
-
-
-def test_redo_draws_dropout_mask_without_its_input() -> None:
-    def make() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 32), Masked(), nn.Linear(32, 4))
-
-    def batch() -> torch.Tensor:
-        return torch.randn(8, 16)
-
-    expected = train(make(), batch)
-    wrapped = rotoff.Checkpointable(make()).measure(batch())
-    recipe = wrapped.profile.behaviours[1].forms[-1]
-    names = [function._schema.name for function in recipe.functions]
-    products = [n for n, name in enumerate(names) if name == "aten::addmm"]
-    assert not recipe.kept
-    assert [n in recipe.results for n in products] == [False, True]
-    with_sequence(wrapped, every_form(wrapped.chain, 4))
-    assert same(train(wrapped, batch), expected)
-
-
-class Unrolled(nn.Module):
-    """A recurrence: one more step saves a few more tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.dropout = nn.GRUCell(16, 16), nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        state = x[0]
-        for row in x:
-            state = self.dropout(self.cell(row, state))
-        return x + state.tanh()
-
-
-@pytest.mark.slow
-def test_forms_are_found_in_one_look_at_each_saved_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A redo of what a point of the walk leaves out runs for the seconds, and makes the bytes, that the walk says."""
-    looks: list[StageGraph] = []
-    redo, front = StageGraph.redo, StageGraph.front
-    checked = []
-
-    def look(graph: StageGraph, kept: frozenset[int]) -> tuple[set[int], set[int]]:
-        looks.append(graph)
-        return redo(graph, kept)
-
-    def front_is_true(graph: StageGraph, policy: Any = None) -> Any:
-        looks.clear()
-        points = front(graph, policy)
-        assert len(looks) <= 2 * len(graph.saved) + 1  # a storage made together with others is looked at with them
-        for kept, nbytes, seconds in points:
-            runs, makes = redo(graph, kept)
-            assert not makes & kept
-            assert graph.nbytes(kept - graph.given) == nbytes
-            assert sum(graph._log.operations[n].seconds for n in runs) == pytest.approx(seconds, abs=1e-9)
-            checked.append(len(graph.saved))
-        return points
-
-    monkeypatch.setattr(StageGraph, "redo", look)
-    monkeypatch.setattr(StageGraph, "front", front_is_true)
-    found(nn.Sequential(nn.Linear(16, 16), Unrolled(), nn.Linear(16, 4)), torch.randn(40, 8, 16), stages=["1"])
-    found(nn.Sequential(nn.Linear(16, 32), Masked(), nn.Linear(32, 4)), torch.randn(40, 16))
-    assert max(checked) >= 40
-
-
-def test_equal_stages_share_form_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rotoff.profile.selective import variant_meter as form_meter
-
-    proved = []
-    original = form_meter._reproduces
-    monkeypatch.setattr(form_meter, "_reproduces", lambda *args: proved.append(args) or original(*args))
-    model, batch = fresh("residual")
-    profile = found(model, batch())
-    forms = [stage.forms for stage in profile.chain.stages[1:5]]
-    assert all(len(f) == len(forms[0]) > 0 for f in forms)
-    assert len(proved) <= 4  # of four blocks, one
-
-
-def test_forms_option_switches_off_or_keeps_operations() -> None:
-    x = torch.randn(64, 16)
-    assert all(not stage.forms for stage in found(block(), x, forms=False).chain.stages)
-    assert {f.reason for f in found(block(), x, forms=False).forms} == {"switched off"}
-    kept = found(block(), x, forms=["addmm", "bernoulli_"]).forms[1]
-    assert all(
-        any("addmm" in name for name in names) and any("bernoulli_" in name for name in names) for names in kept.keeps
-    )
-    never = found(block(), x, forms=lambda op: False if op.name == "bernoulli_" else None).forms[1]
-    assert never.forms
-    assert not any("bernoulli_" in name for names in never.keeps for name in names)
 
 
 @pytest.mark.parametrize("bad", [3, "addmm", [1], 0.5])
@@ -339,35 +175,6 @@ def test_forms_option_of_wrong_type_is_refused(bad: object) -> None:
 def test_forms_option_with_unknown_operation_is_refused() -> None:
     with pytest.raises(rotoff.OptionError, match="forms names 'adddmm', which is no operation"):
         rotoff.Checkpointable(block(), forms=["aten.addmm", "adddmm"])
-
-
-class Invisible(nn.Module):
-    """Reads a tensor past the dispatcher, as a hand-written kernel does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.linear(x)
-        # only NumPy reads `hidden`: as far as the dispatcher knows, nobody does
-        scale = torch.from_numpy(hidden.detach().numpy() * 2.0).clone()
-        return torch.sigmoid(x) * scale
-
-
-def test_stage_writing_past_the_dispatcher_gets_no_forms() -> None:
-    def make() -> nn.Sequential:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(16, 32), Invisible(), nn.Linear(32, 4))
-
-    def batch() -> torch.Tensor:
-        return torch.randn(8, 16)
-
-    expected = train(make(), batch)
-    wrapped = rotoff.Checkpointable(make()).measure(batch())
-    assert all(any("clone" in kept for kept in names) for names in wrapped.profile.forms[1].keeps)
-    with_sequence(wrapped, every_form(wrapped.chain, 4))
-    assert same(train(wrapped, batch), expected)
 
 
 class InPlace(nn.Module):
@@ -486,27 +293,3 @@ def test_redo_repeats_first_forward_after_module_changed() -> None:
     model[1][0].dropout.forward = lambda x: F.dropout(x * 1.0, 0.2)
     output.backward()
     assert same([p.grad for p in model.parameters()], expected)
-
-
-def test_known_form_that_stores_everything_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Weights(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.gelu(self.inner(x)).softmax(-1)  # which is saved, and the output
-
-    seen: list[tuple[FormMeter, WholeStage]] = []
-    find = FormMeter.find
-    monkeypatch.setattr(
-        FormMeter, "find", lambda self, stage, *more: seen.append((self, stage)) or find(self, stage, *more)
-    )
-    model = nn.Sequential(nn.Linear(8, 8), Weights(), nn.Linear(8, 8))
-    rotoff.Checkpointable(model).measure(torch.randn(64, 8))
-    meter, stage = next((a, b) for a, b in seen if b.behaviour.saved.count(SavedKind.OWN) == 2)
-    own = [n for n, kind in enumerate(stage.behaviour.saved) if kind is SavedKind.OWN]
-    for kept in own:
-        meter._shared.clear()
-        found = find(meter, stage, (KnownForm(((kept,), ""), 0.0),))
-        assert all(recipe.kept < set(own) for recipe in found.recipes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,9 +13,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import rotoff
-from rotoff.runtime.selective import redo
-from rotoff.tensors.recipe import Recipe, Stored
-from rotoff.tensors.storage import View
 
 CHANNELS = 8
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -90,31 +86,6 @@ def test_step_holds_at_most_predicted_bytes(seed: int) -> None:
             measured = peak_bytes(lambda: wrapped(x).backward())
             assert measured <= wrapped.get_expected_memory() <= wrapped.mem_limit, (model.names, mode, share)
     wrapped.close()
-
-
-def test_stored_tensors_keep_kernel_layout_at_other_sizes() -> None:
-    """On the CPU, convolutions of what lies channels last give what lies so; those of meta tensors do not."""
-    layer = nn.Conv2d(3, 4, 3, padding=1).to(memory_format=torch.channels_last)
-
-    def run(x: torch.Tensor, saved: list[torch.Tensor]) -> torch.Tensor:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.detach()), lambda _: None):
-            return F.max_pool2d(layer(x), 2)
-
-    def images(count: int) -> torch.Tensor:
-        return torch.randn(count, 3, 16, 16).to(memory_format=torch.channels_last)
-
-    measured: list[torch.Tensor] = []
-    run(images(4), measured)
-    view = View.of(measured[2])  # what the convolution has made
-    aten = torch.ops.aten
-    functions = aten.convolution.default, aten.max_pool2d_with_indices.default
-    recipe = Recipe(
-        frozenset({2}), {2: view}, 4, functions, {0: (Stored(2, view),)}, single=frozenset({0}), sized=False
-    )
-    x, saved, again = images(3), list[torch.Tensor](), list[torch.Tensor]()
-    run(x, saved)
-    redo(recipe, lambda: F.max_pool2d(layer(x), 2), {2: saved[2]}, again.append, nullcontext())
-    assert all(map(torch.equal, again, saved))
 
 
 @pytest.mark.parametrize("mode", ["remat", "joint"])

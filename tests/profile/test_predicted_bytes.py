@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocated import left_bytes, live_bytes, peak_bytes
+from allocated import left_bytes, peak_bytes
 from models import ALL, fresh
 from planned_steps import Loss, smallest, step_peak, with_sequence
 from random_programs import random_sequence
@@ -88,25 +88,6 @@ def casting_peak(model: torch.nn.Module, draw: Any) -> int:
         Loss.apply(output).backward(unit)
 
     return peak_bytes(step)
-
-
-def test_casts_of_shared_weights_are_charged_once() -> None:
-    tied, apart = nn.Linear(64, 64), [nn.Linear(64, 64) for _ in range(4)]
-    charged = []
-    for layers in (apart, [tied] * 4):
-        model = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
-        with casting():
-            wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64))
-        casts = sum(wrapped.profile.behaviours[0].cast_bytes for _ in layers)
-        assert casts == 4 * 2 * (64 * 64 + 64)
-        charged.append((wrapped.profile.unmanaged_bytes, [wrapped.chain.grad_bytes(i) for i in range(1, 5)]))
-    (of_apart, gradients), (of_tied, with_waiting) = charged
-    assert (of_apart, of_tied) == (casts, casts // 4)
-    waiting = 4 * (64 * 64 + 64)  # until the first layer has added its part
-    assert with_waiting == [*(nbytes + waiting for nbytes in gradients[:3]), gradients[3]]
-    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-        wrapped = rotoff.Checkpointable(model).measure(torch.randn(8, 64))
-    assert not any(b.cast_bytes for b in wrapped.profile.behaviours)
 
 
 class Overwriting(nn.Module):
@@ -412,36 +393,6 @@ class Added(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-class Drops(nn.Module):
-    """May leave out a block, which ends in the middle of a stage."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.adds = nn.ModuleList(Added() for _ in range(5))
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(5))
-        self.dropped = -1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, (add, norm) in enumerate(zip(self.adds, self.norms, strict=True)):
-            x = x if n == self.dropped else norm(add(x))
-        return x.square().mean()
-
-
-def test_what_comes_in_place_of_a_block_that_is_left_out_is_dropped_like_it() -> None:
-    model, x = Drops(), torch.randn(128, 32)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=[f"adds.{n}" for n in range(5)], forms=False)
-    wrapped.measure(x).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
-    held = []
-    for model.dropped in (-1, 1, 2, 3):
-        before = live_bytes()
-        loss = wrapped(x)
-        held.append(live_bytes() - before)
-        loss.backward()
-        model.zero_grad()
-    assert max(held) == held[0], held
-    wrapped.close()
 
 
 class Checkpoints(nn.Module):

@@ -86,41 +86,6 @@ def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
     assert same(*seen)
 
 
-def test_sparse_tensors_are_refused_in_a_sentence() -> None:
-    class Graph(nn.Module):
-        def __init__(self, matrix: torch.Tensor | None = None) -> None:
-            super().__init__()
-            self.matrix, self.linear = matrix, nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor, matrix: torch.Tensor | None = None) -> torch.Tensor:
-            return torch.sparse.mm(self.matrix if matrix is None else matrix, self.linear(x)).relu()
-
-    matrix = torch.eye(32).to_sparse()
-    with pytest.raises(
-        rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
-    ):
-        rotoff.Checkpointable(Graph()).measure(batch(), matrix)
-    with pytest.raises(
-        rotoff.MeasureError, match=r"sparse_coo tensor of shape \(32, 32\); rotoff counts the bytes of dense"
-    ):
-        rotoff.Checkpointable(Graph(matrix)).measure(batch())
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_are_refused_in_a_sentence() -> None:
-    class Ragged(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.first(x)
-            return self.last(torch.cat((torch.nested.as_nested_tensor([x[:5], x[5:]]) * 2).unbind()))
-
-    with pytest.raises(rotoff.MeasureError, match="Ragged makes a nested tensor, whose bytes rotoff cannot see; pad"):
-        rotoff.Checkpointable(Ragged()).measure(batch())
-
-
 class Strides(Net):
     """Does nothing where its input is contiguous already, and asks whether it is."""
 

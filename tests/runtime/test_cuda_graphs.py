@@ -3,33 +3,11 @@ out."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 import rotoff
-from rotoff.profile.cuda_graphs import refuse_cuda_graphs
-from rotoff.tensors.stage import StageModule
-
-
-@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
-def test_stages_with_cuda_graphs_are_refused(options: dict[str, Any]) -> None:
-    inside = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    inside[1].compile(**options)
-    for module in (inside, torch.compile(nn.Linear(3, 3), **options)):
-        with pytest.raises(
-            rotoff.MeasureError, match=r"^stage 'block' is compiled with CUDA graphs.* mode=\"default\" or"
-        ):
-            refuse_cuda_graphs(StageModule("block", (module,)))
-
-
-@pytest.mark.parametrize("options", [{}, {"mode": "max-autotune-no-cudagraphs"}, {"backend": "eager"}])
-def test_others_are_not(options: dict[str, Any]) -> None:
-    inside = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    inside[1].compile(**options)
-    refuse_cuda_graphs(StageModule("block", (inside, torch.compile(nn.Linear(3, 3), **options))))
 
 
 @pytest.mark.parametrize("measured", [True, False])

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from held_elsewhere import (
     IN_A_SEQUENTIAL,
     LENGTH,
     MAKES,
-    MODES,
     WIDTH,
     Trunk,
     bytes_and_plans,
     draw,
     fresh,
-    in_all,
     planned,
 )
 from planned_steps import smallest
@@ -84,45 +80,3 @@ def test_a_graph_that_waits_is_none_the_worse_for_a_measurement() -> None:
             [*(p.grad.clone() for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())]
         )
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
-
-
-def late(what: str, on: list[bool], kept: list[torch.Tensor]) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
-    """Holds what it is given, once that is switched `on`, by no call that a step sees."""
-
-    def does(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = x * 1.5
-        if on[0] and what == "list":
-            kept.append(y)
-        elif on[0]:
-            y.register_hook(lambda grad: grad * y.detach().cos())
-        return y
-
-    return does
-
-
-@pytest.mark.parametrize("what", ["list", "hook"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.grid
-def test_what_begins_to_hold_tensors_is_said_by_the_check_and_measured_when_it_comes_again(
-    what: str, mode: str
-) -> None:
-    on, kept = [False], list[torch.Tensor]()
-    for check in (True, False):
-        on[0] = False
-        torch.manual_seed(0)
-        wrapped = planned(in_all(middle=late(what, on, kept))(), "", mode, check=check)
-        wrapped.compute_sequence(smallest(wrapped, mode), mode=mode, refine=False)
-        wrapped(draw()).sum().backward()
-        on[0] = True
-        if check:
-            with pytest.raises(
-                rotoff.ExecutionError, match=r"holds \d+ bytes .* that the step has made, and \d+ .* predicted"
-            ):
-                wrapped(draw()).sum().backward()
-            wrapped.close()
-            continue
-        for _ in range(2):
-            wrapped(draw()).sum().backward()
-        with pytest.raises(rotoff.InfeasibleError):
-            wrapped(draw())
-        wrapped.close()

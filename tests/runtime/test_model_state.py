@@ -11,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 from planned_steps import smallest
-from state_models import Casts, Router, Settings
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional as F
 from trunks import LENGTH, WIDTH, Block, Trunk, made_of
 
 import rotoff
-from rotoff.runtime.reads import Reads
-from rotoff.runtime.torch_calls import KNOWN, find
-from rotoff.tensors.storage import storage_key
 
 
 def batch() -> torch.Tensor:
@@ -36,34 +32,6 @@ def in_sequence(block: type[nn.Module]) -> nn.Module:
 
 
 KINDS = [pytest.param(lambda block: made_of(block)(), id="recorded"), pytest.param(in_sequence, id="sequential")]
-
-
-def test_what_is_no_setting_is_no_reason_to_measure_again() -> None:
-    model, x = Settings(), batch()
-    run = measured(model)
-    run.compute_sequence(int(1.2 * smallest(run, "remat")), mode="remat", refine=False)
-    first = run.profile
-    for n in range(3):
-        run(x).sum().backward()
-        model.history.append(float(n))
-        model.nested = copy.deepcopy(model.nested)  # another, that says the same
-        model.tables["not used"] = torch.zeros(WIDTH)
-    assert run.profile is first
-    run.close()
-
-
-@pytest.mark.parametrize("block", [Router, Casts])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_call_that_returns_what_it_is_given_is_no_part_of_the_course(
-    kind: Any, block: type[nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    x = batch()
-    run = measured(kind(block))
-    run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
-    for _ in range(2):  # the second finds gradients, which `to` looks at
-        run(x).sum().backward()
-    assert "another course" not in caplog.text
-    run.close()
 
 
 # -- refused
@@ -180,28 +148,6 @@ def test_models_may_be_measured_on_several_threads() -> None:
         run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
         run(batch()).sum().backward()
         run.close()
-
-
-def test_operators_that_may_change_an_argument_are_told_from_the_others() -> None:
-    changing = [torch.Tensor.add_, torch.embedding_renorm_, torch.batch_norm, torch.batch_norm_gather_stats]
-    changing += [torch.fused_moving_avg_obs_fake_quant, torch._C._nn.rrelu_with_noise, F.embedding]
-    for function in changing:
-        known = KNOWN.get(function) or find(function)
-        assert known.writes or known.watched, function
-    for function in (torch.Tensor.add, torch.Tensor.__getitem__, torch.cat, F.linear, torch.conv2d):
-        assert not find(function).writes and not find(function).watched, function
-
-
-def test_storages_of_parameters_that_are_gone_are_forgotten() -> None:
-    known: dict[int, object] = {}
-    stays = nn.Parameter(torch.ones(2))
-    for _ in range(3):
-        reads = Reads(known)
-        for tensor in (stays, nn.Parameter(torch.ones(2)), torch.ones(2)):
-            reads.note_resident(tensor)
-        del tensor
-        reads.forget()
-    assert set(known) == {storage_key(stays)}
 
 
 class Table(nn.Module):

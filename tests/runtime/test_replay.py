@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models import fresh, plain, same, train
-from planned_steps import compare, sequential, smallest, with_sequence
+from models import fresh, same, train
+from planned_steps import compare, smallest, with_sequence
 from torch import nn
 
 import rotoff
 from rotoff.core.sequence import FORWARDS
-from rotoff.runtime import stage_tape
-from rotoff.runtime.replay import ReplayState
-from rotoff.runtime.stage_run import StageRun
-from rotoff.tensors.rng import Generators
 
 
 def run_twice(L: int) -> rotoff.Sequence:
@@ -141,143 +135,6 @@ def test_what_is_switched_between_a_forward_and_its_backward(recorded: bool, swi
     assert same(step(wrapped) + step(wrapped), expected)
 
 
-def test_a_replay_for_its_own_backward_ends_at_the_last_tensor_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last product of a block saves its argument before it runs, and nobody takes its result: it is not finished
-    again."""
-    model, batch = fresh("residual")
-    wrapped = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch()), run_twice(6))
-    made = stage_tape._made
-    begun, ended = [0] * 4, [0] * 4
-    down = [block.down.weight for block in list(model)[1:5]]
-
-    def counted(call: Any, *values: Any) -> Any:
-        n = next((n for n, weight in enumerate(down) if any(a is weight for a in call[1])), None)
-        if n is not None:
-            begun[n] += 1
-        result = made(call, *values)
-        if n is not None:
-            ended[n] += 1
-        return result
-
-    monkeypatch.setattr(stage_tape, "_made", counted)
-    assert same(train(wrapped, batch, steps=3), plain("residual", steps=3))
-    assert begun == [3] * 4
-    assert ended == [3] * 4  # the mask of the dropout behind it is saved
-    for block in list(model)[1:5]:
-        block.dropout.p = 0.0
-    again = with_sequence(rotoff.Checkpointable(model, forms=False).measure(batch()), run_twice(6))
-    begun[:], ended[:] = [0] * 4, [0] * 4
-    model.zero_grad()
-    x = batch()
-    model(x).sum().backward()
-    expected = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    again(x).sum().backward()
-    assert same([p.grad for p in model.parameters()], expected)
-    assert begun == [1] * 4
-    assert ended == [0] * 4
-
-
-class Carries(nn.Module):
-    """Hands two values from block to block."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(12))
-
-    def forward(self, x: torch.Tensor, back: int | None) -> torch.Tensor:
-        y, passed = x, []
-        for block in self.blocks:
-            x, y = torch.tanh(block(x) + y), torch.sin(x * y)
-            passed.append(x)
-        return x.mean() + y.mean() + (0.0 if back is None else passed[back].mean())
-
-
-def test_a_hollow_tensor_is_filled_by_one_replay_of_each_stage_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    restored, replays = StageRun.restored, []
-    monkeypatch.setattr(StageRun, "restored", lambda run, *given: replays.append(run.i) or restored(run, *given))
-    model, x = Carries(), torch.randn(64, 16)
-    wrapped = rotoff.Checkpointable(model, stages=12).measure(x, None)
-    wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
-    losses = [one(x, 9) for one in (model, wrapped)]
-    assert same(*(list(torch.autograd.grad(loss, [*model.parameters()])) for loss in losses))
-    assert 5 < len(replays) == len({*replays})
-
-
-def test_an_operation_that_writes_what_it_saved_runs_to_its_end() -> None:
-    """``rrelu`` saves its noise, and only then draws it."""
-    stages = sequential(nn.Linear(16, 16), nn.RReLU(), nn.Tanh(), nn.Linear(16, 4))[0]
-    apart = rotoff.Checkpointable(stages, stages=["0", "1", "2", "3"])
-    profile = apart.measure(torch.randn(8, 16)).profile
-    assert [behaviour.early_stop for behaviour in profile.behaviours[1:3]] == [0, 1]
-
-
-class DeviceGenerator:
-    """As CUDA's: it remembers that its state was put, until cuDNN has filled its own buffer of random bits from it."""
-
-    def __init__(self) -> None:
-        self.state, self.put = torch.zeros(16, dtype=torch.uint8), False
-
-    def get_state(self) -> torch.Tensor:
-        return self.state.clone()
-
-    def set_state(self, state: torch.Tensor) -> None:
-        self.state, self.put = state.clone(), True
-
-    def clone_state(self) -> DeviceGenerator:
-        copy = DeviceGenerator()
-        copy.state = self.state.clone()
-        return copy
-
-
-class Buffer:
-    """What cuDNN's recurrent layers draw their dropout from: it goes on from run to run."""
-
-    def __init__(self, generator: DeviceGenerator) -> None:
-        self.generator, self.content = generator, 100
-
-    def draw(self) -> int:
-        if self.generator.put:
-            self.generator.put = False
-            self.content = 1000 * int(self.generator.state[0])
-            self.generator.state[0] += 1
-        self.content += 1
-        return self.content
-
-
-def test_random_bits_that_go_on_from_run_to_run_are_drawn_again_in_a_replay() -> None:
-    generators = Generators(torch.device("cpu"))
-    generator = DeviceGenerator()
-    generators._own.append(generator)  # type: ignore[arg-type]
-    buffer = Buffer(generator)
-    runs = []
-    for _ in range(3):
-        state = ReplayState(generators, [])
-        runs.append((state, buffer.draw()))
-    assert len({drawn for _, drawn in runs}) == 3
-    for state, drawn in reversed(runs):
-        with state.again():
-            assert buffer.draw() == drawn
-    assert int(generator.state[0]) == 3  # as before the replays
-
-
-def test_a_state_is_kept_once_until_something_is_drawn() -> None:
-    generators = Generators(torch.device("cpu"))
-    before = generators.copies()
-    first = generators.states()
-    assert generators.states() is first
-    torch.rand(1)
-    second, after = generators.states(), generators.copies()
-    assert second is not first
-    generators.put(before)
-    assert bytes(torch.get_rng_state().tolist()) == first[0]
-    # exactly one whole round of the generator: only the words change, no position does
-    generators.put(after)
-    position = generators.states()
-    torch.empty(624, dtype=torch.int32).random_()
-    assert generators.states() is not position
-
-
 class Doubled(torch.autograd.Function):
     """Changes what it is given, which no schema says."""
 
@@ -332,40 +189,3 @@ def test_a_custom_function_that_changes_its_arguments(
         assert same([p.grad for p in model.parameters()], [p.grad for p in plain_model.parameters()])
         assert same(list(model.buffers()), list(plain_model.buffers()))
     assert "another course" not in caplog.text
-
-
-class Adding(nn.Module):
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.calls):
-            x = x.add(1.0)
-        return x
-
-
-def functions_entered(calls: int) -> int:
-    """Return how many of rotoff's own Python functions the forward of a planned step enters."""
-    x = torch.ones(4, requires_grad=True)
-    model = nn.Sequential(nn.Tanh(), Adding(calls), nn.Tanh())
-    wrapped = rotoff.Checkpointable(model, forms=False).measure(x)
-    with_sequence(wrapped, run_twice(len(wrapped.chain)))(x).backward(x)
-    own, count = str(Path(rotoff.__file__).parent), 0
-
-    def entered(frame: Any, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(own)
-
-    sys.setprofile(entered)
-    try:
-        result = wrapped(x)
-    finally:
-        sys.setprofile(None)
-    result.backward(x)
-    return count
-
-
-def test_an_ordinary_call_of_torch_enters_one_python_function() -> None:
-    """The mode's method; what it calls is compiled."""
-    assert functions_entered(30) - functions_entered(10) == 20

@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
-from rotoff.runtime import interpreter
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -243,10 +242,3 @@ def test_a_profiler_shows_the_operations_of_the_plan() -> None:
     shown = [event.name.removeprefix("rotoff: ") for event in profiler.events() if event.name.startswith("rotoff: ")]
     assert sorted(shown) == sorted(map(str, wrapped.sequence.ops))
     wrapped.close()
-
-
-def test_an_error_names_its_operation_where_errors_take_no_notes(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = ValueError("too bad", 3)
-    monkeypatch.setattr("rotoff.runtime.interpreter.hasattr", lambda *_: False, raising=False)
-    interpreter._note(error, "rotoff: while running F_all 2")
-    assert error.args == ("too bad\nrotoff: while running F_all 2", 3)

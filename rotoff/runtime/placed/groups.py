@@ -16,7 +16,7 @@ from ...core.sequence import Value, g, o, w
 from ...errors import ExecutionError
 from ...tensors.storage import rounded
 from ..links.base import Link
-from .lending import move
+from .moving import move
 from .placed_plan import PlacedPlan
 from .tensor import (
     ALIGNMENT,

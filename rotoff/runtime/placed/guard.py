@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import ExecutionError
 from .updates import parameters_of
 
+
 class Patches:
     """Replaces attributes while any thread is inside.
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from ...core.sequence import UPDATES, Op, OpKind, Value
@@ -25,10 +24,8 @@ from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
 from .guard import Guard
-from .in_turn import InTurn
-from .lending import Lender, Streamed
 from .placed_plan import PlacedPlan
-from .tensor import PlacedGradient, PlacedTensor, offload, prefetch, settle
+from .tensor import PlacedTensor, offload, prefetch, settle
 from .updates import is_nested, parameters_of
 
 
@@ -214,31 +211,6 @@ class Placement:
         """Whether each parameter of group k has a gradient."""
         return all(self._groups.places[id(p)].gradient.get() is not None for p in self._groups.updatable(k))
 
-    def brought(self, groups: Iterable[int]) -> Iterator[tuple[nn.Parameter, PlacedTensor, PlacedGradient | None]]:
-        """Yield the parameters of `groups` that compute does not read from the caller's tensor, or that are moved
-        within the step; each with its place and, unless autograd accumulates its gradient, the gradient's place."""
-        moved = self._groups.plan.moved
-        for k in groups:
-            for parameter in self._groups.parameters(k):
-                places = self._groups.places[id(parameter)]
-                elsewhere = self.link.queues and places.weight.on_host
-                if (elsewhere or k in moved) and places.weight.look() and places.weight.device is not None:
-                    places.weight.settle()
-                    yield parameter, places.weight, places.gradient if elsewhere else None
-
-    def lender(self) -> Lender | None:
-        """Return the lender of parameters on the host, for calls outside of the plan; None if there are none."""
-        gradients = {key: places.gradient for key, places in self._groups.places.items()}
-        return Lender(self._groups.every(), self.link.device, gradients=gradients) or None
-
-    def in_turn(self) -> InTurn | None:
-        """Return what brings the parameters of frozen layers before the chain; None where calls read them from the
-        host's memory, or there are none."""
-        if not self.link.queues or not self._groups.plan.before:
-            return None
-        before = [group.parameters for group in self._groups.plan.before]
-        return InTurn([[self._groups.places[id(parameter)].weight for parameter in group] for group in before])
-
     @property
     def waits(self) -> bool:
         """Whether no step is planned yet."""
@@ -284,11 +256,6 @@ class Placement:
                 self.begin(plan())
             elif plan is None and self._groups.planned and self._groups.plan.waits:
                 self._groups.give_back()
-
-    def streamed(self) -> Streamed | None:
-        """Return the context for a forward without a plan; None if it needs none."""
-        self.forward_begins()
-        return Streamed(self._groups.every(), self.link.device, self._groups.plan.room) or None
 
     def backward_done(self, operations: Sequence[Op]) -> None:
         """End the backward. Of the `operations` left, run those that come before the caller's ``optimizer.step()``."""

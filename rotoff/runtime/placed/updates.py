@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...tensors.tree import leaves
-from .lending import move_state
+from .moving import move_state
 
 
 class Chunks:

@@ -1,1 +1,0 @@
-"""Stages from a model: how it is cut into pieces that run one after another."""

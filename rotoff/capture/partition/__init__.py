@@ -1,1 +1,0 @@
-"""Divides a recorded forward into stages: the cuts, what crosses them, and lifetimes."""

@@ -1,1 +1,0 @@
-"""Smaller forms of a stage: which tensors to keep and which to compute again, found and measured."""

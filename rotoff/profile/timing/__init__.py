@@ -1,1 +1,0 @@
-"""Times stages until the medians converge, and keeps known times."""
