@@ -229,7 +229,10 @@ class TapeStep:
             if content.op >= first and (form is None or (content.op - first, content.out) in form)
         ]
         handed = [] if self._next in self._early else self._handed(tape, op.stage)
-        made = tape.make([*saved, *handed])
+        try:
+            made = tape.make([*saved, *handed])
+        except RuntimeError:  # what it reads is not there yet: the backward makes it, or says what is lost
+            return
         tape.fill(op.stage, {content: made[content] for content in saved})
         self._hold(tape, abar(op.stage), handed, made)
 
