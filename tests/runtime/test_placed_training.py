@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
+from forced_plans import force, runner_of
 from models import ALL, Attention, Residual, fresh, same
 from placed_loops import (
     accumulated,
@@ -41,7 +42,6 @@ from placed_loops import (
     result,
     usual,
 )
-from forced_plans import force, runner_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import Optimizer
