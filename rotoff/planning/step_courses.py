@@ -23,6 +23,7 @@ from ..profile.trace import trace_of
 from ..runtime.held_check import HeldCheck
 from ..runtime.links.pool import LinkPool
 from ..runtime.links.spill import Spill
+from ..runtime.sharded import gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_step import TapeStep
 from ..tape import kernel
@@ -210,6 +211,7 @@ class StepRunner:
         with ExitStack() as stack:
             if self._recorded is not None:
                 stack.enter_context(self._recorded.step.others())
+            stack.enter_context(gathering_apart(sharded(self.model).values(), tape))
             stack.enter_context(step.forward(tape))
             return plain(*args, **kwargs)
 
@@ -222,7 +224,7 @@ class StepRunner:
             return
         self._recorded = None
         recorded.step.stop()
-        if everywhere(recorded.step.complete and bool(recorded.step.operations), self._group):
+        if everywhere(recorded.step.shown, self._group):
             self._learn(recorded)
 
     def seen(self) -> Course | None:
@@ -239,14 +241,16 @@ class StepRunner:
 
     def _learn(self, recorded: _Recorded) -> Course:
         """Return the course of a recorded step."""
+        units = sharded(self.model)
         profile = TapeProfile(
             trace_of(recorded.step),
             recorded.device,
             self._rates_of(recorded.device),
             recorded.batch_bytes,
-            stages_of(self.model, self.options.stages),
+            tuple(filter(None, units)) or stages_of(self.model, self.options.stages),
             bool(self.options.forms),
             recorded.shapes,
+            borders_stay=bool(units),
         )
         common = common_profile(profile, self._group)
         course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
@@ -258,7 +262,7 @@ class StepRunner:
     def take(self, key: Any, course: Course) -> Course:
         """Keep a course of inputs with this signature; returns that which it is."""
         known, profile = self._courses.setdefault(key, []), course.profile
-        patience = max((2 * one.patience for one in known), default=PATIENCE)
+        patience = max((one.patience * (1 + (one.strayed > 0)) for one in known), default=PATIENCE)
         alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
         if alike:
             course = alike[0]
@@ -325,7 +329,7 @@ class StepRunner:
             step.times = recording.begin(plan.trace, device, step.link)
         tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
         self._warn_in_flight(step)
-        with step.forward(tape):
+        with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
         course.followed(step)
         if course.strayed and not self._said_astray:

@@ -26,6 +26,7 @@ from ..runtime.execution_plan import ExecutionPlan, compile_placed
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.updates import parameters_of
 from ..solver import solve
+from ..solver.anneal import Budget
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from .request import Request
@@ -33,6 +34,7 @@ from .step_planner import charging, first_runs_over
 
 logger = logging.getLogger("rotoff")
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
+SHORT = 0.1  # share of the search effort with which a plan is looked for first
 AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search finds a plan, whatever the times are
 ROUNDS = 6  # solver calls, each for a chain that charges more, or for less or more bytes
 
@@ -110,9 +112,10 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGr
     if near:  # training has begun, and waits
         refine = EFFORT * ways[0].found.chain.compute_time
         request = replace(request, options={"refine": refine, **request.options})
-    short = request.shortened()
+    effort = SHORT * Budget.of(request.options.get("refine", True)).seconds
+    short = replace(request, options={**request.options, "refine": effort or False})
     found = [one for groups in ways for one in _proposed(groups, short) if one.peak <= limit]
-    for start in [*found] if short is not request else ():
+    for start in [*found] if effort else ():
         found += [one for one in islice(_proposed(start.groups, request, start), LONGER) if one.peak <= limit]
     best = min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
     _report(request, *best, time.perf_counter() - began)
@@ -158,8 +161,25 @@ def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
     """Return what holds the fewest bytes of what was found without regard to times.
 
     Raises:
-        InfeasibleError: if this is more than the request's limit.
+        InfeasibleError: if this is more than the request's limit, or the host's.
     """
+    best = _least(ways, request)
+    if best is not None and best.peak <= request.mem_limit:
+        return best.found
+    host = request.options.get("host_limit")
+    anywhere = best or _least(ways, replace(request, options={**request.options, "host_limit": None}))
+    least = ways[0].whole if anywhere is None else min(ways[0].whole, anywhere.peak)
+    raise InfeasibleError(
+        "the training step with its parameters, gradients and optimizer states needs at least"
+        f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
+        f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
+        + (f", and nothing was found within host_limit={host!r}" if best is None and host is not None else ""),
+        least,
+    )
+
+
+def _least(ways: Several[TapeGroups], request: Request) -> Proposal | None:
+    """Return the proposal that holds the fewest bytes, in chains whose times nobody has measured."""
     best: Proposal | None = None
     whens = ("after", "during")[: 1 + _during(request)]
     modes = ("joint", "offload") if request.mode == "joint" else (request.mode,)
@@ -175,16 +195,7 @@ def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
         for proposed in islice(_proposed(even, quick), FEW):
             one = replace(proposed, groups=groups, request=request)
             best = one if best is None or one.peak < best.peak else best
-    assert best is not None
-    least = min(best.peak, ways[0].whole)
-    if best.peak > request.mem_limit:
-        raise InfeasibleError(
-            "the training step with its parameters, gradients and optimizer states needs at least"
-            f" {format_bytes(least)} ({least} bytes) {request}; the device_limit is"
-            f" {format_bytes(request.mem_limit)} ({request.mem_limit} bytes)",
-            least,
-        )
-    return best.found
+    return best
 
 
 def _within_host(groups: TapeGroups, request: Request) -> Request:

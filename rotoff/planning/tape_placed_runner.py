@@ -194,10 +194,12 @@ class PlacedRunner:
         course = self.courses.get(key)
         if course is not None and course.strayed < PATIENCE:
             return course
-        recording = self.recordings.get(key)
-        if recording is None or course is not None or self.request is None:
+        if self.request is None:
             return None
         read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
+        recording = self.recordings.get(key)
+        if recording is None or course is not None:
+            return None
         ways = self._ways(recording)
         if ways[0].whole <= self.request.mem_limit:
             chain = ways[0].found.chain
@@ -312,7 +314,7 @@ class PlacedRunner:
             return
         self._recorded = None
         recorded.step.stop()
-        if not recorded.step.complete or not recorded.step.operations:
+        if not recorded.step.shown:
             return
         if self._rates is None:
             self._rates = self._links.shared(self._links.bandwidth(self.device, LINK_BYTES))

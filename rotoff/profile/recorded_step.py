@@ -23,6 +23,7 @@ from torch.autograd.variable import Variable
 
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
+from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot
 from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
@@ -34,6 +35,7 @@ GRADIENT = "gradient"
 LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
+GATHERED = "gathered"  # FSDP gathers parameters, or releases them
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
@@ -93,6 +95,7 @@ class RecordedStep(Verified):
         # scripted modules take no hooks of a whole call, and a compiler would look into them
         within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
         self._names = {module: name for name, module in model.named_modules() if module not in within}
+        self._units = list(sharded(model).values())
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._alive: list[Content] = []
@@ -112,12 +115,15 @@ class RecordedStep(Verified):
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the forward, and record it."""
-        with self, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+        apart = gathering_apart(self._units, self, lambda: self.region(GATHERED))
+        with apart, self, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             return forward(*args, **kwargs)
 
     def __enter__(self) -> RecordedStep:
         self._start()
         self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
+        # while its parameters are there
+        self._hooks += [module.register_forward_hook(self._left, prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
         self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
         super().__enter__()
@@ -140,6 +146,10 @@ class RecordedStep(Verified):
     def _called(self, module: nn.Module, args: Any) -> None:
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module], len(self.operations)))
+
+    def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.enter(len(self.segments))
+        self.segments.append(Segment(self._names[module].rpartition(".")[0], len(self.operations)))
 
     def enter(self, stage: int) -> None:
         """Verify the segment that ends, and take what it has saved off the device."""
@@ -282,6 +292,12 @@ class RecordedStep(Verified):
     def others(self) -> AbstractContextManager[object]:
         """What happens within belongs to another step."""
         return self.region(OWN)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the step has run to its end, and its log is whole: another profiler may have ended it."""
+        marks = {event.begins for event in self.log}
+        return self.complete and bool(self.operations) and {LOSS, END} <= marks
 
     def abandoned(self) -> bool:
         """Whether its graph is gone without a backward."""

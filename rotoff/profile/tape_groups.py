@@ -138,18 +138,18 @@ class TapeGroups:
     """The groups of a model's parameters, and what a step by a plan that moves them holds.
 
     found: the step. chain: its chain, with what the groups cost. placed: their parameters. outside: those that stay on
-    the device. first: of each group, the most that the first update of one of its parameters takes and leaves behind,
-    where the host's memory is the device's. beside: bytes that the device holds throughout: what is outside, buffers,
-    the caller's loss. marks: those of the gradients that are used up. update: bytes that the update of what is outside
-    takes. whole: the bytes with which the plain model and its optimizers run; expected: those of them that they take if
-    no gradients are there when a step begins.
+    the device. on_host: where the host's memory is the device's, of each group, the most that the update there of one
+    of its parameters takes, and with what the first one leaves behind. beside: bytes that the device holds throughout:
+    what is outside, buffers, the caller's loss. marks: those of the gradients that are used up. update: bytes that the
+    update of what is outside takes. whole: the bytes with which the plain model and its optimizers run; expected: those
+    of them that they take if no gradients are there when a step begins.
     """
 
     found: TapeChain
     chain: Chain
     placed: tuple[PlacedGroup, ...]
     outside: tuple[nn.Parameter, ...]
-    first: tuple[int, ...]
+    on_host: tuple[tuple[int, int], ...]
     beside: int
     marks: int
     update: int
@@ -180,6 +180,8 @@ class TapeGroups:
         machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
         levels, ran, stays = [], 0, self.constant(during)
+        updated = set[int]()
+        returned = max((one.nbytes for one in found.trace.made if one.returned), default=0)
         for op in sequence:
             activations = [v for v in machine.device if not v.of and (v.stage or v.saved)]
             held = frozenset[int]().union(*(_contents(found, v, machine) for v in activations))
@@ -188,11 +190,19 @@ class TapeGroups:
             if op.of or op.kind in UPDATES:
                 level = event.memory - charged + found.trace.size(held)
                 level += found.runs[ran - 1].left_over(held) if ran and not machine.backward_phase else 0
-                level += self.first[op.stage - 1] if op.kind is OpKind.H else 0
+                if op.kind is OpKind.H:  # in the first step, the states of groups not updated yet do not exist
+                    again, first = self.on_host[op.stage - 1]
+                    missing = {v.stage for v in machine.device if v.of == "o"} - updated
+                    level += max(again, first - sum(self.chain.group(k).state_bytes for k in missing))
+                updated |= {op.stage} if op.kind in UPDATES else set()
             else:
                 level = next(own) + event.parameter_memory
-            ran = max(ran, op.stage) if op.kind in FORWARDS else ran
+            if op.kind in FORWARDS and op.stage > ran:
+                ran = op.stage
+                level += checksum_room(returned) if ran == len(self.chain) else 0  # when the forward ends
             levels.append(level + stays)
+            if op.kind is OpKind.B and op.stage == 1:
+                stays -= self.chain.input_grad_bytes  # which the machine charges from now on
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
         return [*levels[:-1], levels[-1] + self.update]
@@ -264,7 +274,7 @@ def groups_of(
             alike = tuple(sorted(readers[id(p)])), p.requires_grad, probe.updates(p)
             members.setdefault(alike, []).append(p)
     whole = sum(room_of(p) for several in members.values() for p in several)
-    costs, placed, first = [], [], []
+    costs, placed, on_host = [], [], []
     for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
         for part in in_parts(several, map(room_of, several), whole):
             nbytes = sum(rounded(room_of(p), block) for p in part)
@@ -283,17 +293,17 @@ def groups_of(
             )
             placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
             here = updated and not is_accelerator(device)
-            one_by_one = (probe.update_bytes([p]) + n for p, n in zip(part, states, strict=True))
-            first.append(max(one_by_one) if here else 0)
+            taken = [probe.update_bytes([p]) if here else 0 for p in part]
+            on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
     gradients = sum(p.nbytes for p in left if p.requires_grad)
     beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
     beside += sum(p.nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
-    returned = max((one.nbytes for one in profile.trace.made if one.returned), default=0)
-    beside += max(checksum_bytes(block), checksum_room(returned)) + 2 * rounded(8, block)
+    beside += checksum_bytes(block) + 2 * rounded(8, block)
     resting = beside + profile.batch_bytes + sum(one.bytes + one.state_bytes for one in costs)
     updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)
+    updating += sum(one.nbytes for one in profile.trace.made if one.returned)
     events = tuple(event for event in profile.trace.backward if not event.kept or event.size > 0)
     with_gradients = replace(profile.trace, backward=events).plain_bytes()  # which stay
     return TapeGroups(
@@ -301,7 +311,7 @@ def groups_of(
         replace(found.chain, parameters=tuple(costs)),
         tuple(placed),
         tuple(left),
-        tuple(first),
+        tuple(on_host),
         beside,
         marks=sum(p.requires_grad for p in every) * rounded(8, block),
         update=probe.update_bytes(left),

@@ -29,6 +29,7 @@ class TapeProfile:
         shapes: of the tensors of the input.
         seen: whether the step has run; if not, its bytes are those of fake tensors.
         begins: positions at which stages begin, in place of `stages`.
+        borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
     """
 
     trace: Trace
@@ -40,10 +41,13 @@ class TapeProfile:
     shapes: tuple[tuple[int, ...], ...] = ()
     seen: bool = True
     begins: tuple[int, ...] = ()
+    borders_stay: bool = False
 
     @cached_property
     def chains(self) -> list[TapeChain]:
         """The step as a chain. If contents that few stages need stay on the device, also one that hands them on."""
+        if self.borders_stay:
+            return [self._chain(far=0)]
         found = [self._chain()]
         return [*found, self._chain(far=math.inf)] if found[0].stay else found
 

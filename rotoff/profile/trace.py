@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..tape.contents import Content
-from .recorded_step import END, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+from .recorded_step import END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,15 +197,20 @@ def trace_of(step: RecordedStep) -> Trace:
 def _peaks(step: RecordedStep, many: int) -> list[int]:
     """Return the most bytes that each operation holds above those at its begin."""
     peaks, level, begins = [0] * many, 0, dict[str, int]()
+    gathered: dict[int, int] = {}  # parameters that FSDP has gathered, by address
     for event in step.log:
         if event.begins:
             begins[event.begins] = level
         elif event.ends:
             begins.pop(event.ends, None)
         level += event.size
-        for name, start in begins.items() if event.size > 0 else ():
+        if event.size > 0 and GATHERED in begins:
+            gathered[event.ptr] = event.size
+        elif event.size < 0:
+            gathered.pop(event.ptr, None)
+        for name, start in begins.items() if event.size > 0 or event.begins else ():
             if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start)
+                peaks[int(name)] = max(peaks[int(name)], level - start + sum(gathered.values()))
     return peaks
 
 

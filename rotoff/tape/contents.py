@@ -13,7 +13,7 @@ CHANGED = (
     " forward and the backward: a tensor of shape {} that the forward has read; change it after the backward, or clone"
     " it"
 )
-CHUNK = 1 << 12, 1 << 16  # the fewest and the most words that a checksum takes at a time
+CHUNK = 1 << 10, 1 << 16  # the fewest and the most words that a checksum takes at a time
 
 
 class Content:

@@ -157,6 +157,7 @@ class Tape(TorchDispatchMode):
             what they read, from others.
         keep: what `pack` keeps of what the open stage makes and autograd saves: all, or the contents whose (operation,
             result), counted from the stage's first operation, are in the set.
+        paused: whether nothing is noted.
         operations: of the forward, so far. begins: the number of the first one of each stage.
         replayed: how many were run again. copied: bytes copied before a write.
     """
@@ -172,6 +173,7 @@ class Tape(TorchDispatchMode):
         self.known = known
         self.key: Key = 0
         self.position, self.ahead = 0, -1
+        self.paused = False
         self.reached = 0  # the stage whose saved tensors the backward reads
         self.operations: list[Operation] = []
         self.slots: dict[int, list[SlotReference]] = {}
@@ -255,7 +257,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: its results are residents
+        # the results of a higher-order operator are residents
+        if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         kind = kind_of(func)
         if kind.view and all(map(self.plain, tensors_of(args, kwargs))):
