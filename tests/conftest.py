@@ -102,8 +102,6 @@ def _effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.node.get_closest_marker("full_search") is None:
         monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.01 * anneal.DEFAULT_SECONDS)
     if torch is not None and request.node.get_closest_marker("full_timing") is None:
-        from rotoff.profile.timing import convergence
         from rotoff.runtime.links import bandwidth
 
-        monkeypatch.setattr(convergence, "UNTIL_CONVERGED", convergence.Repeats(1, 1))
         monkeypatch.setattr(bandwidth, "WORK_BYTES", bandwidth.WORK_BYTES >> 8)
