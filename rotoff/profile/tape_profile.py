@@ -28,7 +28,7 @@ class TapeProfile:
         forms: whether stages may keep a part of what they save.
         shapes: of the tensors of the input.
         seen: whether the step has run; if not, its bytes are those of fake tensors.
-        begins: positions at which stages begin, in place of `stages`.
+        like: a chain of a step of the same operations, whose stages and forms are taken.
     """
 
     trace: Trace
@@ -39,7 +39,7 @@ class TapeProfile:
     forms: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
     seen: bool = True
-    begins: tuple[int, ...] = ()
+    like: TapeChain | None = None
 
     @cached_property
     def chains(self) -> list[TapeChain]:
@@ -48,7 +48,7 @@ class TapeProfile:
         return [*found, self._chain(far=math.inf)] if found[0].stay else found
 
     def _chain(self, **how: float) -> TapeChain:
-        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "begins": self.begins, **how}
+        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "like": self.like, **how}
         return chain_of(self.trace, self.rates, self.stages, **options)
 
     @property
