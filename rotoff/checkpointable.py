@@ -1,8 +1,8 @@
 """`Checkpointable`: the public class that trains a model inside a limit.
 
 ``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training step whose inputs have a
-new signature (shapes, strides, dtypes, `requires_grad`, autocast) is recorded; the next one follows a plan. The plans of
-the last signatures are kept.
+new signature (shapes, strides, dtypes, `requires_grad`, autocast) is recorded; the next one follows a plan. The plans
+of the last signatures are kept.
 """
 
 from __future__ import annotations
