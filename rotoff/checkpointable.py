@@ -276,19 +276,24 @@ class Checkpointable(RotorNames, ModuleProxy):
             mem_slots, options: as for `rotoff.solve`; all processes of this host share a `host_limit`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
             up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
-                ones; it is recorded now.
+                ones. It is measured now, with inputs of half its batch and of half its length. If this returns, every
+                smaller input fits, too, and sizes in between are not measured.
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
-                states, buffers, the batch and the step. What does not fit stays on the host, for a CPU in a file.
+                states, buffers, the batch and the step. What does not fit stays on the host between its uses. For a
+                CPU the host is a file.
             optimizer: with `device_limit`, the optimizer of the parameters, or a list of them; a frozen model needs
-                none. ``updates="during"`` updates each group of parameters within the backward, once its gradient is
+                none. With the option
+                ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
                 complete; ``"after"``, the default: in ``optimizer.step()``.
-            in_flight: how many forwards run before the backward of the first, as in a pipeline (`attach_schedule` finds
-                it) or with ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for
-                parameter gradients that autograd gathers beside `.grad` where one backward is for several.
+            in_flight: how many forwards run before the backward of the first, as in a pipeline or with
+                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for the parameter
+                gradients that autograd gathers beside `.grad` where one backward is for several of them.
+                `rotoff.attach_schedule` finds it for a pipeline.
 
         Raises:
             LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
-            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode.
+            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
+                `up_to` and a `mem_limit`, the message names smaller inputs that fit.
         """
         grouped, updates = self._group is not None, options.get("updates")
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
