@@ -96,6 +96,7 @@ class RecordedStep(Verified):
         within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
         self._names = {module: name for name, module in model.named_modules() if module not in within}
         self._units = list(sharded(model).values())
+        self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._alive: list[Content] = []
@@ -207,6 +208,8 @@ class RecordedStep(Verified):
             self._queued = True
             Variable._execution_engine.queue_callback(self._ended)
             self.returned = {content for content in self.handed_out if content.alive()}
+        for key in [key for key, p in self._shards.items() if p.grad is not None]:  # FSDP calls no hook of theirs
+            self._accumulated(self._shards.pop(key))
         with self.region(OWN):
             self.fill(stage, self._from_host(stage))
             self.fetch(stage)
@@ -283,11 +286,13 @@ class RecordedStep(Verified):
     def _accumulated(self, parameter: torch.Tensor) -> None:
         """Note that a gradient is no longer the step's: a later one is added to it, and released."""
         gradient = parameter.grad
-        if gradient is None:  # another hook has taken it
+        if gradient is None or gradient.layout is not torch.strided:  # another hook may have taken it
             return
-        if gradient.layout is torch.strided and not is_wrapper(gradient):
-            with self.region(f"{GRADIENT} {self.address(gradient.untyped_storage())}"):
-                pass
+        names = gradient.__tensor_flatten__()[0] if is_wrapper(gradient) else ()  # type: ignore[attr-defined]
+        for part in [getattr(gradient, name) for name in names] or [gradient]:
+            if isinstance(part, torch.Tensor) and not is_wrapper(part):
+                with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
+                    pass
 
     def others(self) -> AbstractContextManager[object]:
         """What happens within belongs to another step."""

@@ -161,7 +161,7 @@ def is_plain(t: torch.Tensor) -> bool:
     return (
         (kind is torch.Tensor or kind is torch.nn.Parameter)
         and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta)
+        and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta or t._is_zerotensor())
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)
     )
 

@@ -93,7 +93,7 @@ class WholeDevice:
                 self.beside + (next(levels) + batch + event.parameter_memory if event.op.kind in OWN else event.memory)
                 for event in simulate(self.chain, sequence).events
             ]
-        none = (0,) * len(self.groups)
+        none = ((0, 0),) * len(self.groups)
         groups = TapeGroups(self.found, self.chain, (), (), none, self.beside, 0, 0, 0, 0, torch.device("cpu"))
         return groups.levels(sequence, during=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..tape_profile import TapeProfile
@@ -19,13 +20,15 @@ class Growth:
     count: int
 
     @classmethod
-    def of(cls, profile: TapeProfile, batch: int, larger: TapeProfile, count: int) -> Growth | None:
-        """The growth; None if the operations or the stages are others at `count`."""
-        if _shape(profile.trace) != _shape(larger.trace):
-            return None
-        larger = replace(larger, begins=profile.chains[0].layout.begins)
-        forms = ([len(stage.forms) for stage in one.chain.stages] for one in (profile, larger))
-        return cls(profile, batch, larger, count) if next(forms) == next(forms) else None
+    def of(cls, estimated: Callable[[int], Estimate], profile: Estimate, batch: int, count: int) -> Growth | None:
+        """The growth; None if a larger batch takes other operations or stages. estimated: makes the profile of a batch.
+        profile: of a batch of `batch`, where a dimension of 1 may save some operations."""
+        larger, base = estimated(count), profile
+        if _shape(base.trace) != _shape(larger.trace):
+            batch *= 2
+            base = estimated(batch) if batch < count else larger
+        alike = _stages(base) == _stages(profile) and _shape(base.trace) == _shape(larger.trace)
+        return cls(base, batch, replace(larger, like=base.chains[0]), count) if alike and base is not larger else None
 
     @property
     def moving(self) -> Growth:
@@ -39,6 +42,10 @@ class Growth:
         one, other = self.profile, self.larger
         trace, batch = _between(one.trace, other.trace, share), _on(one.batch_bytes, other.batch_bytes, share)
         return replace(other, trace=trace, batch_bytes=batch)
+
+
+def _stages(profile: Estimate) -> list[tuple[str, int]]:
+    return [(stage.name, len(stage.forms)) for stage in profile.chain.stages]
 
 
 def _shape(trace: Trace) -> object:
