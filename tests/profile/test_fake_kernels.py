@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 import rotoff
-from rotoff.profile.estimate.estimate import cpu_temporaries
+from rotoff.profile.estimate import cpu_temporaries
 from rotoff.profile.estimate.fake_kernels import FakeKernels
 from rotoff.profile.memory.allocator import Allocation, AllocationLog, record
 
