@@ -387,12 +387,15 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         starts: Callable[[Any], list[torch.Tensor]],
+        before_write: Callable[[torch.UntypedStorage], None],
     ) -> Course:
-        """Record a step on a sample. starts: the outputs from which its backward starts."""
+        """Record a step on a sample. starts: the outputs from which its backward starts. before_write: called with each
+        storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
         step = RecordedReads(self.known, self.model, self._spill(), True)
+        step.before_write = before_write
         recorded = self._begin(key, hint, args, kwargs, step)
 
         def record() -> None:

@@ -73,13 +73,15 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
+            before_write: called with each storage that the forward is about to overwrite, if given.
+        handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did.
     """
 
     def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
         super().__init__(known)
         self._patient = patient
+        self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
         self.seconds: list[Any] = []  # until it is stopped, marks of the begin and the end of each
@@ -178,6 +180,14 @@ class RecordedStep(Verified):
             out = func(*args, **kwargs)
             self._last = began, self.moment()
         return out
+
+    def _written(self, *of: Any) -> Any:  # type: ignore[override]
+        written = super()._written(*of)
+        if self.before_write is not None:
+            with self.region(OWN), torch._C._DisableTorchDispatch():
+                for _, t in written:
+                    self.before_write(t.untyped_storage())
+        return written
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         new = list(new)
