@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
+from ..profile.other_size import at_size
 from ..profile.recorded_step import BUSY, stop_complete
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
@@ -34,7 +35,7 @@ from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
 from .options import Options
 from .request import Request
-from .signatures import constants, signature
+from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, room_of
 
@@ -152,6 +153,7 @@ class StepRunner:
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
         self._said_astray = False
+        self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
 
     def __iter__(self) -> Iterator[Course]:
         return (course for courses in self._courses.values() for course in courses)
@@ -166,7 +168,7 @@ class StepRunner:
             return plain(*args, **kwargs)
         self.settle()
         key, hint = signature(value, self.model), constants(value)
-        course = self._course(key, hint)
+        course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
@@ -185,6 +187,22 @@ class StepRunner:
             return None
         self._courses.move_to_end(key)
         return next((one for one in known if one.hint == hint), known[0])
+
+    def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
+        """The course of an input whose size no step has had, if a step at another size has made the same operations."""
+        family, _ = family_of(key)
+        if self._group is not None or family in self._unforeseen:
+            return None
+        alike = (known for other, known in reversed(self._courses.items()) if family_of(other)[0] == family)
+        seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
+        if (near := next(seen, None)) is None:
+            return None
+        profile = at_size(near.profile, self.known, self.model, args, kwargs)
+        if profile is None:
+            self._unforeseen.add(family)
+            return None
+        logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, profile.shapes)))
+        return self.take(key, Course(profile, hint, near.reads))
 
     def _record(
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
