@@ -28,6 +28,7 @@ from ..runtime.sharded import gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_step import TapeStep
 from ..tape import kernel
+from ..tape.contents import is_plain
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
@@ -103,6 +104,20 @@ class _Recorded:
     shapes: tuple[tuple[int, ...], ...]
     batch_bytes: int
     device: torch.device
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which kernels
+    copy."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.size = output.size()
+        return output.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.new_ones(max(ctx.size.numel(), 1)).as_strided(ctx.size, [0] * len(ctx.size))
 
 
 class StepRunner:
@@ -400,7 +415,8 @@ class StepRunner:
 
         def record() -> None:
             if roots := starts(step.run(plain, *args, **kwargs)):
-                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+                losses = [_Loss.apply(t) if is_plain(t) else t for t in roots]
+                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
             together(record, self._group)
