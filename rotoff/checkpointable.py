@@ -50,7 +50,7 @@ from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
-from .tensors.buffers import BufferCopies, buffers_of
+from .tensors.buffers import BufferCopies, Originals, buffers_of
 from .tensors.rng import Generators
 from .tensors.tree import tensor_leaves
 from .tensors.undo import undone
@@ -203,20 +203,19 @@ class Checkpointable(RotorNames, ModuleProxy):
         """Record a step on the input `value`, and restore all that it changes."""
         args, kwargs = value
         refuse_lazy(self._model)
-        generators, buffers = (
-            Generators(self._steps.device_for(tensor_leaves(value))),
-            BufferCopies(buffers_of(self._model)),
-        )
+        given = [*self._model.parameters(), *tensor_leaves(value)]
+        generators = Generators(self._steps.device_for(tensor_leaves(value)))
+        buffers, originals = BufferCopies(buffers_of(self._model)), Originals(given)
         states, before = generators.copies(), self._model.training
         try:
             with (
-                _as_they_are([*self._model.parameters(), *tensor_leaves(value)]),
+                _as_they_are(given),
                 undone(self._model),
                 torch.enable_grad(),
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
-                self._recorded(args, kwargs)
+                self._recorded(args, kwargs, originals)
         except (MeasureError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -230,11 +229,12 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._model.train(before)
             generators.put(states)
             buffers.put_back()
+            originals.put_back()
 
-    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:
         device = self._options.device
         if self._placed is None and all(p.device == device for p in self._model.parameters() if device is not None):
-            self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
+            self._steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
             return
         placed = self._placed or PlacedRunner(self._model, (), None, self._options, self._links)
         placed.record(args, kwargs, lambda result: _backward_of(self._starts(result)))

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
+from ..profile.other_size import at_size
 from ..profile.recorded_step import BUSY, stop_complete
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
@@ -27,13 +28,14 @@ from ..runtime.sharded import gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_step import TapeStep
 from ..tape import kernel
+from ..tape.contents import is_plain
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
 from .options import Options
 from .request import Request
-from .signatures import constants, signature
+from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, room_of
 
@@ -104,6 +106,20 @@ class _Recorded:
     device: torch.device
 
 
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which kernels
+    copy."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.size = output.size()
+        return output.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient.new_ones(max(ctx.size.numel(), 1)).as_strided(ctx.size, [0] * len(ctx.size))
+
+
 class StepRunner:
     """Runs steps of `model`, and owns what lives longer than one step.
 
@@ -137,6 +153,7 @@ class StepRunner:
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
         self._said_astray = False
+        self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
 
     def __iter__(self) -> Iterator[Course]:
         return (course for courses in self._courses.values() for course in courses)
@@ -151,7 +168,7 @@ class StepRunner:
             return plain(*args, **kwargs)
         self.settle()
         key, hint = signature(value, self.model), constants(value)
-        course = self._course(key, hint)
+        course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
@@ -170,6 +187,22 @@ class StepRunner:
             return None
         self._courses.move_to_end(key)
         return next((one for one in known if one.hint == hint), known[0])
+
+    def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
+        """The course of an input whose size no step has had, if a step at another size has made the same operations."""
+        family, _ = family_of(key)
+        if self._group is not None or family in self._unforeseen:
+            return None
+        alike = (known for other, known in reversed(self._courses.items()) if family_of(other)[0] == family)
+        seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
+        if (near := next(seen, None)) is None:
+            return None
+        profile = at_size(near.profile, self.known, self.model, args, kwargs)
+        if profile is None:
+            self._unforeseen.add(family)
+            return None
+        logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, profile.shapes)))
+        return self.take(key, Course(profile, hint, near.reads))
 
     def _record(
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -369,17 +402,21 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         starts: Callable[[Any], list[torch.Tensor]],
+        before_write: Callable[[torch.UntypedStorage], None],
     ) -> Course:
-        """Record a step on a sample. starts: the outputs from which its backward starts."""
+        """Record a step on a sample. starts: the outputs from which its backward starts. before_write: called with each
+        storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
         step = RecordedReads(self.known, self.model, self._spill(), True)
+        step.before_write = before_write
         recorded = self._begin(key, hint, args, kwargs, step)
 
         def record() -> None:
             if roots := starts(step.run(plain, *args, **kwargs)):
-                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+                losses = [_Loss.apply(t) if is_plain(t) else t for t in roots]
+                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
             together(record, self._group)

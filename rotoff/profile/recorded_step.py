@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -21,12 +20,14 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
+from ..accelerator import events_are_of, finish
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot
 from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
+from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled
 
 MARK = "rotoff::"
@@ -72,19 +73,21 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
+            before_write: called with each storage that the forward is about to overwrite, if given.
+        handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did.
     """
 
     def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
         super().__init__(known)
         self._patient = patient
+        self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
-        self.seconds: list[float] = []
+        self.seconds: list[Any] = []  # until it is stopped, marks of the begin and the end of each
         self.positions: list[int] = []
         self.packed: dict[int, Content | None] = {}
-        self.waits: list[float] = []
+        self.waits: list[Any] = []
         self.handed_out: set[Content] = set()
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
@@ -108,8 +111,8 @@ class RecordedStep(Verified):
         self._profile: profile | None = None
         self.thread = 0
         self._queued = False
-        self._clock = 0.0
-        self._last = 0.0
+        self._clock: Any = None
+        self._last: Any = 0.0
         self.on_backward = RecordedStep._reached
 
     # -- the forward
@@ -173,10 +176,18 @@ class RecordedStep(Verified):
                 self.death[content] = number
         self._alive = still
         with self.region(str(number)):
-            began = time.perf_counter()
+            began = self.moment()
             out = func(*args, **kwargs)
-            self._last = time.perf_counter() - began
+            self._last = began, self.moment()
         return out
+
+    def _written(self, *of: Any) -> Any:  # type: ignore[override]
+        written = super()._written(*of)
+        if self.before_write is not None:
+            with self.region(OWN), torch._C._DisableTorchDispatch():
+                for _, t in written:
+                    self.before_write(t.untyped_storage())
+        return written
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         new = list(new)
@@ -220,12 +231,12 @@ class RecordedStep(Verified):
             pass
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        began = time.perf_counter()
+        began = self.moment()
         tensor = super().unpack(packed)
         if isinstance(packed, Slot) and not self._recording:
             with self.region(f"{READ}{packed.at}"):
-                self.waits.append(began - self._clock if self.waits else 0.0)
-            self._clock = time.perf_counter()
+                self.waits.append((self._clock, began) if self.waits else 0.0)
+            self._clock = self.moment()
         return tensor
 
     def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
@@ -233,7 +244,7 @@ class RecordedStep(Verified):
 
     def _ended(self) -> None:
         with self.region(END):
-            self.waits.append(time.perf_counter() - self._clock)
+            self.waits.append((self._clock, self.moment()))
         self._away.clear()
         self.complete = True
 
@@ -258,9 +269,11 @@ class RecordedStep(Verified):
             OPEN.discard(self)
             self._unstopped.detach()
             try:
-                self.log = _stopped(profiler)
+                self.log = _stopped(profiler, self.device)
             finally:
                 BUSY.release()
+            finish(self.device)
+            self.seconds, self.waits = list(map(_seconds, self.seconds)), list(map(_seconds, self.waits))
 
     # -- the log
 
@@ -278,6 +291,10 @@ class RecordedStep(Verified):
     def region(self, name: str) -> AbstractContextManager[object]:
         """A region of the log."""
         return record_function(MARK + name)
+
+    def moment(self) -> Any:
+        """Return a mark of the present moment."""
+        return mark(self.device)
 
     def address(self, storage: torch.UntypedStorage) -> int:
         """Return what tells a storage from others in the log."""
@@ -337,13 +354,20 @@ def _discarded(profiler: profile) -> None:
         BUSY.release()
 
 
-def _stopped(profiler: profile) -> list[Event]:
+def _seconds(of: Any) -> float:
+    return of if isinstance(of, float) else seconds_between(*of)
+
+
+def _stopped(profiler: profile, device: torch.device) -> list[Event]:
     profiler.__exit__(None, None, None)
     assert profiler.kineto_results is not None
     found: list[tuple[int, int, Event]] = []
     for node in _nodes(profiler.kineto_results.experimental_event_tree()):
         if node.tag == _EventType.Allocation:
-            found.append((node.start_time_ns, 1, Event(node.extra_fields.alloc_size, node.extra_fields.ptr)))
+            told = node.extra_fields
+            here = device.index is None or told.device.index in (device.index, -1)
+            if here and events_are_of(told.device.type, device):
+                found.append((node.start_time_ns, 1, Event(told.alloc_size, told.ptr)))
         elif node.tag == _EventType.TorchOp and node.name.startswith(MARK):
             name = node.name[len(MARK) :]
             found.append((node.start_time_ns, 0, Event(0, begins=name)))

@@ -38,12 +38,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
+from ..tensors.eager_mode import EagerMode
 from .contents import (
     RESIDENT,
     Content,
@@ -144,7 +141,7 @@ class Operation:
         return {r.into for r in self.references if r.into is not None and r.into.op != RESIDENT}
 
 
-class Tape(TorchDispatchMode):
+class Tape(EagerMode):
     """Records a forward as a context, and gives autograd back what it drops.
 
     Use it as ``with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack): model(x)``, in one thread.

@@ -227,6 +227,9 @@ class FakeStep(RecordedStep):
     def region(self, name: str) -> AbstractContextManager[object]:
         return self._births.region(name)
 
+    def moment(self) -> float:
+        return 0.0
+
     def address(self, storage: torch.UntypedStorage) -> int:
         return self._births.number(storage)
 

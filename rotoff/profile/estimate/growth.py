@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..tape_profile import TapeProfile
 from ..trace import Event, Made, Ran, Trace
@@ -18,6 +18,7 @@ class Growth:
     batch: int
     larger: TapeProfile
     count: int
+    _known: dict[int, TapeProfile] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, estimated: Callable[[int], Estimate], profile: Estimate, batch: int, count: int) -> Growth | None:
@@ -34,10 +35,15 @@ class Growth:
     def moving(self) -> Growth:
         """This for steps whose gradients are those of groups of parameters."""
         assert isinstance(self.profile, Estimate) and isinstance(self.larger, Estimate)
-        return replace(self, profile=self.profile.moving, larger=self.larger.moving)
+        return Growth(self.profile.moving, self.batch, self.larger.moving, self.count)
 
     def at(self, count: int) -> TapeProfile:
         """The profile at a batch of `count`."""
+        if count not in self._known:
+            self._known[count] = self._at(count)
+        return self._known[count]
+
+    def _at(self, count: int) -> TapeProfile:
         share = (count - self.batch) / (self.count - self.batch)
         one, other = self.profile, self.larger
         trace, batch = _between(one.trace, other.trace, share), _on(one.batch_bytes, other.batch_bytes, share)
