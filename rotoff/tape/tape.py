@@ -41,7 +41,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 from ..tensors.eager_mode import EagerMode
-from ..tensors.storage import is_plain
 from .contents import (
     RESIDENT,
     Content,
@@ -50,6 +49,7 @@ from .contents import (
     SlotReference,
     bytes_in,
     detached,
+    is_plain,
     witness_of,
 )
 from .operators import (
