@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..tape.contents import Content
-from .recorded_step import END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +229,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         if event.begins == END:
             events.append(Event(seconds=next(seconds, 0.0)))
             break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
+        if event.begins in (OWN, ASIDE, BACK) or event.ends == OWN:
+            in_own = event.begins in (OWN, ASIDE)
         elif event.begins.startswith(STAGE):
             owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):
