@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from torch import nn
 from ..core.chain import LinkRates
 from ..errors import MeasureError
 from ..profile.other_size import at_size
-from ..profile.recorded_step import BUSY, stop_complete
+from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark, stop_complete
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -118,6 +117,19 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return gradient.new_ones(max(ctx.size.numel(), 1)).as_strided(ctx.size, [0] * len(ctx.size))
+
+
+class _Aside(TapeStep):
+    """A step beside one that is recorded, whose log does not count what the backward of this one does."""
+
+    def advance(self, tape: Tape, stage: int) -> None:
+        if not self._queued:
+            mark(ASIDE)
+        super().advance(tape, stage)
+
+    def _end(self, tape: Tape) -> None:
+        super()._end(tape)
+        mark(BACK)
 
 
 class StepRunner:
@@ -239,13 +251,9 @@ class StepRunner:
 
     def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
-        step = TapeStep(None, spill=self._spill())
+        step = _Aside(None, spill=self._spill())
         tape = self.new_tape(self.known)
-        with ExitStack() as stack:
-            if self._recorded is not None:
-                stack.enter_context(self._recorded.step.others())
-            stack.enter_context(gathering_apart(sharded(self.model).values(), tape))
-            stack.enter_context(step.forward(tape))
+        with aside(), gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             return plain(*args, **kwargs)
 
     def settle(self) -> None:

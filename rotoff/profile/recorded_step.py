@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
 GATHERED = "gathered"  # FSDP gathers parameters, or releases them
+ASIDE, BACK = "aside", "back"  # the backward of another step begins, and ends
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
@@ -55,6 +56,22 @@ class Segment:
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """Within, a forward runs that does not belong to the step that is recorded."""
+    with ExitStack() as stack:
+        for step in OPEN:
+            stack.enter_context(step.region(OWN))
+        yield
+
+
+def mark(name: str) -> None:
+    """Mark a moment in the log of the step that is recorded."""
+    for step in OPEN:
+        with step.region(name):
+            pass
 
 
 def stop_complete() -> None:
@@ -310,10 +327,6 @@ class RecordedStep(Verified):
             if isinstance(part, torch.Tensor) and not is_wrapper(part):
                 with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
                     pass
-
-    def others(self) -> AbstractContextManager[object]:
-        """What happens within belongs to another step."""
-        return self.region(OWN)
 
     @property
     def shown(self) -> bool:
