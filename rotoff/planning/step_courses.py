@@ -31,9 +31,10 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
+from .inputs import lazy
 from .options import Options
 from .request import Request
-from .signatures import constants, signature
+from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, room_of
 
@@ -51,7 +52,7 @@ class Course:
     hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps in a row that made others.
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
-    whether one has kept it.
+    whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
     """
 
     profile: TapeProfile
@@ -62,6 +63,7 @@ class Course:
     patience: int = PATIENCE
     in_python: bool = False
     kept: bool = False
+    beside: int = 0
 
     def followed(self, step: TapeStep) -> None:
         """Note whether a step has kept to this course."""
@@ -116,6 +118,7 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
+        ceiling: the family and the sizes of the largest input that was announced, if one was.
         waits: whether steps wait for a plan that they make with others.
     """
 
@@ -127,6 +130,7 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
+        self.ceiling: Any = None
         self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
@@ -150,6 +154,9 @@ class StepRunner:
         if not any(t.requires_grad for t in (*self.model.parameters(), *given)):
             return plain(*args, **kwargs)
         self.settle()
+        if not self._courses and (name := lazy(self.model)) is not None:
+            self._say_plain(f"{name!r} gets its shape in it (a lazy module)")
+            return plain(*args, **kwargs)
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint)
         if course is None or (course.strayed >= course.patience and self._group is None):
@@ -175,6 +182,7 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        self._say_larger(key)
         stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
@@ -220,7 +228,7 @@ class StepRunner:
         recorded = self._recorded
         if recorded is None:
             return
-        if not everywhere(recorded.step.complete or recorded.step.abandoned(), self._group):
+        if not everywhere(recorded.step.ended, self._group):
             return
         self._recorded = None
         recorded.step.stop()
@@ -355,6 +363,18 @@ class StepRunner:
                 many,
             )
 
+    def _say_larger(self, key: Any) -> None:
+        """Log a warning if an input is larger than the largest that was announced."""
+        if self.ceiling is None:
+            return
+        (kind, most), (own, sizes) = self.ceiling, family_of(key)
+        pairs = zip(most, sizes, strict=False)
+        if kind == own and any(a < b for one, other in pairs for a, b in zip(one, other, strict=False)):
+            logger.warning(
+                "rotoff: the input %s is larger than up_to, so it is recorded, and planned after this step",
+                [list(shape) for shape in sizes],
+            )
+
     def _say_plain(self, why: str) -> None:
         """Log a warning, once for each reason, that a step has no plan."""
         if why not in self.plain:
@@ -380,15 +400,23 @@ class StepRunner:
         step.before_write = before_write
         recorded = self._begin(key, hint, args, kwargs, step)
 
+        beside = 0
+
         def record() -> None:
-            if roots := starts(step.run(plain, *args, **kwargs)):
-                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            nonlocal beside
+            roots = starts(step.run(plain, *args, **kwargs))
+            step.check(roots)
+            if any(not t.dim() for t in roots):
+                beside = sum(t.nbytes for t in roots if t.dim())
+            gradients = [torch.ones_like(t) for t in roots]
+            torch.autograd.backward(roots, gradients)
 
         try:
             together(record, self._group)
         finally:
             step.stop()
         course = self._learn(recorded)
+        course.beside = beside
         if self._group is not None and self.request is not None:
             self.planned(course)  # while all are here
         return course
