@@ -1,8 +1,8 @@
 """`Checkpointable`: the public class that trains a model inside a limit.
 
-``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs
-have a new signature (shapes, strides, dtypes, `requires_grad`, autocast) is measured and planned on first use. The
-plans of the last signatures are kept.
+``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training step whose inputs have a
+new signature (shapes, strides, dtypes, `requires_grad`, autocast) is recorded; the next one follows a plan. The plans
+of the last signatures are kept.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ class Checkpointable(RotorNames, ModuleProxy):
     model's own.
 
     Args:
-        model: any module. Its forward is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
+        model: any module. Its first step is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
             (nested ones are flattened).
         host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
             first of the usual temporary directories that is on one and is writable.
         check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
             errors.
         process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
-            plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
+            plan. The first process makes it, for the largest costs that any of them recorded and the smallest limit.
             All must call `measure` and `compute_sequence`. If one gets a new input signature in a step, all must, and
             likewise when a signature recurs; the signatures may differ. Needed if stages communicate (FSDP); otherwise
             it keeps step times equal.
@@ -87,7 +87,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
             of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
             them raises an error. None: any.
-        cache_directory: where plans and profiles are kept for the next process. True: the environment variable
+        cache_directory: where plans are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
         forms: whether plans may keep a part of what a stage saves and recompute the rest.
@@ -282,7 +282,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
 
-        If nothing has been measured yet, the first training forward is measured and planned.
+        If nothing has been recorded yet, the first training step records itself, and the second follows a plan.
 
         Args:
             mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
@@ -416,9 +416,9 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It refers
         to the last measurement. All processes of a group must call it, and get the same result.
-        `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and neither constants of a step nor
-        skip connections kept in place. On CUDA the host is assumed to have room for what the plan offloads; if it has
-        not, the error of `compute_sequence` names a limit that needs no host memory.
+        `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and charges each value by itself.
+        On CUDA the host is assumed to have room for what the plan offloads; if it has not, the error of
+        `compute_sequence` names a limit that needs no host memory.
 
         Args:
             mode: "joint", "remat" (recompute only) or "offload" (move only). in_flight: as for `compute_sequence`.
