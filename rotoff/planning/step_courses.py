@@ -113,11 +113,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
         ctx.size = output.size()
-        return output.new_empty(0)
+        return output.new_ones(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return gradient.new_ones(max(ctx.size.numel(), 1)).as_strided(ctx.size, [0] * len(ctx.size))
+        return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
 
 
 class StepRunner:
@@ -412,7 +412,7 @@ class StepRunner:
 
         def record() -> None:
             if roots := starts(step.run(plain, *args, **kwargs)):
-                losses = [_Loss.apply(t) if is_plain(t) else t for t in roots]
+                losses = [_Loss.apply(t) if is_plain(t) and t.numel() != 1 else t for t in roots]
                 torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
