@@ -114,11 +114,11 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
         ctx.size = output.size()
-        return output.new_empty(0)
+        return output.new_ones(())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.new_ones(max(ctx.size.numel(), 1)).as_strided(ctx.size, [0] * len(ctx.size))
+        return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
 
 
 class _Aside(TapeStep):
@@ -449,7 +449,7 @@ class StepRunner:
             step.check(roots)
             if any(not t.dim() for t in roots):
                 beside = sum(t.nbytes for t in roots if t.dim())
-            losses = [_Loss.apply(t) if is_plain(t) else t for t in roots]
+            losses = [_Loss.apply(t) if is_plain(t) and t.numel() != 1 else t for t in roots]
             torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
