@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..accelerator import events_are_of, finish
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
-from ..tape.contents import Content, Slot
+from ..tape.contents import Content, Slot, SlotReference
 from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
@@ -37,6 +37,7 @@ LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
 GATHERED = "gathered"  # FSDP gathers parameters, or releases them
+ASIDE, BACK = "aside", "back"  # the backward of another step begins, and ends
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
@@ -57,9 +58,25 @@ PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """Within, a forward runs that does not belong to the step that is recorded."""
+    with ExitStack() as stack:
+        for step in OPEN:
+            stack.enter_context(step.region(OWN))
+        yield
+
+
+def mark_in_log(name: str) -> None:
+    """Mark a moment in the log of the step that is recorded."""
+    for step in OPEN:
+        with step.region(name):
+            pass
+
+
 def stop_complete() -> None:
-    """End the logs of steps of this thread whose backward has ended."""
-    for step in [one for one in OPEN if one.complete and one.thread == threading.get_ident()]:
+    """End the logs of steps of this thread whose backward has ended, or will never come."""
+    for step in [one for one in OPEN if one.ended and one.thread == threading.get_ident()]:
         step.stop()
 
 
@@ -102,6 +119,7 @@ class RecordedStep(Verified):
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
+        self._slots: list[SlotReference] = []
         self._alive: list[Content] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
@@ -129,7 +147,13 @@ class RecordedStep(Verified):
         # while its parameters are there
         self._hooks += [module.register_forward_hook(self._left, prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
-        self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
+        this = weakref.ref(self)  # or the parameters would keep a step whose graph is dropped
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            if (step := this()) is not None:
+                step._accumulated(parameter)
+
+        self._gradient_hooks += [p.register_post_accumulate_grad_hook(accumulated) for p in trained]
         super().__enter__()
         return self
 
@@ -198,8 +222,10 @@ class RecordedStep(Verified):
 
     def pack(self, t: torch.Tensor) -> Any:
         position, packed = self.position, super().pack(t)
-        if isinstance(packed, Slot) and packed.reference is None:
-            self.packed[position] = None
+        if isinstance(packed, Slot):
+            self._slots.append(weakref.ref(packed))
+            if packed.reference is None:
+                self.packed[position] = None
         return packed
 
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
@@ -263,7 +289,7 @@ class RecordedStep(Verified):
         """End the log; not within a backward, whose thread-local state the profiler must not change."""
         for hook in self._gradient_hooks:
             hook.remove()
-        self._gradient_hooks = []
+        self._gradient_hooks.clear()
         if self._profile is not None:
             profiler, self._profile = self._profile, None
             OPEN.discard(self)
@@ -286,7 +312,7 @@ class RecordedStep(Verified):
         profiler = self._profile = _started()
         self.thread = threading.get_ident()
         OPEN.add(self)
-        self._unstopped = weakref.finalize(self, _discarded, profiler)
+        self._unstopped = weakref.finalize(self, _discarded, profiler, self._gradient_hooks)
 
     def region(self, name: str) -> AbstractContextManager[object]:
         """A region of the log."""
@@ -311,10 +337,6 @@ class RecordedStep(Verified):
                 with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
                     pass
 
-    def others(self) -> AbstractContextManager[object]:
-        """What happens within belongs to another step."""
-        return self.region(OWN)
-
     @property
     def shown(self) -> bool:
         """Whether the step has run to its end, and its log is whole: another profiler may have ended it."""
@@ -322,8 +344,27 @@ class RecordedStep(Verified):
         return self.complete and bool(self.operations) and {LOSS, END} <= marks
 
     def abandoned(self) -> bool:
-        """Whether its graph is gone without a backward."""
-        return not self._queued and not any(self.live(stage) for stage in self.slots)
+        """Whether its graph is gone without a backward, or after one that failed."""
+        within = self._recording or torch._C._current_graph_task_id() != -1
+        return not within and all(slot() is None for slot in self._slots)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its backward has ended, or will never come."""
+        return self.complete or self.abandoned()
+
+    def check(self, roots: Sequence[torch.Tensor]) -> None:
+        """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""
+        if not self.operations:
+            raise MeasureError(
+                "the forward computes nothing: no call of torch makes what it returns, so there is nothing to recompute"
+                " or to move; train it without rotoff"
+            )
+        if not roots:
+            raise MeasureError(
+                "nothing in the model needs a gradient, so there is no backward to plan for; let some parameters be"
+                " trained (model.requires_grad_()), or run the model without rotoff"
+            )
 
 
 # -- what the allocator did
@@ -346,7 +387,9 @@ def _started() -> profile:
     return found
 
 
-def _discarded(profiler: profile) -> None:
+def _discarded(profiler: profile, hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
     try:
         with suppress(RuntimeError):
             profiler.__exit__(None, None, None)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..accelerator import block_bytes
 from ..tape.contents import Content
 from ..tensors.storage import rounded
-from .recorded_step import END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +231,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         if event.begins == END:
             events.append(Event(seconds=next(seconds, 0.0)))
             break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
+        if event.begins in (OWN, ASIDE, BACK) or event.ends == OWN:
+            in_own = event.begins in (OWN, ASIDE)
         elif event.begins.startswith(STAGE):
             owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):

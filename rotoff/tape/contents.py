@@ -191,6 +191,11 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     return t.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of a storage, on its device."""
+    return bytes_in(storage).clone().untyped_storage()
+
+
 _WEIGHTS: dict[torch.device, torch.Tensor] = {}
 
 
