@@ -32,7 +32,7 @@ from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
-from .planning.inputs import chain_input, check_measurable, halves, read_sample
+from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
@@ -228,6 +228,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 undone(self._model),
                 torch.enable_grad(),
                 self._without_caches(kwargs),
+                refusing_torch_func(),
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
@@ -591,7 +592,11 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
         args, kwargs = chain_input(self._model, args, kwargs)
-        with self._without_caches(kwargs):
+        seen = self._steps.latest is not None or (self._placed is not None and self._placed.recordings)
+        if not seen and (name := lazy(self._model)) is not None:
+            self._steps.say_plain(f"{name!r} gets its shape in it (a lazy module)")
+            return plain(*args, **kwargs)
+        with self._without_caches(kwargs), refusing_torch_func():
             if self._placed is None:
                 return self._steps.forward(plain, args, kwargs)
             if self._steps.recording is not None:

@@ -32,7 +32,7 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
-from .inputs import lazy
+from .inputs import refuse_meta
 from .options import Options
 from .request import Request
 from .signatures import constants, family_of, signature
@@ -183,9 +183,6 @@ class StepRunner:
         if not any(t.requires_grad for t in (*self.model.parameters(), *given)):
             return plain(*args, **kwargs)
         self.settle()
-        if not self._courses and (name := lazy(self.model)) is not None:
-            self._say_plain(f"{name!r} gets its shape in it (a lazy module)")
-            return plain(*args, **kwargs)
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
@@ -227,12 +224,13 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        refuse_meta(self.model, (args, kwargs))
         self._say_larger(key)
         stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
-            self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
+            self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
         recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
@@ -416,7 +414,7 @@ class StepRunner:
                 [list(shape) for shape in sizes],
             )
 
-    def _say_plain(self, why: str) -> None:
+    def say_plain(self, why: str) -> None:
         """Log a warning, once for each reason, that a step has no plan."""
         if why not in self.plain:
             self.plain.append(why)

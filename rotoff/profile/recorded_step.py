@@ -80,6 +80,25 @@ def stop_complete() -> None:
         step.stop()
 
 
+class _AtEnd:
+    """Called when a backward ends, and released when the engine has put the thread-local state back: before that the
+    profiler must not be ended, and after that it must not be on."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._step = step
+
+    def __call__(self) -> None:
+        self._step._ended()
+
+    def __del__(self) -> None:
+        if self._step.complete and self._step.thread == threading.get_ident() and not _within_backward():
+            self._step.stop()
+
+
+def _within_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
@@ -243,7 +262,7 @@ class RecordedStep(Verified):
             return
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._ended)
+            Variable._execution_engine.queue_callback(_AtEnd(self))
             self.returned = {content for content in self.handed_out if content.alive()}
         for key in [key for key, p in self._shards.items() if p.grad is not None]:  # FSDP calls no hook of theirs
             self._accumulated(self._shards.pop(key))
@@ -345,7 +364,7 @@ class RecordedStep(Verified):
 
     def abandoned(self) -> bool:
         """Whether its graph is gone without a backward, or after one that failed."""
-        within = self._recording or torch._C._current_graph_task_id() != -1
+        within = self._recording or _within_backward()
         return not within and all(slot() is None for slot in self._slots)
 
     @property
