@@ -156,18 +156,6 @@ def version_of(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def is_plain(t: torch.Tensor) -> bool:
-    """Whether a tensor is no more than a geometry of a storage. All others (sparse, nested, quantized, mapped, wrapped)
-    stay as they are."""
-    kind = type(t)
-    return (
-        (kind is torch.Tensor or kind is torch.nn.Parameter)
-        and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta or t._is_zerotensor())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-    )
-
-
 _SHARES_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..tape.contents import is_plain
 from .rng import Generators
-from .storage import version_of
+from .storage import is_plain, version_of
 
 
 def restorable(value: Any) -> bool:
