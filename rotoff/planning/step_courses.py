@@ -27,8 +27,9 @@ from ..runtime.sharded import gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_step import TapeStep
 from ..tape import kernel
+from ..tape.contents import is_plain
 from ..tape.tape import Known, Tape
-from ..tensors.storage import is_plain, storage_key
+from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
 from .inputs import refuse_meta

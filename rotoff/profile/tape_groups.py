@@ -22,10 +22,10 @@ from ..core.steady_step import at_rest, group_bytes
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
 from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
 from ..runtime.tape_placed import Lending, PlacedTape
-from ..tape.contents import Content, Slot, checksum_room
+from ..tape.contents import Content, Slot, checksum_room, is_plain
 from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation
-from ..tensors.storage import is_plain, rounded, storage_key
+from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .recorded_step import OWN, RecordedStep
 from .tape_chain import TapeChain

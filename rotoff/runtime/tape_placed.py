@@ -34,10 +34,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.sequence import UPDATES, Op, OpKind, Value
-from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, version_of, witness_of
+from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
-from ..tensors.storage import is_plain, uses_of
+from ..tensors.storage import uses_of
 from .execution_plan import ExecutionPlan
 from .layout import Layout
 from .links.base import Link

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..tensors.storage import is_plain as is_plain
+
 RESIDENT = -1  # `Content.op` of what no operation of the tape made
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation, between the"

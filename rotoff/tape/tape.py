@@ -41,7 +41,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 from ..tensors.eager_mode import EagerMode
-from ..tensors.storage import is_plain
 from .contents import (
     RESIDENT,
     Content,
@@ -51,6 +50,7 @@ from .contents import (
     bytes_in,
     copy_of,
     detached,
+    is_plain,
     witness_of,
 )
 from .operators import (
