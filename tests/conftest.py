@@ -95,8 +95,8 @@ def _interrupts() -> None:
 
 @pytest.fixture(autouse=True)
 def _effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a marker a hundredth of the search's default effort, since any plan within the limit will do, and one run
-    of what is timed, beside a link's bandwidth kernels on little."""
+    """Without a marker a hundredth of the search's default effort, since any plan within the limit will do; a
+    link's bandwidth is timed beside little work."""
     from rotoff.solver import anneal
 
     if request.node.get_closest_marker("full_search") is None:

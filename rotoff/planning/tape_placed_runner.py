@@ -20,7 +20,7 @@ from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.memory.allocator import DeviceAllocator
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
-from ..profile.recorded_step import BUSY
+from ..profile.recorded_step import BUSY, aside
 from ..profile.tape_groups import (
     RecordedLent,
     RecordedProfile,
@@ -290,8 +290,7 @@ class PlacedRunner:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
         lending, step = self._lending_all(), TapeStep(None, spill=self._spill())
         with ExitStack() as stack:
-            if self._recorded is not None:
-                stack.enter_context(self._recorded.step.others())
+            stack.enter_context(aside())
             if lending is not None:
                 stack.enter_context(lending.forward())
             stack.enter_context(step.forward(Tape(self.known) if lending is None else PlacedTape(self.known, lending)))
@@ -315,7 +314,7 @@ class PlacedRunner:
             return
         self._recorded = None
         recorded.step.stop()
-        if not recorded.step.complete or not recorded.step.operations:
+        if not recorded.step.shown:
             return
         if self._rates is None:
             self._rates = self._links.shared(self._links.bandwidth(self.device, LINK_BYTES))

@@ -29,6 +29,8 @@ class TapeProfile:
         shapes: of the tensors of the input.
         seen: whether the step has run; if not, its bytes are those of fake tensors.
         begins: positions at which stages begin, in place of `stages`.
+        borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
+        like: a chain of a step of the same operations, whose stages and forms are taken.
     """
 
     trace: Trace
@@ -40,16 +42,20 @@ class TapeProfile:
     shapes: tuple[tuple[int, ...], ...] = ()
     seen: bool = True
     begins: tuple[int, ...] = ()
+    borders_stay: bool = False
+    like: TapeChain | None = None
 
     @cached_property
     def chains(self) -> list[TapeChain]:
         """The step as a chain. If contents that few stages need stay on the device, also one that hands them on."""
+        if self.borders_stay:
+            return [self._chain(far=0)]
         found = [self._chain()]
         return [*found, self._chain(far=math.inf)] if found[0].stay else found
 
     def _chain(self, **how: float) -> TapeChain:
-        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "begins": self.begins, **how}
-        return chain_of(self.trace, self.rates, self.stages, **options)
+        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "like": self.like, **how}
+        return chain_of(self.trace, self.rates, self.stages, begins=self.begins, **options)
 
     @property
     def chain(self) -> Chain:

@@ -10,8 +10,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..accelerator import block_bytes
 from ..tape.contents import Content
-from .recorded_step import END, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+from ..tensors.storage import rounded
+from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +150,12 @@ def trace_of(step: RecordedStep) -> Trace:
     """Return what a recorded step did."""
     contents = [content for op in step.operations for content in (*op.made, *op.written())]
     number = {content: n for n, content in enumerate(contents)}
-    many = len(step.operations)
+    many, block = len(step.operations), block_bytes(step.device)
     made = tuple(
         Made(
             content.op,
             content.out,
-            content.nbytes,
+            rounded(content.nbytes, block),
             step.death.get(content, many + (content in step.handed_out)),
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
@@ -172,7 +174,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
                 peaks[n],
-                sum(c.nbytes for c in {r.content for r in op.references if r.into} - number.keys()),
+                sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} - number.keys()),
                 step.seconds[n],
                 (other - one) % 2**64,
                 one,
@@ -197,15 +199,20 @@ def trace_of(step: RecordedStep) -> Trace:
 def _peaks(step: RecordedStep, many: int) -> list[int]:
     """Return the most bytes that each operation holds above those at its begin."""
     peaks, level, begins = [0] * many, 0, dict[str, int]()
+    gathered: dict[int, int] = {}  # parameters that FSDP has gathered, by address
     for event in step.log:
         if event.begins:
             begins[event.begins] = level
         elif event.ends:
             begins.pop(event.ends, None)
         level += event.size
-        for name, start in begins.items() if event.size > 0 else ():
+        if event.size > 0 and GATHERED in begins:
+            gathered[event.ptr] = event.size
+        elif event.size < 0:
+            gathered.pop(event.ptr, None)
+        for name, start in begins.items() if event.size > 0 or event.begins else ():
             if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start)
+                peaks[int(name)] = max(peaks[int(name)], level - start + sum(gathered.values()))
     return peaks
 
 
@@ -224,8 +231,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         if event.begins == END:
             events.append(Event(seconds=next(seconds, 0.0)))
             break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
+        if event.begins in (OWN, ASIDE, BACK) or event.ends == OWN:
+            in_own = event.begins in (OWN, ASIDE)
         elif event.begins.startswith(STAGE):
             owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):

@@ -32,7 +32,7 @@ from .links.spill import Away, Spill
 from .step_times import StepTimes
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
-OFF_COURSE = 64  # operations and saved tensors after which what a step without a plan has saved leaves the device
+OFF_COURSE = 16  # operations and saved tensors after which what a step without a plan has saved leaves the device
 
 
 class TapeStep:
@@ -160,16 +160,25 @@ class TapeStep:
         """The forward runs other operations than the plan was made for: what is saved leaves the device at once, and
         is brought back on demand."""
         self._end_span()
+        first, before = not self.left_course, tape.stage
         self._leave_course()
-        before = tape.stage
         if self._spill is not None:
-            for content, storage in tape.owned(before).items():
-                if content not in self._away:
-                    self._away[content] = self._spill.put(storage)
-            tape.empty(before)
+            for stage in range(before + 1) if first else [before]:
+                self._move_away(tape, stage)
+            for v in list(self._values) if first else ():
+                self._release(tape, v)
         tape.enter(max(before, BEYOND) + 1)
         if self._spill is not None and before >= BEYOND:
             tape.let_go(before)
+        tape.keep = self._spill is not None
+
+    def _move_away(self, tape: Tape, stage: int) -> None:
+        """What a stage has saved leaves the device."""
+        assert self._spill is not None
+        for content, storage in tape.owned(stage).items():
+            if content not in self._away:
+                self._away[content] = self._spill.put(storage)
+        tape.empty(stage)
 
     def _bring(self, tape: Tape, stage: int) -> None:
         """Bring back what a stage off the course has saved."""
@@ -220,7 +229,10 @@ class TapeStep:
             if content.op >= first and (form is None or (content.op - first, content.out) in form)
         ]
         handed = [] if self._next in self._early else self._handed(tape, op.stage)
-        made = tape.make([*saved, *handed])
+        try:
+            made = tape.make([*saved, *handed])
+        except RuntimeError:  # what it reads is not there yet: the backward makes it, or says what is lost
+            return
         tape.fill(op.stage, {content: made[content] for content in saved})
         self._hold(tape, abar(op.stage), handed, made)
 

@@ -402,6 +402,11 @@ PyObject* tape_key(PyObject* self, PyObject*) { return PyLong_FromUnsignedLongLo
 PyObject* tape_noted(PyObject* self, PyObject*) { return PyLong_FromSize_t(tape_in(self).operations.size()); }
 PyObject* tape_replayed(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).replayed); }
 PyObject* tape_copied(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).copied); }
+PyObject* tape_paused(PyObject* self, PyObject*) { return PyBool_FromLong(tape_in(self).paused); }
+int tape_set_paused(PyObject* self, PyObject* paused, void*) {
+  tape_in(self).paused = paused == Py_True;
+  return 0;
+}
 PyObject* tape_keep(PyObject* self, PyObject*) { return Py_NewRef(PyTape::of(self).keep.get()); }
 int tape_set_keep(PyObject* self, PyObject* keep, void*) {
   PyTape::of(self).keep.reset(Py_NewRef(keep));
@@ -456,6 +461,7 @@ PyGetSetDef tape_fields[] = {
     {"begins", getter<tape_begins>, nullptr, nullptr, nullptr},
     {"key", getter<tape_key>, nullptr, nullptr, nullptr},
     {"keep", getter<tape_keep>, tape_set_keep, nullptr, nullptr},
+    {"paused", getter<tape_paused>, tape_set_paused, nullptr, nullptr},
     {"noted", getter<tape_noted>, nullptr, nullptr, nullptr},
     {"replayed", getter<tape_replayed>, nullptr, nullptr, nullptr},
     {"copied", getter<tape_copied>, nullptr, nullptr, nullptr},

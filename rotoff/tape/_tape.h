@@ -58,6 +58,7 @@ struct Tape {
   int64_t position = 0, ahead = -1;
   std::function<void()> come_to;
   uint64_t key = 0;
+  bool paused = false;
   bool unsure = false;  // whether the open stage has an operation that is not known
   int64_t replayed = 0, copied = 0;
   std::shared_ptr<const Known> known;
@@ -99,7 +100,7 @@ struct Tape {
   // while modes are off.
   static void dispatched(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     c10::impl::ExcludeDispatchKeyGuard unseen(KEY);
-    if (recording && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python))
+    if (recording && !recording->paused && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python))
       recording->record(op, keys, stack);
     else
       op.redispatchBoxed(keys & BELOW, stack);

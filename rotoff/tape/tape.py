@@ -38,12 +38,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
+from ..tensors.eager_mode import EagerMode
 from .contents import (
     RESIDENT,
     Content,
@@ -51,6 +48,7 @@ from .contents import (
     Slot,
     SlotReference,
     bytes_in,
+    copy_of,
     detached,
     is_plain,
     witness_of,
@@ -144,7 +142,7 @@ class Operation:
         return {r.into for r in self.references if r.into is not None and r.into.op != RESIDENT}
 
 
-class Tape(TorchDispatchMode):
+class Tape(EagerMode):
     """Records a forward as a context, and gives autograd back what it drops.
 
     Use it as ``with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack): model(x)``, in one thread.
@@ -157,6 +155,7 @@ class Tape(TorchDispatchMode):
             what they read, from others.
         keep: what `pack` keeps of what the open stage makes and autograd saves: all, or the contents whose (operation,
             result), counted from the stage's first operation, are in the set.
+        paused: whether nothing is noted.
         operations: of the forward, so far. begins: the number of the first one of each stage.
         replayed: how many were run again. copied: bytes copied before a write.
     """
@@ -172,6 +171,7 @@ class Tape(TorchDispatchMode):
         self.known = known
         self.key: Key = 0
         self.position, self.ahead = 0, -1
+        self.paused = False
         self.reached = 0  # the stage whose saved tensors the backward reads
         self.operations: list[Operation] = []
         self.slots: dict[int, list[SlotReference]] = {}
@@ -247,7 +247,7 @@ class Tape(TorchDispatchMode):
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         self.copied += storage.nbytes()
-        return storage.clone()
+        return copy_of(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -255,7 +255,8 @@ class Tape(TorchDispatchMode):
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
-        if not isinstance(func, torch._ops.OpOverload):  # a higher-order operator: its results are residents
+        # the results of a higher-order operator are residents
+        if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         kind = kind_of(func)
         if kind.view and all(map(self.plain, tensors_of(args, kwargs))):
@@ -537,7 +538,7 @@ class Tape(TorchDispatchMode):
         for reference in op.references:
             content = reference.content
             if reference.into is not None and content not in changed:
-                changed[content] = have[content].clone() if content in needed else have[content]
+                changed[content] = copy_of(have[content]) if content in needed else have[content]
 
         def tensor(reference: Reference) -> torch.Tensor:
             own = changed.get(reference.content)

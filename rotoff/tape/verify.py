@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ..tensors.rng import other_generators, put_other_generators
 from .contents import RESIDENT, Content, Slot, checksum
 from .operators import below_autograd
 from .tape import Key, Known, Operation, Tape
@@ -35,7 +36,10 @@ class Verified(Tape):
             if self.key in self.known.overwritten:
                 self._replace(self.known.overwritten[self.key])
             if self._new:
-                self._verify()
+                drawn = other_generators()  # an operator of the caller's may draw from them, too
+                with below_autograd():
+                    self._verify()
+                put_other_generators(drawn)
         super().enter(stage)
         self._new, self._kept = [], []
 
@@ -90,11 +94,10 @@ class Verified(Tape):
     def _first_wrong(self, sums: dict[Content, int], anew: set[Content]) -> Content | None:
         """Make the contents of `sums` again; return the first that differs, or that cannot be made."""
         have, numbers = self._there(set(sums), anew)
-        with below_autograd():
-            for op in self._run_all(sorted(numbers), have, set()):
-                for content in (*op.made, *op.written()):
-                    if content in sums and checksum(have[content]) != sums[content]:
-                        return content
+        for op in self._run_all(sorted(numbers), have, set()):
+            for content in (*op.made, *op.written()):
+                if content in sums and checksum(have[content]) != sums[content]:
+                    return content
         return None
 
     def _replace(self, keys: set[tuple[Key, int]]) -> None:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from rotoff.capture.interception import other_generators
 from rotoff.errors import OptionError
 from rotoff.profile.memory.allocator import DeviceAllocator
 from rotoff.profile.optimizer_probe import OptimizerProbe, _small
+from rotoff.tensors.rng import other_generators
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])

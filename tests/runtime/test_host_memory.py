@@ -10,24 +10,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import rotoff
 from rotoff import accelerator
-from rotoff.planning.planner import make_plan
-from rotoff.planning.request import Request
-from rotoff.profile.estimate.devices import register_device
-from rotoff.profile.profile import Profile
 from rotoff.runtime.links import pinned as host_memory
 from rotoff.runtime.links.pinned import SEGMENT_BYTES, PinnedSegment, Slab, pin, room_for_plan
-from rotoff.tools.estimate import estimate_profile
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -203,23 +196,6 @@ def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert room_for_plan(DEVICE) == 10 * MIB
     assert room_for_plan(torch.device("cpu")) is None  # whose host tier is a file
-
-
-# -- plans that fit the host
-
-
-@pytest.fixture(scope="module")
-def profile() -> Profile:
-    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
-    device = rotoff.Device("for the host", 10**12, 1e12, {"float32": 1e9}, 1e9, 1e9)
-    register_device(device)
-    found = estimate_profile(nn.Sequential(*blocks, nn.Linear(64, 1)), (torch.randn(512, 64),), {}, device)
-    return replace(found, device=DEVICE)
-
-
-def request(profile: Profile, mode: str, share: float = 0.6, **options: Any) -> Request:
-    everything = make_plan(profile, Request(10**12, "joint", 50, {})).trace.peak_bytes
-    return Request(int(share * everything), mode, 50, {"refine": 0.1, **options}, here=True)
 
 
 # -- the file tier really frees RAM: the resident memory of a training process, as the system counts it, stays at the limit

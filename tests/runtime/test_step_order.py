@@ -4,26 +4,16 @@ copies that run as late as the waits allow give the right numbers, and no wait c
 from __future__ import annotations
 
 import copy
-from contextlib import ExitStack
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from models import Residual, fresh, plain, same, train
+from models import fresh, plain, same, train
 from planned_steps import with_sequence
 from random_programs import random_sequence
 from recording_link import Counting, Forgetful, RecordingFileLink, RecordingLink, moves_over
 from thoroughness import seeds
-from torch import nn
 
 import rotoff
-from rotoff.planning import placed as planning
-from rotoff.planning import step_runner
-from rotoff.runtime.placed import group_updates as group_updates_of
-from rotoff.runtime.placed import updates as updates_of
-from rotoff.runtime.placed.placed_plan import PlacedPlan
-from rotoff.runtime.placed.placement import Placement
 
 NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 
@@ -93,119 +83,3 @@ def test_a_wait_that_is_left_out_is_noticed() -> None:
                 superfluous += 1
     assert noticed >= 20
     assert noticed > superfluous
-
-
-# -- the order of placed training on streams: every copy comes after what it needs and before what needs it, on the CUDA link's own code, whose copies here run as late as its waits allow
-
-
-def model() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(32, 32), Residual(32)) for _ in range(5)]
-    return nn.Sequential(*blocks, nn.Linear(32, 8)), torch.randn(16, 32)
-
-
-def apart(plan: PlacedPlan) -> PlacedPlan:
-    """A plan for a CPU as it would be where the host is another device."""
-    early = frozenset(v for v in plan.resident if v.of == "w" and v.stage not in plan.keep_gradients)
-    resident = plan.resident - early
-    home = {v.stage for v in resident if v.of == "w"}
-    moved = plan.moved | {v.stage for v in early}
-    changes = {"early": early, "resident": resident, "moved": moved, "keep_gradients": plan.keep_gradients & home}
-    return PlacedPlan(**{**vars(plan), **changes, "on_both": plan.on_both & resident})
-
-
-def trained(
-    updates: str, share: float, eagerness: float, host: bool, between: Any = lambda _: None
-) -> tuple[list[torch.Tensor], list[torch.Tensor], RecordingLink]:
-    """The plain model's parameters and losses after four steps, those of the placed one, and its link."""
-    net, x = model()
-    plain = copy.deepcopy(net)
-    link = RecordingLink(eagerness, seed=1)
-    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x)
-    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (plain, net)]
-    made, own_step, brought = planning._placed, updates_of.own_step, Placement.brought
-
-    def recorded_step(optimizer: torch.optim.Optimizer) -> None:
-        given = [p for group in optimizer.param_groups for p in group["params"]]
-        own_step(optimizer)
-        states = [t for p in given for t in optimizer.state[p].values() if t.numel() > 1]
-        link.touched("an update", [*given, *(p.grad for p in given), *states])
-
-    def recorded_use(placement: Placement, groups: Any) -> Any:
-        for found in brought(placement, groups):
-            link.log.access(link.streams.current().name, "a stage", [link.log.span(found[1].device)], [])
-            yield found
-
-    with (
-        mock.patch.object(step_runner, "new_link", return_value=link),
-        mock.patch.object(planning, "_placed", lambda *args: apart(made(*args))),
-        # one lane in the record
-        mock.patch.object(group_updates_of, "HostLane", return_value=updates_of.HostLane(False)),
-        mock.patch.object(updates_of, "own_step", recorded_step),
-        mock.patch.object(Placement, "brought", recorded_use),
-    ):
-        wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers[1], refine=False, updates=updates)
-        request = wrapped._specializations.request
-        assert request is not None
-        planner: Any = request.planner
-        groups = planner.groups(wrapped.profile, host)
-        limit = int(share * wrapped.keep_all_memory)
-        while (plan := planning.plan_groups(wrapped.profile, request, groups, limit)) is None:
-            limit += limit // 20
-        wrapped._latest.plan = plan
-        results: list[list[torch.Tensor]] = [[], []]
-        for found, one, optimizer in zip(results, (plain, wrapped), optimizers, strict=True):
-            torch.manual_seed(3)
-            for _ in range(4):
-                loss = one(x).square().mean()
-                loss.backward()
-                between(one)
-                optimizer.step()
-                optimizer.zero_grad()
-                found.append(loss.detach())
-            found += [p.detach().clone() for p in one.parameters()]
-        assert any(op.of for op in wrapped.sequence)
-        assert any(op.kind.value == "H" for op in wrapped.sequence) >= host
-    return results[0], results[1], link
-
-
-@pytest.mark.parametrize("eagerness", [0.0, 0.5])
-@pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("share", [0.2, 0.5])
-@pytest.mark.grid(every=8)
-def test_copies_come_in_order(updates: str, share: float, eagerness: float, host: bool) -> None:
-    plain, placed, link = trained(updates, share, eagerness, host)
-    assert all(map(torch.equal, placed, plain))
-    assert link.check() == []
-    assert sum("copy" in str(entry) for entry in link.log.entries) > 40
-    assert sum("an update" in str(entry) for entry in link.log.entries) > 40
-
-
-def test_a_caller_that_changes_gradients_and_parameters_finds_them_there() -> None:
-    def between(one: nn.Module) -> None:
-        nn.utils.clip_grad_norm_(one.parameters(), 0.01)
-        for p in one.parameters():
-            p.data.clamp_(-0.1, 0.1)
-
-    plain, placed, link = trained("after", 0.3, 0.0, True, between)
-    assert all(map(torch.equal, placed, plain))
-    assert link.check() == []
-
-
-WAITS = {
-    "wait": ("after", "the device waits for a copy"),
-    "join": ("during", "the host waits for a gradient before it updates with it"),
-    "join drain": ("after", "likewise, or for all copies before the caller looks"),
-}
-
-
-@pytest.mark.parametrize("names", WAITS)
-@pytest.mark.grid
-def test_a_wait_that_is_left_out_shows(names: str) -> None:
-    """In the record, or in wrong numbers, since copies come as late as they may."""
-    with ExitStack() as stack:
-        for name in names.split():
-            stack.enter_context(mock.patch.object(RecordingLink, name, return_value=None))
-        plain, placed, link = trained(WAITS[names][0], 0.2, 0.0, True)
-    assert not all(map(torch.equal, placed, plain)) or link.check()

@@ -11,9 +11,6 @@ import torch
 from step_by_step import Row, by_itself, fresh, plain_of, same, train
 from torch import nn
 
-from rotoff.planning.tape_planner import least_limit
-from rotoff.planning.tape_runner import TapeRunner
-from rotoff.profile.tape_chain import TapeChain
 from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 
@@ -75,41 +72,6 @@ def verdict(row: Row, new_tape: Callable[[], Tape] = Tape) -> str:
                 if not same(got[what], wanted[what]):
                     told = f" ({got[what]})" if isinstance(got[what], str) else ""
                     return f"wrong: {what} in step {n}{told}"
-        return "equal"
-
-    try:
-        return by_itself(train_it)
-    except Exception as error:  # what it says is the verdict
-        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-
-
-def within(share: float, mode: str = "joint") -> Callable[[list[TapeChain]], int]:
-    """A limit that is a part of the way from the smallest to keeping everything."""
-
-    def limit(chains: list[TapeChain]) -> int:
-        least, everything = least_limit(chains, mode), chains[0].trace.plain_bytes()
-        return least + int(share * max(0, everything - least))
-
-    return limit
-
-
-def planned_verdict(row: Row, mode: str, new_tape: Callable[[Any], Tape] = Tape) -> str:
-    """How `row` trains by plans on tapes, the first of its steps recorded; "equal" also says how much was planned."""
-    expected = plain_of(row)
-
-    def train_it() -> str:
-        net = fresh(row)
-        run = TapeRunner(net, within(row.room, mode), mode, stages=row.stages, new_tape=new_tape, refine=False)
-        if row.again is not None:
-            row.again(net)
-        try:
-            for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
-                for what in wanted:
-                    if not same(got[what], wanted[what]):
-                        told = f" ({got[what]})" if isinstance(got[what], str) else ""
-                        return f"wrong: {what} in step {n}{told}"
-        finally:
-            run.close()
         return "equal"
 
     try:

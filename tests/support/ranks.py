@@ -90,17 +90,12 @@ if __name__ == "__main__":
     import torch._dynamo
 
     import rotoff.checkpointable  # noqa: F401
-
-    if os.environ.get("ROTOFF_TAPE") == "1":
-        import conftest  # noqa: F401 - on the tape, here too
-    from rotoff.profile.timing import convergence
     from rotoff.runtime.links import bandwidth
     from rotoff.solver import anneal
 
     torch.set_num_threads(1)
     gc.freeze()  # so that no process collects, and copies, what was imported
-    anneal.DEFAULT_SECONDS, convergence.UNTIL_CONVERGED = 0.01, convergence.Repeats(1, 1)  # to fit is enough
-    convergence.FIXED, bandwidth.WORK_BYTES = 1, bandwidth.WORK_BYTES >> 8
+    anneal.DEFAULT_SECONDS, bandwidth.WORK_BYTES = 0.01, bandwidth.WORK_BYTES >> 8  # to fit is enough
     for case in sys.argv[1:]:
         count, module, *arguments = case.split()
         say(f"{HEADING}{case}")

@@ -3,6 +3,7 @@ the host."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from dataclasses import dataclass
@@ -42,9 +43,9 @@ class Spill:
         Raises:
             rotoff.ExecutionError: if the disk has no room for it, or no directory is on one.
         """
-        data, nbytes = bytes_in(storage), storage.nbytes()
+        nbytes = storage.nbytes()
         if storage.device.type != "cpu":
-            return Away(storage.device, nbytes, data.cpu(), 0)
+            return Away(storage.device, nbytes, bytes_in(storage).cpu(), 0)
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)
             self._file = HostFile(chosen)
@@ -52,7 +53,7 @@ class Spill:
         if self._end + nbytes > self._file.capacity:
             self._file.reserve(self._end + max(nbytes, GROWTH))
         away = Away(storage.device, nbytes, None, self._end)
-        self._file.write(data.numpy().data, away.offset)
+        self._file.write(_memory(storage), away.offset)
         self._end += nbytes
         return away
 
@@ -60,7 +61,12 @@ class Spill:
         """Return a storage with these bytes, on the device where they were."""
         if away.copy is not None:
             return away.copy.to(away.device).untyped_storage()
-        data = torch.empty(away.nbytes, dtype=torch.uint8)
+        storage = torch.UntypedStorage(away.nbytes)
         assert self._file is not None
-        self._file.read(data.numpy().data, away.offset)
-        return data.untyped_storage()
+        self._file.read(_memory(storage), away.offset)
+        return storage
+
+
+def _memory(storage: torch.UntypedStorage) -> memoryview:
+    """Return its bytes; not by ``tensor.numpy()``, after which it cannot be resized, as FSDP does."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
