@@ -352,7 +352,7 @@ def test_frozen_first_layers_may_lie_on_the_host() -> None:
     (less, _) = rotoff.plan(model, x, device=device_of(after.min_device_bytes / 2**20 + 1)).placed
     assert less.step_time is not None and less.peak_bytes <= after.min_device_bytes + 2**20
     (nearly, _) = rotoff.plan(model, x, device=device_of(32)).placed  # has room for all that is trained
-    assert nearly.step_time == after.step_time and nearly.host_bytes > after.host_bytes == 0
+    assert nearly.step_time > after.step_time and nearly.host_bytes > after.host_bytes == 0  # copies take time
 
 
 def test_frozen_parameters_have_no_update() -> None:
