@@ -38,13 +38,10 @@ import torchvision_operators
 import rotoff
 from benchmarks.grid.run import commit, machine
 from rotoff.core.chain import Form
-from rotoff.planning.memory_account import simulated_bytes
-from rotoff.planning.planner import Request, least_limit, make_plan
+from rotoff.planning.request import Request
+from rotoff.planning.step_planner import least_limit, make_plan
 from rotoff.profile.estimate.devices import find
 from rotoff.profile.estimate.estimate import estimate_profile
-from rotoff.profile.profile import Profile
-from rotoff.runtime.execution_plan import compile_sequence
-from rotoff.solver import keep_all
 from rotoff.solver.bounds import largest_operation
 
 torchvision = torchvision_operators.load()
@@ -68,7 +65,7 @@ class Size:
     """One network at one size: what is there beside a step, and the chain of a step. Bytes."""
 
     resident_bytes: int
-    profile: Profile
+    profile: Estimate
 
     @property
     def least_bytes(self) -> int:
@@ -77,8 +74,7 @@ class Size:
 
     @property
     def keep_all_bytes(self) -> int:
-        chain = self.profile.chain
-        return self.resident_bytes + simulated_bytes(self.profile, compile_sequence(chain, keep_all(chain)))
+        return self.resident_bytes + self.profile.keep_all_bytes()
 
 
 @dataclass
@@ -129,7 +125,7 @@ def _size(model: nn.Module, x: torch.Tensor) -> Size:
     profile = estimate_profile(model, (x,), {}, K40)
     meta, logits = profile.chain.meta, 2 * len(x) * CLASSES * 4
     states = STATES * meta["trained_bytes"]
-    resident = meta["parameter_bytes"] + meta["buffer_bytes"] + states + profile.resident_input_bytes + logits
+    resident = meta["parameter_bytes"] + meta["buffer_bytes"] + states + profile.batch_bytes + logits
     return Size(resident, profile)
 
 
@@ -188,7 +184,7 @@ def _row(name: str, unit: str, paper: int, at: Callable[[int], Size], said: Call
 def _planned(size: Size, room: int) -> tuple[float, str]:
     """Of a plan in what `room` leaves, which the machine has accepted, the overhead; and what binds, in words."""
     plan = make_plan(size.profile, Request(room - size.resident_bytes, "joint", 50, {}))
-    assert simulated_bytes(size.profile, plan) + size.resident_bytes <= room
+    assert plan.peak + size.resident_bytes <= room
     text = f"{binding(size.profile.chain)}; what is resident takes {size.resident_bytes / room:.0%} of the memory"
     return plan.trace.makespan / size.profile.chain.compute_time - 1, text
 

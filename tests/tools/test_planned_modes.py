@@ -15,7 +15,6 @@ from torch import nn
 
 import rotoff
 from rotoff.core.sequence import MODES
-from rotoff.profile.selective.variant_run import VariantRun
 from rotoff.solver import search
 from rotoff.tools.planned_modes import usable_bytes
 
@@ -72,7 +71,7 @@ def test_a_plan_as_fast_as_its_compute_needs_no_further_bound(
     def refuse(*_: object) -> float:
         raise AssertionError("the ascent takes a second, and this bound is known")
 
-    monkeypatch.setattr("rotoff.planning.planner.least_time_of", refuse)
+    monkeypatch.setattr("rotoff.planning.step_planner.least_time_of", refuse)
     fast = rotoff.Device("fast link", 80 * 2**30, 1e12, {"float32": 1e12}, 1e12, 1e12)
     found = rotoff.plan(blocks, batch, mem_limit="450 MiB", device=fast)
     assert found.mem_limit < found.keep_all_bytes
@@ -82,17 +81,6 @@ def test_a_plan_as_fast_as_its_compute_needs_no_further_bound(
     assert joint.bound_time <= joint.step_time < remat.step_time
     assert remat.bound_time == joint.bound_time
     assert "-0.0%" not in str(found)
-
-
-def test_each_form_is_estimated_by_one_run(
-    blocks: nn.Sequential, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs: list[object] = []
-    forward = VariantRun.forward
-    monkeypatch.setattr(VariantRun, "forward", lambda self: runs.append(self.recipe) or forward(self))
-    chain = rotoff.estimate(blocks, batch, device="V100")
-    assert any(stage.forms for stage in chain.stages)
-    assert len(runs) == len({id(recipe) for recipe in runs})
 
 
 def test_the_smallest_limit_is_the_smallest(blocks: nn.Sequential, batch: torch.Tensor) -> None:
