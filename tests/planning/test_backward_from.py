@@ -202,8 +202,7 @@ def test_the_last_module_of_a_sequential_may_return_several(ids: torch.Tensor) -
 def test_an_estimate_and_a_model_planned_where_it_stands_know_it_too(ids: torch.Tensor) -> None:
     measured = wrapped(made(), backward_from="loss").measure(ids, labels=ids).chain
     estimated = rotoff.estimate(wrapped(made(), backward_from="loss"), ids, labels=ids, device="CPU")
-    last = len(measured)
-    assert estimated.grad_bytes(last) == measured.grad_bytes(last) == 4
+    assert estimated.grad_bytes(len(estimated)) == measured.grad_bytes(len(measured)) == 4
     model = made()
     rotoff.attach(model, measured.stages[-1].saved_bytes * 100, backward_from="loss")
     output = model(ids, labels=ids)
