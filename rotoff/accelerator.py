@@ -50,6 +50,11 @@ def name_of(device: torch.device) -> str:
     return str(_module(device).get_device_name(device))
 
 
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Return CUDA's (major, minor); None for a CPU."""
+    return tuple(_module(device).get_device_capability(device)) if is_accelerator(device) else None
+
+
 def generator_of(device: torch.device) -> torch.Generator | None:
     """Return the default generator of an accelerator; None for a CPU."""
     if not is_accelerator(device):

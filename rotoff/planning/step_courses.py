@@ -15,7 +15,8 @@ from torch import nn
 
 from ..core.chain import LinkRates
 from ..errors import MeasureError
-from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark, stop_complete
+from ..profile.other_size import at_size
+from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -26,13 +27,15 @@ from ..runtime.sharded import gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_step import TapeStep
 from ..tape import kernel
+from ..tape.contents import is_plain
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
+from .inputs import lazy
 from .options import Options
 from .request import Request
-from .signatures import constants, signature
+from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, room_of
 
@@ -50,7 +53,7 @@ class Course:
     hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps in a row that made others.
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
-    whether one has kept it.
+    whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
     """
 
     profile: TapeProfile
@@ -61,6 +64,7 @@ class Course:
     patience: int = PATIENCE
     in_python: bool = False
     kept: bool = False
+    beside: int = 0
 
     def followed(self, step: TapeStep) -> None:
         """Note whether a step has kept to this course."""
@@ -103,17 +107,31 @@ class _Recorded:
     device: torch.device
 
 
+class _Loss(torch.autograd.Function):
+    """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
+    kernels copy."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
+        ctx.size = output.size()
+        return output.new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
+
+
 class _Aside(TapeStep):
     """A step beside one that is recorded, whose log does not count what the backward of this one does."""
 
     def advance(self, tape: Tape, stage: int) -> None:
         if not self._queued:
-            mark(ASIDE)
+            mark_in_log(ASIDE)
         super().advance(tape, stage)
 
     def _end(self, tape: Tape) -> None:
         super()._end(tape)
-        mark(BACK)
+        mark_in_log(BACK)
 
 
 class StepRunner:
@@ -128,6 +146,7 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
+        ceiling: the family and the sizes of the largest input that was announced, if one was.
         waits: whether steps wait for a plan that they make with others.
     """
 
@@ -139,6 +158,7 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
+        self.ceiling: Any = None
         self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
@@ -149,6 +169,7 @@ class StepRunner:
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
         self._said_astray = False
+        self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
 
     def __iter__(self) -> Iterator[Course]:
         return (course for courses in self._courses.values() for course in courses)
@@ -162,8 +183,11 @@ class StepRunner:
         if not any(t.requires_grad for t in (*self.model.parameters(), *given)):
             return plain(*args, **kwargs)
         self.settle()
+        if not self._courses and (name := lazy(self.model)) is not None:
+            self._say_plain(f"{name!r} gets its shape in it (a lazy module)")
+            return plain(*args, **kwargs)
         key, hint = signature(value, self.model), constants(value)
-        course = self._course(key, hint)
+        course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
@@ -183,10 +207,27 @@ class StepRunner:
         self._courses.move_to_end(key)
         return next((one for one in known if one.hint == hint), known[0])
 
+    def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
+        """The course of an input whose size no step has had, if a step at another size has made the same operations."""
+        family, _ = family_of(key)
+        if self._group is not None or family in self._unforeseen:
+            return None
+        alike = (known for other, known in reversed(self._courses.items()) if family_of(other)[0] == family)
+        seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
+        if (near := next(seen, None)) is None:
+            return None
+        profile = at_size(near.profile, self.known, self.model, args, kwargs)
+        if profile is None:
+            self._unforeseen.add(family)
+            return None
+        logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, profile.shapes)))
+        return self.take(key, Course(profile, hint, near.reads))
+
     def _record(
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        self._say_larger(key)
         stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
@@ -228,7 +269,7 @@ class StepRunner:
         recorded = self._recorded
         if recorded is None:
             return
-        if not everywhere(recorded.step.complete or recorded.step.abandoned(), self._group):
+        if not everywhere(recorded.step.ended, self._group):
             return
         self._recorded = None
         recorded.step.stop()
@@ -363,6 +404,18 @@ class StepRunner:
                 many,
             )
 
+    def _say_larger(self, key: Any) -> None:
+        """Log a warning if an input is larger than the largest that was announced."""
+        if self.ceiling is None:
+            return
+        (kind, most), (own, sizes) = self.ceiling, family_of(key)
+        pairs = zip(most, sizes, strict=False)
+        if kind == own and any(a < b for one, other in pairs for a, b in zip(one, other, strict=False)):
+            logger.warning(
+                "rotoff: the input %s is larger than up_to, so it is recorded, and planned after this step",
+                [list(shape) for shape in sizes],
+            )
+
     def _say_plain(self, why: str) -> None:
         """Log a warning, once for each reason, that a step has no plan."""
         if why not in self.plain:
@@ -377,23 +430,34 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         starts: Callable[[Any], list[torch.Tensor]],
+        before_write: Callable[[torch.UntypedStorage], None],
     ) -> Course:
-        """Record a step on a sample. starts: the outputs from which its backward starts."""
+        """Record a step on a sample. starts: the outputs from which its backward starts. before_write: called with each
+        storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
         step = RecordedReads(self.known, self.model, self._spill(), True)
+        step.before_write = before_write
         recorded = self._begin(key, hint, args, kwargs, step)
 
+        beside = 0
+
         def record() -> None:
-            if roots := starts(step.run(plain, *args, **kwargs)):
-                torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+            nonlocal beside
+            roots = starts(step.run(plain, *args, **kwargs))
+            step.check(roots)
+            if any(not t.dim() for t in roots):
+                beside = sum(t.nbytes for t in roots if t.dim())
+            losses = [_Loss.apply(t) if is_plain(t) and t.numel() != 1 else t for t in roots]
+            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
             together(record, self._group)
         finally:
             step.stop()
         course = self._learn(recorded)
+        course.beside = beside
         if self._group is not None and self.request is not None:
             self.planned(course)  # while all are here
         return course

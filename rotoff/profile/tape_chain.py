@@ -21,9 +21,11 @@ from .trace import Ran, Trace
 
 STAGES = 40  # by default; the solver takes seconds for 100
 CROSSING = 0.25  # share of the bytes that a stage makes that it may pass on
+USELESS = 0.1  # share of them that a stage must not pass on
 COARSE = 12  # a model is cut into at least so many stages, however much they pass on
 FAR = 3  # contents that cross more borders than this stay on the device
 FORMS = 4  # smaller ones of a stage, at most
+LEAST = 0.02  # share of ā by which one is smaller than the next
 CALL = 3e-6  # seconds of Python and autograd for each operation
 
 
@@ -71,14 +73,17 @@ def _cuts(uses: _Uses, count: int) -> list[int]:
     total = trace.size(range(len(trace.made)))
     share, cuts = total / max(count, 1), list[int]()
     last, best, lowest, since, after = 0, 0, 0, 0, 0  # after: bytes made since `best`
-    alive: list[int] = []
+    alive, returned = list[int](), list[int]()
     for before, op in pairwise(trace.ran):
         alive = [c for c in alive if uses.last[c] > before.at] + [c for c in before.makes if uses.last[c] > before.at]
         made = trace.size(before.makes)
         since, after = since + made, after + made
         at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
         crossing = [c for c in alive if at is not None and uses.last[c] >= at]
-        if at is not None and crossing and since >= share / 2 and not _overwritten(trace, crossing, at):
+        returned += [c for c in before.makes if trace.made[c].returned]
+        stays = trace.size(c for c in (*crossing, *returned) if uses.at[c] >= last)
+        large = since >= share / 2 and stays < since * (1 - USELESS)
+        if at is not None and crossing and large and not _overwritten(trace, crossing, at):
             price = sum(trace.made[c].nbytes * (1 if uses.at[c] >= last else 2) for c in crossing)
             if not best or price <= lowest:
                 best, lowest, after = at, price, 0
@@ -230,16 +235,20 @@ def chain_of(
     far: float = FAR,
     beside: int = 0,
     forms: bool = True,
+    like: TapeChain | None = None,
     begins: Iterable[int] = (),
 ) -> TapeChain:
     """Return the chain of a step.
 
     Args:
         stages: about how many, or the names of modules that are one each. beside: bytes of the batch. forms: whether
-            stages have smaller ones. begins: of the stages, in place of `stages`.
+            stages have smaller ones. like: of a step of the same operations, whose stages and forms are taken. begins:
+            of the stages, in place of `stages`.
     """
     uses, made = _Uses(trace), trace.made
-    begins = list(begins) or [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
+    begins = list(begins if like is None else like.layout.begins)
+    if not begins:
+        begins = [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
     many = len(begins)
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
 
@@ -267,7 +276,8 @@ def chain_of(
         run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay)
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
-        costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, forms)
+        parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
+        costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, parts)
         if not isinstance(stages, int):
             costs = replace(costs, name=_within(trace.ran[first], stages) or costs.name)
         costed.append(costs)
@@ -318,14 +328,15 @@ class StageRun:
         return self.first <= self.trace.made[c].op < self.end
 
     def stage(
-        self, backward_seconds: float, grads: int, grads_before: int, peak: int, smaller: bool
+        self, backward_seconds: float, grads: int, grads_before: int, peak: int, parts: Iterable[Collection[int]]
     ) -> tuple[Stage, list[set[int]]]:
         size, ran = self.trace.size, self.trace.ran[self.first : self.end]
         seconds = sum(op.seconds for op in ran) + CALL * len(ran)
         transient = max(0, peak - size(self.whole) - grads - grads_before)
         kept, forms = [self.saved], []
         self.backward_peaks = [peak]
-        for part, again in self._parts() if smaller else ():
+        for part in map(set, parts):
+            again = self._redo_seconds(self.saved - part)
             gone = size(self.whole) - size(part | self.handed)
             remade = self.again_peak(self.saved, part | self.handed)
             redone = max(transient + gone, remade - grads_before)
@@ -334,9 +345,10 @@ class StageRun:
             forms.append(Form(size(part | self.handed), backward_seconds + again, self._transient(part), redone))
             kept.append(part)
         modules = [op.module for op in ran] or [""]
+        seconds = max(seconds, 1e-7)
         stage = Stage(
             modules[0] if modules[0] == modules[-1] else f"{modules[0] or 'begin'}..{modules[-1]}",
-            max(seconds, 1e-7),
+            seconds,
             max(backward_seconds, 1e-7),
             size(self.handed),
             size(self.whole),
@@ -345,6 +357,7 @@ class StageRun:
             self._transient(set()),
             transient,
             tuple(forms),
+            max(0.0, seconds - self._seconds(self._again(self.saved, ()))),
         )
         return stage, kept
 
@@ -414,18 +427,22 @@ class StageRun:
             )
         return most
 
-    def _parts(self) -> list[tuple[set[int], float]]:
-        """Return what the smaller forms keep of what autograd saves, and the seconds to make the rest again.
+    def parts(self) -> list[set[int]]:
+        """Return what the smaller forms keep of what autograd saves.
 
         What is cheapest to make again for its bytes is left out first. Of the parts that come about, those on the
         convex hull of bytes and seconds are taken, without those next to the line through their neighbours.
         """
         made, left = self.trace.made, set(self.saved)
         inner = [c for c in self.saved - self.handed if made[c].again and made[c].nbytes]
-        hull = [(self.trace.size(left), 0.0, set(left))]
+        hull, least = [(self.trace.size(left), 0.0, set(left))], self.trace.size(self.whole) * LEAST
         for c in sorted(inner, key=lambda c: (self._redo_seconds({c}) / made[c].nbytes, c)):
             left.discard(c)
-            size, seconds = self.trace.size(left), self._redo_seconds(self.saved - left)
+            again = self._again(self.saved - left, left | self.handed)
+            left -= {one for one in inner if made[one].op in again}  # they are made, too
+            size, seconds = self.trace.size(left), self._seconds(again)
+            if hull[-1][0] - size < least:
+                continue
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (size, seconds)):
                 hull.pop()
             hull.append((size, seconds, set(left)))
@@ -433,15 +450,22 @@ class StageRun:
             rows = zip(hull, hull[1:], hull[2:], strict=False)
             bends = [(_slope(b, c) - _slope(a, b)) * (a[0] - c[0]) for a, b, c in rows]
             del hull[bends.index(min(bends)) + 1]
-        return [(part, seconds) for _, seconds, part in hull[1:]]
+        return [part for _, _, part in hull[1:]]
 
     def _redo_seconds(self, gone: set[int]) -> float:
-        there = (self.saved - gone) | self.handed
-        todo, ops = list(gone), set[int]()
+        """Return the seconds to make `gone` again, with the rest of ā there."""
+        return self._seconds(self._again(gone, (self.saved - gone) | self.handed))
+
+    def _seconds(self, ops: Collection[int]) -> float:
+        return sum(self.trace.ran[n].seconds for n in ops) + CALL * len(ops)
+
+    def _again(self, wanted: Collection[int], there: Collection[int]) -> set[int]:
+        """Return the operations that make `wanted` again."""
+        todo, ops = list(wanted), set[int]()
         while todo:
             number = self.trace.made[todo.pop()].op
             if number < self.first or number in ops:
                 continue
             ops.add(number)
             todo += [c for c in self.trace.ran[number].reads if c not in there]
-        return sum(self.trace.ran[n].seconds for n in ops) + CALL * len(ops)
+        return ops

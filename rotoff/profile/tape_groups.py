@@ -199,7 +199,7 @@ class TapeGroups:
                 level = next(own) + event.parameter_memory
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
-                level += checksum_room(returned) if ran == len(self.chain) else 0  # when the forward ends
+                level += checksum_room(returned, self.device) if ran == len(self.chain) else 0  # when the forward ends
             levels.append(level + stays)
             if op.kind is OpKind.B and op.stage == 1:
                 stays -= self.chain.input_grad_bytes  # which the machine charges from now on

@@ -30,6 +30,7 @@ class TapeProfile:
         seen: whether the step has run; if not, its bytes are those of fake tensors.
         begins: positions at which stages begin, in place of `stages`.
         borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
+        like: a chain of a step of the same operations, whose stages and forms are taken.
     """
 
     trace: Trace
@@ -42,6 +43,7 @@ class TapeProfile:
     seen: bool = True
     begins: tuple[int, ...] = ()
     borders_stay: bool = False
+    like: TapeChain | None = None
 
     @cached_property
     def chains(self) -> list[TapeChain]:
@@ -52,8 +54,8 @@ class TapeProfile:
         return [*found, self._chain(far=math.inf)] if found[0].stay else found
 
     def _chain(self, **how: float) -> TapeChain:
-        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "begins": self.begins, **how}
-        return chain_of(self.trace, self.rates, self.stages, **options)
+        options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "like": self.like, **how}
+        return chain_of(self.trace, self.rates, self.stages, begins=self.begins, **options)
 
     @property
     def chain(self) -> Chain:

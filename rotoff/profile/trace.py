@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..accelerator import block_bytes
 from ..tape.contents import Content
+from ..tensors.storage import rounded
 from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
 
@@ -148,12 +150,12 @@ def trace_of(step: RecordedStep) -> Trace:
     """Return what a recorded step did."""
     contents = [content for op in step.operations for content in (*op.made, *op.written())]
     number = {content: n for n, content in enumerate(contents)}
-    many = len(step.operations)
+    many, block = len(step.operations), block_bytes(step.device)
     made = tuple(
         Made(
             content.op,
             content.out,
-            content.nbytes,
+            rounded(content.nbytes, block),
             step.death.get(content, many + (content in step.handed_out)),
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
@@ -172,7 +174,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
                 peaks[n],
-                sum(c.nbytes for c in {r.content for r in op.references if r.into} - number.keys()),
+                sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} - number.keys()),
                 step.seconds[n],
                 (other - one) % 2**64,
                 one,

@@ -38,12 +38,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
+from ..tensors.eager_mode import EagerMode
 from .contents import (
     RESIDENT,
     Content,
@@ -51,6 +48,7 @@ from .contents import (
     Slot,
     SlotReference,
     bytes_in,
+    copy_of,
     detached,
     is_plain,
     witness_of,
@@ -144,7 +142,7 @@ class Operation:
         return {r.into for r in self.references if r.into is not None and r.into.op != RESIDENT}
 
 
-class Tape(TorchDispatchMode):
+class Tape(EagerMode):
     """Records a forward as a context, and gives autograd back what it drops.
 
     Use it as ``with tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack): model(x)``, in one thread.
@@ -249,7 +247,7 @@ class Tape(TorchDispatchMode):
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         self.copied += storage.nbytes()
-        return storage.clone()
+        return copy_of(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -540,7 +538,7 @@ class Tape(TorchDispatchMode):
         for reference in op.references:
             content = reference.content
             if reference.into is not None and content not in changed:
-                changed[content] = have[content].clone() if content in needed else have[content]
+                changed[content] = copy_of(have[content]) if content in needed else have[content]
 
         def tensor(reference: Reference) -> torch.Tensor:
             own = changed.get(reference.content)

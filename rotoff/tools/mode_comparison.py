@@ -100,14 +100,17 @@ def growth(
     step = min_mem_limit(profile.chain, "joint")
     count = max(2 * batch, batch * usable_bytes(target.memory_bytes) // max(1, step))
 
-    def resized(t: Any) -> Any:
-        if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
-            return t
-        return torch.empty(count, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+    def larger(many: int) -> Estimate:
+        def resized(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
+                return t
+            return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+
+        args, kwargs = rebuild([resized(leaf) for leaf in leaves])
+        return estimated(model, args, kwargs, target)
 
     try:
-        args, kwargs = rebuild([resized(leaf) for leaf in leaves])
-        return Growth.of(profile, batch, estimated(model, args, kwargs, target), count)
+        return Growth.of(larger, profile, batch, count)
     except MeasureError:
         return None
 

@@ -43,10 +43,10 @@ class Steps:
         unit, time, peak = self.whole.chain.compute_time, trace.makespan + self.update_time, max(levels)
         most, growth = None, self.whole.growth
         if growth is not None:
-            later = self.whole.at(growth.count).levels(sequence, plain=plain)
-            grows = [(b - a) / (growth.count - growth.batch) for a, b in zip(levels, later, strict=True)]
-            if all(level <= self.limit for level, more in zip(levels, grows, strict=True) if more <= 0):
-                rooms = [(self.limit - level) / more for level, more in zip(levels, grows, strict=True) if more > 0]
+            before, later = (self.whole.at(n).levels(sequence, plain=plain) for n in (growth.batch, growth.count))
+            grows = [(b - a) / (growth.count - growth.batch) for a, b in zip(before, later, strict=True)]
+            if all(level <= self.limit for level, more in zip(before, grows, strict=True) if more <= 0):
+                rooms = [(self.limit - level) / more for level, more in zip(before, grows, strict=True) if more > 0]
                 most = max(0, math.floor(min(rooms, default=0.0) + growth.batch + 1e-9)) or None
         return PlannedStep(
             name,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import torch
@@ -62,11 +62,15 @@ class WholeDevice:
     trained: tuple[nn.Parameter, ...] = ()
     growth: Growth | None = None
     which: int = 0
+    _known: dict[tuple[int, int], WholeDevice] = field(default_factory=dict, compare=False)
 
     def at(self, count: int) -> WholeDevice:
         """This at a batch of `count`."""
         assert self.growth is not None
-        return replace(self, profile=self.growth.at(count), growth=None)
+        key = count, self.which
+        if key not in self._known:
+            self._known[key] = replace(self, profile=self.growth.at(count), growth=None)
+        return self._known[key]
 
     @cached_property
     def found(self) -> TapeChain:

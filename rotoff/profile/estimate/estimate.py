@@ -47,7 +47,7 @@ class Estimate(TapeProfile):
         self.step.log = [event for event in log if event.ptr not in gradients]
         trace, self.step.log = trace_of(self.step), log
         plain = {one.name: getattr(self, one.name) for one in fields(TapeProfile)}
-        return TapeProfile(**{**plain, "trace": trace, "begins": self.chains[0].layout.begins})
+        return TapeProfile(**{**plain, "trace": trace, "like": self.chains[0]})
 
 
 def estimate_profile(

@@ -1,8 +1,7 @@
-"""Fake copies of a model and its sample (shapes without bytes), and the log of an allocator while they run.
+"""Fake copies of a model and its sample (shapes without bytes), and what an allocator would do while they run.
 
 A dispatch mode sees the outputs of every operation. A storage exists from the operation that made it until nothing
-refers to it, which a weak reference reports. The log has the same events as one of `memory.allocator`, except for
-temporaries inside kernels; `temporaries` knows those that matter.
+refers to it, which a weak reference reports. Of temporaries inside kernels, `temporaries` knows those that matter.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
 from ...tensors.storage import pieces, rounded, uses_of
 from ...tensors.tree import leaves
-from ..memory.allocator import Allocation, AllocationLog
 from .fake_kernels import QUERIES, FakeKernels
 
 T = TypeVar("T")
@@ -79,27 +77,8 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
     return result
 
 
-class InMode(nn.Module):
-    """Runs a module inside a mode, so that tensors that its forward creates are fake."""
-
-    def __init__(self, module: nn.Module, mode: FakeTensorMode) -> None:
-        super().__init__()
-        self.module = module
-        self._mode = mode
-
-    def forward(self, value: Any) -> Any:
-        with self._mode:
-            return self.module(value)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(*args, **kwargs)
-
-    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        return self.module.modules()
-
-
 class FakeAllocator(EagerMode):
-    """While active, logs the storages that operations make and free.
+    """While active, sees the storages that operations make and free.
 
     Args:
         block: bytes; sizes are rounded up to a multiple of it, as the device's allocator does.
@@ -117,29 +96,10 @@ class FakeAllocator(EagerMode):
         self._numbers: dict[int, int] = {}  # key of a live storage -> number that no other storage gets
         self._watches: dict[int, Any] = {}
         self._count = 0
-        self._events: list[Allocation] = []
-        self._drew = False
-
-    def log(self, run: Callable[[], T]) -> tuple[T, AllocationLog]:
-        """Call `run` and log its allocations."""
-        self._events, self._drew = [], False
-        with self:
-            result = run()
-        events, self._events = self._events, []
-        return result, AllocationLog(tuple(events), drew=self._drew)
-
-    def mark(self, name: str) -> None:
-        self._events.append(Allocation(0, 0, name))
-
-    def address(self, tensor: torch.Tensor) -> int:
-        return self.number(tensor.untyped_storage())
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage; for one that was not seen being made, a number that no other has."""
         return self._numbers.get(storage._cdata, -storage._cdata)
-
-    def as_requested(self, log: AllocationLog, tensors: Sequence[torch.Tensor]) -> AllocationLog:
-        return log
 
     def rounded(self, nbytes: int) -> int:
         return rounded(nbytes, self._block)
@@ -154,8 +114,6 @@ class FakeAllocator(EagerMode):
                 self.ran(torch.ops.aten.add_.Tensor, args, kwargs, into)
                 return into
         result = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._drew = True
         for kind, number in (self._temporaries(func, args, result) if self._temporaries is not None else None) or ():
             if kind == "hidden":
                 self._count += 1
@@ -173,11 +131,10 @@ class FakeAllocator(EagerMode):
         """Called after each operation."""
 
     def event(self, number: int, size: int) -> None:
-        """Log that `size` bytes were allocated, or freed if it is negative."""
-        self._events.append(Allocation(number, size))
+        """Called when the storage of this number is allocated, and with a negative `size` when it is freed."""
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """Log a storage, and later its end."""
+        """Note a storage, and later its end."""
         key = storage._cdata
         if key in self._numbers:
             return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from ..tape_profile import TapeProfile
 from ..trace import Event, Made, Ran, Trace
@@ -17,28 +18,40 @@ class Growth:
     batch: int
     larger: TapeProfile
     count: int
+    _known: dict[int, TapeProfile] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of(cls, profile: TapeProfile, batch: int, larger: TapeProfile, count: int) -> Growth | None:
-        """The growth; None if the operations or the stages are others at `count`."""
-        if _shape(profile.trace) != _shape(larger.trace):
-            return None
-        larger = replace(larger, begins=profile.chains[0].layout.begins)
-        forms = ([len(stage.forms) for stage in one.chain.stages] for one in (profile, larger))
-        return cls(profile, batch, larger, count) if next(forms) == next(forms) else None
+    def of(cls, estimated: Callable[[int], Estimate], profile: Estimate, batch: int, count: int) -> Growth | None:
+        """The growth; None if a larger batch takes other operations or stages. estimated: makes the profile of a batch.
+        profile: of a batch of `batch`, where a dimension of 1 may save some operations."""
+        larger, base = estimated(count), profile
+        if _shape(base.trace) != _shape(larger.trace):
+            batch *= 2
+            base = estimated(batch) if batch < count else larger
+        alike = _stages(base) == _stages(profile) and _shape(base.trace) == _shape(larger.trace)
+        return cls(base, batch, replace(larger, like=base.chains[0]), count) if alike and base is not larger else None
 
     @property
     def moving(self) -> Growth:
         """This for steps whose gradients are those of groups of parameters."""
         assert isinstance(self.profile, Estimate) and isinstance(self.larger, Estimate)
-        return replace(self, profile=self.profile.moving, larger=self.larger.moving)
+        return Growth(self.profile.moving, self.batch, self.larger.moving, self.count)
 
     def at(self, count: int) -> TapeProfile:
         """The profile at a batch of `count`."""
+        if count not in self._known:
+            self._known[count] = self._at(count)
+        return self._known[count]
+
+    def _at(self, count: int) -> TapeProfile:
         share = (count - self.batch) / (self.count - self.batch)
         one, other = self.profile, self.larger
         trace, batch = _between(one.trace, other.trace, share), _on(one.batch_bytes, other.batch_bytes, share)
         return replace(other, trace=trace, batch_bytes=batch)
+
+
+def _stages(profile: Estimate) -> list[tuple[str, int]]:
+    return [(stage.name, len(stage.forms)) for stage in profile.chain.stages]
 
 
 def _shape(trace: Trace) -> object:

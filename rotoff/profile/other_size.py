@@ -1,0 +1,75 @@
+"""The profile of a step at a size that none has had: bytes from fake tensors, times from a step at another size.
+
+The step has to make the same operations as the other one. Whether they can be made again is known from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..accelerator import capability
+from ..errors import MeasureError
+from ..tape.tape import Key, Known
+from .estimate.devices import Device
+from .estimate.fake_trace import fake_step
+from .tape_profile import TapeProfile
+from .trace import Trace, trace_of
+
+
+def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs: Any) -> TapeProfile | None:
+    """Return the profile of a step of `model`; None if it makes other operations than the step `near`, or cannot be
+    foretold.
+
+    Args:
+        known: what is known of the operations; what is known of those of `near` holds for these, too.
+    """
+    here = Device("here", 1 << 40, 1e11, {"float32": 1e12}, 1e10, 1e10, capability=capability(near.device))
+    try:
+        trace = trace_of(fake_step(model, args, kwargs, here))
+    except MeasureError:
+        return None
+    if _operations(trace) != _operations(near.trace):
+        return None
+    ratio = trace.size(range(len(trace.made))) / max(1, near.trace.size(range(len(near.trace.made))))
+    ran = (
+        replace(op, seconds=one.seconds * ratio, peak=max(op.peak, int(one.peak * ratio)))
+        for op, one in zip(trace.ran, near.trace.ran, strict=True)
+    )
+    whole, all_of = sum(event.seconds for event in trace.backward), sum(event.seconds for event in near.trace.backward)
+    scale = ratio * all_of / whole if whole else 0.0
+    backward = (replace(event, seconds=event.seconds * scale) for event in trace.backward)
+    beside = max(trace.beside, int(near.trace.beside * ratio))
+    trace = replace(trace, ran=tuple(ran), backward=tuple(backward), beside=beside)
+    given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
+    shapes = tuple(tuple(t.shape) for t in given)
+    begins = near.chains[0].layout.begins
+    found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=begins)
+    held: dict[Key, list[int]] = {}
+    for key, out in known.held:
+        held.setdefault(key, []).append(out)
+    for key, one in zip(_keys(trace, begins), _keys(near.trace, begins), strict=True):
+        if one in known.sure:
+            known.sure.add(key)
+        known.held |= {(key, out) for out in held.get(one, ())}
+    return found
+
+
+def _operations(trace: Trace) -> list[tuple[Any, ...]]:
+    return [(op.at, op.module, op.reads, op.writes, op.makes) for op in trace.ran]
+
+
+def _keys(trace: Trace, begins: tuple[int, ...]) -> Iterator[Key]:
+    """Yield the key of each operation, as the tape counts them in the stages that begin there."""
+    key = stage = 0
+    for op in trace.ran:
+        while stage < len(begins) and op.at >= begins[stage]:
+            stage += 1
+            key = stage
+        key = (key * op.factor + op.term) % 2**64
+        yield key
