@@ -186,6 +186,5 @@ class _Sharing:
                 chain = plans[task.stage].chain
                 kept = self._one_at_once or task.stage != self._last  # in a variable, or as sent
                 onward = chain.output_bytes(len(chain)) if kept else 0
-                back = plans[task.stage].profile.batch_bytes if task.stage else 0  # the gradient of what was received
-                sent = back + onward + (0 if self._one_at_once else sent)
+                sent = chain.input_grad_bytes + onward + (0 if self._one_at_once else sent)
         return most
