@@ -1861,7 +1861,7 @@ def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
             runs = [rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1) for model in models]
             for model, run, optimizer in zip(models, runs, optimizers, strict=True):
                 model.zero_grad()
-                place(run, [optimizer], 0.2, updates="during")
+                place(run, [optimizer], 0.5, updates="during")
         for _ in range(3):
             with torch.no_grad():
                 made = runs[0](x)
