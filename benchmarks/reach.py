@@ -41,7 +41,7 @@ from rotoff.core.chain import Form
 from rotoff.planning.request import Request
 from rotoff.planning.step_planner import least_limit, make_plan
 from rotoff.profile.estimate.devices import find
-from rotoff.profile.estimate.estimate import estimate_profile
+from rotoff.profile.estimate.estimate import Estimate, estimate_profile
 from rotoff.solver.bounds import largest_operation
 
 torchvision = torchvision_operators.load()
