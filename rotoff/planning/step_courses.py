@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +53,7 @@ class Course:
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
     whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -64,12 +65,20 @@ class Course:
     in_python: bool = False
     kept: bool = False
     beside: int = 0
+    varies: bool = False
+    hints: set[str] = field(default_factory=set)
 
-    def followed(self, step: TapeStep) -> None:
+    def watched(self, hint: str) -> bool:
+        """Whether a step with such an input may make other operations, so that it is followed though it keeps
+        everything."""
+        return self.varies or (hint != self.hint and hint not in self.hints and len(self.hints) < OF_ONE_KIND)
+
+    def followed(self, step: TapeStep, hint: str) -> None:
         """Note whether a step has kept to this course."""
         self.kept |= not step.left_course
         if not step.left_course:
             self.strayed = 0
+            self.hints.add(hint)
         elif self.kept or self.in_python:
             self.strayed += 1
         else:
@@ -163,9 +172,9 @@ class StepRunner:
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if planned.execution.keeps_all and recording is None:
+        if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
-        return self._follow(course, planned, recording, partial(plain, *args, **kwargs))
+        return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
         """The course that is expected of an input."""
@@ -259,7 +268,8 @@ class StepRunner:
             borders_stay=bool(units),
         )
         common = common_profile(profile, self._group)
-        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        new = Course(common, recorded.hint, recorded.step.reading, varies=recorded.step.varies)
+        course = self.take(recorded.key, new)
         course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
@@ -321,7 +331,9 @@ class StepRunner:
             course.plan = agree_on_plan(course.profile, self.request, near, room)
         return course.plan
 
-    def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
+    def _follow(
+        self, course: Course, planned: StepPlan, recording: Recording | None, hint: str, run: Callable[[], Any]
+    ) -> Any:
         plan, device = planned.execution, course.profile.device
         step = TapeStep(
             plan,
@@ -337,7 +349,7 @@ class StepRunner:
         self._warn_in_flight(step)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
-        course.followed(step)
+        course.followed(step, hint)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(

@@ -144,6 +144,7 @@ def test_eval_and_no_grad_run_the_model_itself() -> None:
     assert model.training
     with torch.no_grad():
         assert wrapped(x).grad_fn is None
+    wrapped(x).sum().backward()  # it is recorded
     with pytest.raises(rotoff.InfeasibleError):
         wrapped(x)
 
@@ -172,7 +173,7 @@ def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixtur
     wrapped.compute_sequence(half(wrapped))
     with caplog.at_level(logging.INFO, logger="rotoff"):
         assert same(run(wrapped), expected)
-    assert sum("input of a new kind or size" in r.message for r in caplog.records) == 1
+    assert {one.shapes for one in wrapped.plans()} == {((64, 16),), ((17, 16),)}
     assert sum("the limit is" in r.message for r in caplog.records) == 1
 
 
@@ -229,18 +230,14 @@ def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
         wrapped = rotoff.Checkpointable(model).measure(batch())
         limit = half(wrapped)
         wrapped.compute_sequence(limit)
-    measured, asked, planned = caplog.records
-    stages = wrapped.chain.stages
-    names = re.escape(f"{len(stages)} stages ({stages[0].name} to {stages[-1].name})")
-    assert re.fullmatch(rf"rotoff: measured {names} in \d+\.\d s", measured.message)
-    for nbytes in (wrapped.keep_all_memory, wrapped.min_mem_limit(), limit):
+    asked, planned = caplog.records
+    for nbytes in (wrapped.keep_all_memory, limit):
         assert rotoff.format_bytes(nbytes) in asked.message
-    assert "mode joint" in asked.message
     assert "over keeping everything" in planned.message
-    assert re.search(r"planned in \d+\.\d s, predicted peak", planned.message)
+    assert re.search(r"planned in mode joint in \d+\.\d s, predicted peak", planned.message)
 
 
-def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> None:
+def test_joint_is_never_behind_offload_alone() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
     wrapped = rotoff.Checkpointable(nn.Sequential(*layers)).measure(torch.randn(16, 32, requires_grad=True))
@@ -248,8 +245,6 @@ def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> 
         wrapped.compute_sequence(1, mode="offload")
     least = raised.value.min_mem_limit
     offload = wrapped.compute_sequence(least, mode="offload").get_expected_makespan()
-    with pytest.raises(rotoff.InfeasibleError):
-        wrapped.compute_sequence(least, mode="remat")  # three generator states are more than all that these layers save
     assert wrapped.compute_sequence(least, mode="joint").get_expected_makespan() <= offload
     assert wrapped.get_expected_memory() <= least
 
