@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..errors import MeasureError
 from ..profile.recorded_step import BUSY, stop_complete
@@ -414,7 +415,10 @@ class StepRunner:
 
         def record() -> None:
             nonlocal beside
-            roots = starts(step.run(plain, *args, **kwargs))
+            result = step.run(plain, *args, **kwargs)
+            roots = starts(result)
+            if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
+                del result  # else its caller may hold it
             step.check(roots)
             if any(not t.dim() for t in roots):
                 beside = sum(t.nbytes for t in roots if t.dim())
