@@ -99,7 +99,10 @@ class Checkpointable(RotorNames, ModuleProxy):
             invalid.
     """
 
-    _own = frozenset("_options _check _group _cache _links _steps _placed _warned _shown _plain _caches".split())
+    _own = frozenset(
+        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"]
+        + ["_caches"]
+    )
 
     def __init__(
         self,

@@ -154,7 +154,6 @@ def test_a_step_whose_graph_is_dropped_hinders_no_other_model() -> None:
     limit = half(rotoff.Checkpointable(model).measure(batch()))
     left = rotoff.Checkpointable(model).compute_sequence(limit)
     left(batch())
-    assert not torch.autograd._profiler_enabled()
     for one in (rotoff.Checkpointable(fresh("residual")[0]).compute_sequence(limit), left):
         for _ in range(2):
             one(batch()).sum().backward()
