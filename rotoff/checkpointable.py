@@ -85,8 +85,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
             a list of modules of the model, or of their dotted names: each becomes one stage.
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
-            of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
-            them raises an error. None: any.
+            of those. `measure` then runs its backward from these alone, so that gradients of other outputs (a language
+            model's logits) are not charged. A training step that is recorded shows it by itself. None: any.
         cache_directory: where plans are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
@@ -100,19 +100,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     """
 
     _own = frozenset(
-        {
-            "_options",
-            "_check",
-            "_group",
-            "_cache",
-            "_links",
-            "_steps",
-            "_placed",
-            "_warned",
-            "_shown",
-            "_plain",
-            "_caches",
-        }
+        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"]
+        + ["_caches"]
     )
 
     def __init__(

@@ -6,13 +6,14 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..errors import MeasureError
 from ..profile.other_size import at_size
@@ -54,6 +55,7 @@ class Course:
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
     whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -65,12 +67,20 @@ class Course:
     in_python: bool = False
     kept: bool = False
     beside: int = 0
+    varies: bool = False
+    hints: set[str] = field(default_factory=set)
 
-    def followed(self, step: TapeStep) -> None:
+    def watched(self, hint: str) -> bool:
+        """Whether a step with such an input may make other operations, so that it is followed though it keeps
+        everything."""
+        return self.varies or (hint != self.hint and hint not in self.hints and len(self.hints) < OF_ONE_KIND)
+
+    def followed(self, step: TapeStep, hint: str) -> None:
         """Note whether a step has kept to this course."""
         self.kept |= not step.left_course
         if not step.left_course:
             self.strayed = 0
+            self.hints.add(hint)
         elif self.kept or self.in_python:
             self.strayed += 1
         else:
@@ -192,9 +202,9 @@ class StepRunner:
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if planned.execution.keeps_all and recording is None:
+        if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
-        return self._follow(course, planned, recording, partial(plain, *args, **kwargs))
+        return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
         """The course that is expected of an input."""
@@ -300,7 +310,8 @@ class StepRunner:
             borders_stay=bool(units),
         )
         common = common_profile(profile, self._group)
-        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        new = Course(common, recorded.hint, recorded.step.reading, varies=recorded.step.varies)
+        course = self.take(recorded.key, new)
         course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
@@ -362,7 +373,9 @@ class StepRunner:
             course.plan = agree_on_plan(course.profile, self.request, near, room)
         return course.plan
 
-    def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
+    def _follow(
+        self, course: Course, planned: StepPlan, recording: Recording | None, hint: str, run: Callable[[], Any]
+    ) -> Any:
         plan, device = planned.execution, course.profile.device
         step = TapeStep(
             plan,
@@ -378,7 +391,7 @@ class StepRunner:
         self._warn_in_flight(step)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
-        course.followed(step)
+        course.followed(step, hint)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(
@@ -443,7 +456,10 @@ class StepRunner:
 
         def record() -> None:
             nonlocal beside
-            roots = starts(step.run(plain, *args, **kwargs))
+            result = step.run(plain, *args, **kwargs)
+            roots = starts(result)
+            if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
+                del result  # else its caller may hold it
             step.check(roots)
             if any(not t.dim() for t in roots):
                 beside = sum(t.nbytes for t in roots if t.dim())

@@ -53,6 +53,8 @@ class Segment:
     saved: dict[Content, None] = field(default_factory=dict)
 
 
+# tags of operators after which Python, or the shape of a tensor, depends on data
+VARYING = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
@@ -109,7 +111,8 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            before_write: called with each storage that the forward is about to overwrite, if given.
+            varies: whether the sizes of its tensors may depend on data.
+        before_write: called with each storage that the forward is about to overwrite, if given.
         handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did.
     """
@@ -128,6 +131,7 @@ class RecordedStep(Verified):
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
+        self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
@@ -218,6 +222,7 @@ class RecordedStep(Verified):
             else:
                 self.death[content] = number
         self._alive = still
+        self.varies |= not VARYING.isdisjoint(func.tags)
         with self.region(str(number)):
             began = self.moment()
             out = func(*args, **kwargs)
