@@ -32,7 +32,7 @@ from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
-from .planning.inputs import chain_input, check_measurable, halves, read_sample
+from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
@@ -85,8 +85,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
             a list of modules of the model, or of their dotted names: each becomes one stage.
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
-            of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
-            them raises an error. None: any.
+            of those. `measure` then runs its backward from these alone, so that gradients of other outputs (a language
+            model's logits) are not charged. A training step that is recorded shows it by itself. None: any.
         cache_directory: where plans are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
@@ -100,19 +100,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     """
 
     _own = frozenset(
-        {
-            "_options",
-            "_check",
-            "_group",
-            "_cache",
-            "_links",
-            "_steps",
-            "_placed",
-            "_warned",
-            "_shown",
-            "_plain",
-            "_caches",
-        }
+        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"]
+        + ["_caches"]
     )
 
     def __init__(
@@ -228,6 +217,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 undone(self._model),
                 torch.enable_grad(),
                 self._without_caches(kwargs),
+                refusing_torch_func(),
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
@@ -591,7 +581,11 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
         args, kwargs = chain_input(self._model, args, kwargs)
-        with self._without_caches(kwargs):
+        seen = self._steps.latest is not None or (self._placed is not None and self._placed.recordings)
+        if not seen and (name := lazy(self._model)) is not None:
+            self._steps.say_plain(f"{name!r} gets its shape in it (a lazy module)")
+            return plain(*args, **kwargs)
+        with self._without_caches(kwargs), refusing_torch_func():
             if self._placed is None:
                 return self._steps.forward(plain, args, kwargs)
             if self._steps.recording is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
@@ -81,12 +81,31 @@ def check_measurable(model: nn.Module, value: Any) -> None:
     """Raise MeasureError if no step can be measured here on these tensors."""
     if torch.is_inference_mode_enabled():
         raise MeasureError("the model cannot be measured within torch.inference_mode(); measure it outside")
+    refuse_meta(model, value)
+    refuse_lazy(model)
+
+
+def refuse_meta(model: nn.Module, value: Any) -> None:
+    """Raise MeasureError if a tensor is on the meta device."""
     if any(t.is_meta for t in (*model.parameters(), *tensor_leaves(value))):
         raise MeasureError(
             "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
             ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'
         )
-    refuse_lazy(model)
+
+
+@contextmanager
+def refusing_torch_func() -> Iterator[None]:
+    """Say what to do where PyTorch refuses a derivative within a forward, because its saved tensors have hooks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise MeasureError(
+            "the model differentiates within its forward (torch.func), and PyTorch refuses that while something else"
+            " takes the saved tensors; use torch.autograd.grad there, or call that part in the training loop"
+        ) from error
 
 
 def read_sample(

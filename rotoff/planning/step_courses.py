@@ -6,13 +6,14 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..errors import MeasureError
 from ..profile.other_size import at_size
@@ -32,7 +33,7 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
-from .inputs import lazy
+from .inputs import refuse_meta
 from .options import Options
 from .request import Request
 from .signatures import constants, family_of, signature
@@ -54,6 +55,7 @@ class Course:
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
     whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -65,12 +67,20 @@ class Course:
     in_python: bool = False
     kept: bool = False
     beside: int = 0
+    varies: bool = False
+    hints: set[str] = field(default_factory=set)
 
-    def followed(self, step: TapeStep) -> None:
+    def watched(self, hint: str) -> bool:
+        """Whether a step with such an input may make other operations, so that it is followed though it keeps
+        everything."""
+        return self.varies or (hint != self.hint and hint not in self.hints and len(self.hints) < OF_ONE_KIND)
+
+    def followed(self, step: TapeStep, hint: str) -> None:
         """Note whether a step has kept to this course."""
         self.kept |= not step.left_course
         if not step.left_course:
             self.strayed = 0
+            self.hints.add(hint)
         elif self.kept or self.in_python:
             self.strayed += 1
         else:
@@ -183,9 +193,6 @@ class StepRunner:
         if not any(t.requires_grad for t in (*self.model.parameters(), *given)):
             return plain(*args, **kwargs)
         self.settle()
-        if not self._courses and (name := lazy(self.model)) is not None:
-            self._say_plain(f"{name!r} gets its shape in it (a lazy module)")
-            return plain(*args, **kwargs)
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
@@ -195,9 +202,9 @@ class StepRunner:
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if planned.execution.keeps_all and recording is None:
+        if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
-        return self._follow(course, planned, recording, partial(plain, *args, **kwargs))
+        return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
         """The course that is expected of an input."""
@@ -227,12 +234,13 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        refuse_meta(self.model, (args, kwargs))
         self._say_larger(key)
         stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
-            self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
+            self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
         recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
@@ -302,7 +310,8 @@ class StepRunner:
             borders_stay=bool(units),
         )
         common = common_profile(profile, self._group)
-        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        new = Course(common, recorded.hint, recorded.step.reading, varies=recorded.step.varies)
+        course = self.take(recorded.key, new)
         course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
@@ -364,7 +373,9 @@ class StepRunner:
             course.plan = agree_on_plan(course.profile, self.request, near, room)
         return course.plan
 
-    def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
+    def _follow(
+        self, course: Course, planned: StepPlan, recording: Recording | None, hint: str, run: Callable[[], Any]
+    ) -> Any:
         plan, device = planned.execution, course.profile.device
         step = TapeStep(
             plan,
@@ -380,7 +391,7 @@ class StepRunner:
         self._warn_in_flight(step)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
-        course.followed(step)
+        course.followed(step, hint)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(
@@ -416,7 +427,7 @@ class StepRunner:
                 [list(shape) for shape in sizes],
             )
 
-    def _say_plain(self, why: str) -> None:
+    def say_plain(self, why: str) -> None:
         """Log a warning, once for each reason, that a step has no plan."""
         if why not in self.plain:
             self.plain.append(why)
@@ -445,7 +456,10 @@ class StepRunner:
 
         def record() -> None:
             nonlocal beside
-            roots = starts(step.run(plain, *args, **kwargs))
+            result = step.run(plain, *args, **kwargs)
+            roots = starts(result)
+            if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
+                del result  # else its caller may hold it
             step.check(roots)
             if any(not t.dim() for t in roots):
                 beside = sum(t.nbytes for t in roots if t.dim())

@@ -271,7 +271,8 @@ class PlacedRunner:
         if lending is not None:
             step = RecordedLent(self.known, self.model, lending, self.device, spill, patient)
         given = tensor_leaves((args, kwargs))
-        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() * (1 + t.requires_grad) for t in given}.values())
+        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
+        nbytes += sum(t.nbytes for t in given if t.is_leaf and t.requires_grad)  # their gradients
         self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
         try:
             with ExitStack() as stack:

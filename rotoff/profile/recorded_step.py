@@ -53,6 +53,8 @@ class Segment:
     saved: dict[Content, None] = field(default_factory=dict)
 
 
+# tags of operators after which Python, or the shape of a tensor, depends on data
+VARYING = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
@@ -80,6 +82,25 @@ def stop_complete() -> None:
         step.stop()
 
 
+class _AtEnd:
+    """Called when a backward ends, and released when the engine has put the thread-local state back: before that the
+    profiler must not be ended, and after that it must not be on."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._step = step
+
+    def __call__(self) -> None:
+        self._step._ended()
+
+    def __del__(self) -> None:
+        if self._step.complete and self._step.thread == threading.get_ident() and not _within_backward():
+            self._step.stop()
+
+
+def _within_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
@@ -90,7 +111,8 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            before_write: called with each storage that the forward is about to overwrite, if given.
+            varies: whether the sizes of its tensors may depend on data.
+        before_write: called with each storage that the forward is about to overwrite, if given.
         handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did.
     """
@@ -109,6 +131,7 @@ class RecordedStep(Verified):
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
+        self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
@@ -199,6 +222,7 @@ class RecordedStep(Verified):
             else:
                 self.death[content] = number
         self._alive = still
+        self.varies |= not VARYING.isdisjoint(func.tags)
         with self.region(str(number)):
             began = self.moment()
             out = func(*args, **kwargs)
@@ -243,7 +267,7 @@ class RecordedStep(Verified):
             return
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._ended)
+            Variable._execution_engine.queue_callback(_AtEnd(self))
             self.returned = {content for content in self.handed_out if content.alive()}
         for key in [key for key, p in self._shards.items() if p.grad is not None]:  # FSDP calls no hook of theirs
             self._accumulated(self._shards.pop(key))
@@ -345,7 +369,7 @@ class RecordedStep(Verified):
 
     def abandoned(self) -> bool:
         """Whether its graph is gone without a backward, or after one that failed."""
-        within = self._recording or torch._C._current_graph_task_id() != -1
+        within = self._recording or _within_backward()
         return not within and all(slot() is None for slot in self._slots)
 
     @property

@@ -9,9 +9,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from numbers import Number
+from typing import Any
+
+import torch
 
 from ..accelerator import block_bytes
 from ..tape.contents import Content
+from ..tape.tape import Operation
 from ..tensors.storage import rounded
 from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
@@ -82,7 +87,7 @@ class Event:
 @dataclass(frozen=True)
 class Trace:
     """One step. end: the position after its forward. beside: bytes that it holds beside its contents; states: those of
-    them that are generators' states, which only what is made again needs."""
+    them that only what is made again needs: generators' states, and numbers."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
@@ -184,16 +189,28 @@ def trace_of(step: RecordedStep) -> Trace:
         )
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
     states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
-    beside = _beside(step) + max(states, default=0)  # one is put back while an operation runs again
+    states.append(max(states, default=0))  # one is put back while an operation runs again
+    again = sum(states) + sum(map(_numbers, step.operations))
+    beside = _beside(step) + again - sum(states[:-1])
     return Trace(
         made,
         tuple(ran),
         saved,
         tuple(_backward(step, number)),
         beside,
-        sum(states) + max(states, default=0),
+        again,
         step.position,
     )
+
+
+def _numbers(op: Operation) -> int:
+    """Return the bytes of the numbers that an operation takes as tensors, which the compiled tape keeps."""
+    given = zip(op.operator._schema.arguments, op.args, strict=False)
+    return sum(16 if isinstance(x, complex) else 8 for one, x in given if isinstance(x, Number) and _is_tensor(one))
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument.type, torch.TensorType)
 
 
 def _peaks(step: RecordedStep, many: int) -> list[int]:

@@ -20,9 +20,10 @@ from ...accelerator import BLOCK, named
 from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
-from ...tape.contents import Content, Slot, is_plain
+from ...tape.contents import Content, Slot
 from ...tape.operators import tensors_of
 from ...tape.tape import Known, Operation
+from ...tensors.storage import is_plain
 from ...tensors.tree import tensor_leaves
 from ..recorded_step import Event, RecordedStep
 from ..tape_chain import CALL
