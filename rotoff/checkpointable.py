@@ -284,9 +284,8 @@ class Checkpointable(RotorNames, ModuleProxy):
                 states, buffers, the batch and the step. What does not fit stays on the host, for a CPU in a file.
             optimizer: with `device_limit`, that of the parameters, or a list; a frozen model needs none. Its updates
                 come in ``optimizer.step()``, or with the option ``updates="during"`` within the backward.
-            in_flight: how many forwards run before the backward of the first, as in a pipeline (`attach_schedule` finds
-                it) or with ``(model(x) + model(y)).backward()``. `mem_limit` is for all of them together, but for
-                parameter gradients that autograd gathers beside `.grad` where one backward is for several.
+            in_flight: how many forwards run before the first backward, as in a pipeline (`attach_schedule` finds it).
+                `mem_limit` is for all together, without gradients that one backward for several gathers beside `.grad`.
 
         Raises:
             LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
