@@ -15,6 +15,7 @@ from torch import nn
 
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
+from ..core.sizes import format_bytes
 from ..errors import MeasureError
 from ..profile.other_size import at_size
 from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete
@@ -283,6 +284,14 @@ class StepRunner:
         recorded.step.stop()
         if everywhere(recorded.step.shown, self._group):
             self._learn(recorded)
+            most = recorded.step.most_bytes
+            if self.request is not None and most > self.request.mem_limit:
+                logger.warning(
+                    "rotoff: the first step with an input of its kind took %s, though all that it saved left the device"
+                    " at once; the limit is %s, which the next steps keep by a plan, if there is one",
+                    format_bytes(most),
+                    format_bytes(self.request.mem_limit),
+                )
 
     def seen(self) -> Course | None:
         """Return the latest course; in a group, one process may ask alone.
