@@ -18,7 +18,7 @@ from ..core.chain import LinkRates
 from ..core.sizes import format_bytes
 from ..errors import MeasureError
 from ..profile.other_size import at_size
-from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete
+from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -238,7 +238,7 @@ class StepRunner:
         refuse_meta(self.model, (args, kwargs))
         self._say_larger(key)
         stop_complete()
-        several = BUSY.locked()  # are under way
+        several = BUSY.locked() or within_backward()  # steps are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
@@ -276,7 +276,7 @@ class StepRunner:
     def settle(self) -> None:
         """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
         recorded = self._recorded
-        if recorded is None:
+        if recorded is None or within_backward():
             return
         if not everywhere(recorded.step.ended, self._group):
             return

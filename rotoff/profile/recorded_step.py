@@ -93,11 +93,12 @@ class _AtEnd:
         self._step._ended()
 
     def __del__(self) -> None:
-        if self._step.complete and self._step.thread == threading.get_ident() and not _within_backward():
+        if self._step.complete and self._step.thread == threading.get_ident() and not within_backward():
             self._step.stop()
 
 
-def _within_backward() -> bool:
+def within_backward() -> bool:
+    """Whether this is called within a backward, where no profiler may begin or end."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -385,7 +386,7 @@ class RecordedStep(Verified):
 
     def abandoned(self) -> bool:
         """Whether its graph is gone without a backward, or after one that failed."""
-        within = self._recording or _within_backward()
+        within = self._recording or within_backward()
         return not within and all(slot() is None for slot in self._slots)
 
     @property
