@@ -107,7 +107,7 @@ class _Recorded:
 
 
 class _Loss(torch.autograd.Function):
-    """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which kernels
+    """A loss whose gradient takes the bytes of a whole one until it is used, and lies as an expanded one, which kernels
     copy."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class _Loss(torch.autograd.Function):
         return output.new_ones(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
 
 
