@@ -95,7 +95,7 @@ wheels:
 	PYTHON=$(PYTHON) bash scripts/wheels.sh $(PYTHONS)
 
 clean:
-	rm -rf $(VENV) build dist docs/_build rotoff.egg-info rotoff/_dp.c rotoff/runtime/*.c rotoff/solver/kernels/*.c
+	rm -rf $(VENV) build dist docs/_build rotoff.egg-info rotoff/_dp.c rotoff/solver/kernels/*.c
 
 # An interpreter that can build.
 $(VENV)/python:

@@ -1,11 +1,11 @@
-"""Bytes that `rotoff.estimate` gives with no device beside those measured on the CPU, for models of the gallery; one
-line each.
+"""Bytes that `rotoff.estimate` gives with no device beside those of a step that ran on the CPU, for models of the
+gallery; one line each.
 
     python benchmarks/estimate_bytes.py [--only name,name] [--json FILE]
 
 For each model: the largest difference of a stage's values (output, saved, gradient), as a share of the larger of the
-stage's own bytes and a hundredth of the peak; forms that only one side has; differences of the peak of keeping
-everything and of the smallest limits.
+stage's own bytes and a hundredth of the peak; differences of the peak of keeping everything and of the smallest limits,
+without smaller forms, which depend on times.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests" / "support")]
 
 from gallery_models import LIBRARIES, Case  # noqa: E402
+from recorded_steps import recorded_chain  # noqa: E402
 
 import rotoff  # noqa: E402
 
@@ -54,15 +56,17 @@ CASES = {  # names of the gallery's models, and how they are run
 
 
 def chains(build: Callable[[], Case], how: str) -> tuple[rotoff.Chain, rotoff.Chain]:
-    """(measured on the CPU, estimated) of a model run in "float32", "bfloat16" or under "autocast" of it."""
+    """(of a step on the CPU, estimated) of a model run in "float32", "bfloat16" or under "autocast" of it."""
     torch.manual_seed(0)
     model, args, kwargs = (in_bfloat16(build) if how == "bfloat16" else build)()
     model.train()
     autocast: Any = torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else nullcontext()
     with autocast:
-        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(*args, repeats=1, **kwargs)
-        wrapped.close()
-        return wrapped.chain, rotoff.estimate(model, *args, device="CPU", **kwargs)
+        found = recorded_chain(model, *args, **kwargs), rotoff.estimate(model, *args, device="CPU", **kwargs)
+    measured, estimated = (
+        replace(one, stages=tuple(replace(stage, forms=()) for stage in one.stages)) for one in found
+    )
+    return measured, estimated
 
 
 def compare(measured: rotoff.Chain, estimated: rotoff.Chain) -> dict[str, Any]:
@@ -80,13 +84,6 @@ def compare(measured: rotoff.Chain, estimated: rotoff.Chain) -> dict[str, Any]:
                 a, b = getattr(one, field), getattr(other, field)
                 worst = max(worst, (abs(b - a) / max(a, floor), f"{one.name}.{field}: {a} measured, {b} estimated"))
         result["values" if fields is VALUES else "transients"] = worst
-    differing = [
-        (one.name, sorted({f.saved_bytes for f in one.forms} ^ {f.saved_bytes for f in other.forms}))
-        for one, other in zip(measured.stages, estimated.stages, strict=True)
-        if [f.saved_bytes for f in one.forms] != [f.saved_bytes for f in other.forms]
-    ]
-    result["forms"] = [sum(len(s.forms) for s in c.stages) for c in (measured, estimated)]
-    result["forms_differ"] = differing
     for mode in MODES:
         a, b = (rotoff.min_mem_limit(c, mode) for c in (measured, estimated))
         result[f"min_{mode}"] = b / a - 1

@@ -39,7 +39,8 @@ from benchmarks.grid import memory, workloads
 from benchmarks.grid.cell import Runner, in_turn, quartiles
 from benchmarks.grid.memory import keep_freed_memory
 from benchmarks.grid.run import commit, machine
-from rotoff.planning.planner import Request, least_time
+from rotoff.planning.request import Request
+from rotoff.planning.step_planner import least_time
 
 TIMES = 4
 

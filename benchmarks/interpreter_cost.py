@@ -1,5 +1,5 @@
-"""What the interpreter itself costs: microseconds for each call of torch, each saved tensor, each stage and each step,
-on stages that compute next to nothing, as JSON.
+"""What the tape and the plan cost: microseconds for each operation, each saved tensor, each stage and each step, on
+stages that compute next to nothing, as JSON.
 
     python benchmarks/interpreter_cost.py [--json FILE]
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.runtime.execution_plan import compile_sequence
+from rotoff.planning.step_planner import compiled
 
 STAGES, FEW_STAGES = 20, 5
 CALLS = 21
@@ -91,10 +91,8 @@ def measure(stages: int, count: int, saves: bool, repeats: int, device: str = "c
     )
     found = {"forward": forward}
     for name, text in sequences(stages).items():
-        plan = compile_sequence(wrapped.chain, rotoff.Sequence.from_text(text))
-        if name == "kept":  # as if each stage had to be hooked
-            object.__setattr__(plan, "keeps_all", False)
-        wrapped._latest.plan = plan
+        course = wrapped._latest
+        course.plan = compiled(course.profile, course.profile.chains[0], rotoff.Sequence.from_text(text))
         found[name] = least_step(wrapped, x, repeats) - plain
     wrapped.close()
     return found
@@ -125,7 +123,7 @@ def main(show: Callable[[str], None] = print) -> None:
         per_step = few - STAGES * per_stage
         return {"call": per_call, "tensor": per_tensor, "stage": per_stage - per_call - per_tensor, "step": per_step}
 
-    # A stage that is run twice pays its own forward again, which is no cost of the interpreter.
+    # A stage that is run twice pays its own forward again, which is no cost of the plan.
     kept, twice = per("kept"), per("run twice")
     own = (found["saving"]["forward"] - found["few"]["forward"]) / (STAGES * (CALLS - 1))
     plainly = (found["calls"]["forward"] - found["call"]["forward"]) / (STAGES * (CALLS - 1))

@@ -3,11 +3,11 @@
     python -m benchmarks.step_parts [--workloads gpt resnet] [--share 0.6] [--rounds 40] [--out FILE]
 
 * ``plain``: PyTorch without rotoff.
-* ``hooked``: the calls are followed and taped, and what autograd saves goes through rotoff's hooks.
+* ``hooked``: the operations are noted on a tape, and what autograd saves goes through rotoff's hooks.
 * ``moved``: the plan of pure offload at that share of the bytes.
 * ``moved in line``: the same, but each copy is done by the thread that computes, and its time is taken off. Were the
   stages slowed by the copies that run beside them, this would be faster than ``moved``.
-* ``expected``: of the plan, beside the chain that keeps everything; and ``expected without upkeep``.
+* ``expected``: of the plan, beside the chain that keeps everything.
 
 What counts is the median of the ratios to the plain step beside it; quartiles beside it.
 """
@@ -31,6 +31,7 @@ from benchmarks.grid import workloads
 from benchmarks.grid.cell import in_turn, quartiles
 from benchmarks.grid.memory import keep_freed_memory
 from benchmarks.grid.run import machine
+from rotoff.planning.step_planner import keeping_all
 from rotoff.runtime.links import file as link_file
 
 WARM = 3
@@ -58,21 +59,17 @@ def timed(run: torch.nn.Module, x: torch.Tensor) -> float:
 
 
 def measure(workload: workloads.Workload, share: float, rounds: int) -> dict[str, Any]:
-    """The parts, as ratios to plain's; and what is expected of the plan, with upkeep and without."""
+    """The parts, as ratios to plain's; and what is expected of the plan."""
     device = torch.device("cpu")
     plain, x = workload.make(device)
     model, _ = workload.make(device)
     ours = rotoff.Checkpointable(model, cache_directory=None).measure(x)
-    kept = ours.compute_sequence(2 * ours.keep_all_memory)._latest.plan
-    whole = ours.profile.chain.compute_time
+    kept = keeping_all(ours.profile)
     moved = ours.compute_sequence(int(share * ours.keep_all_memory), mode="offload")._latest.plan
-    assert kept is not None
     assert moved is not None
-    expected = {
-        "expected": ours.get_expected_makespan() / whole,
-        "expected without upkeep": rotoff.simulate(ours.profile.chain, moved.sequence).makespan / whole,
-    }
-    plans = {"hooked": replace(kept, keeps_all=False), "moved": moved, "moved in line": moved}
+    expected = {"expected": ours.get_expected_makespan() / ours.profile.chain.compute_time}
+    hooked = replace(kept, execution=replace(kept.execution, keeps_all=False))
+    plans = {"hooked": hooked, "moved": moved, "moved in line": moved}
 
     def step(name: str) -> float:
         if name == "plain":

@@ -1,8 +1,8 @@
 """`Checkpointable`: the public class that trains a model inside a limit.
 
-``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training forward whose inputs
-have a new signature (shapes, strides, dtypes, `requires_grad`, autocast) is measured and planned on first use. The
-plans of the last signatures are kept.
+``rotoff.Checkpointable(model).compute_sequence(mem_limit)`` is used like the model. A training step whose inputs have a
+new signature (shapes, strides, dtypes, `requires_grad`, autocast) is recorded; the next one follows a plan. The plans
+of the last signatures are kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -25,21 +25,21 @@ from .core.backward_from import BackwardFrom, output_named, read_backward_from
 from .core.chain import Chain
 from .core.modes import check_mode
 from .core.sequence import Sequence
-from .core.sizes import is_auto, parse_bytes
-from .errors import MeasureError, OptionError
+from .core.sizes import format_bytes, is_auto, parse_bytes
+from .errors import InfeasibleError, MeasureError, OptionError
 from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
 from .planning.distributed import agree_on_limit, agree_on_sample
-from .planning.inputs import chain_input, read_sample, refuse_lazy
+from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
-from .planning.signatures import constants
+from .planning.signatures import constants, family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
-from .planning.step_planner import StepPlan
+from .planning.step_planner import StepPlan, least_limit
 from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
@@ -50,7 +50,8 @@ from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
-from .tensors.buffers import BufferCopies, buffers_of
+from .tensors.buffers import BufferCopies, Originals, buffers_of
+from .tensors.caches import caches, switched_off
 from .tensors.rng import Generators
 from .tensors.tree import tensor_leaves
 from .tensors.undo import undone
@@ -70,23 +71,23 @@ class Checkpointable(RotorNames, ModuleProxy):
     model's own.
 
     Args:
-        model: any module. Its forward is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
+        model: any module. Its first step is recorded and cut into stages: of an ``nn.Sequential`` they are its modules
             (nested ones are flattened).
         host_directory: directory of the file for offloaded values, on the CPU; it must be on a real disk. Default: the
             first of the usual temporary directories that is on one and is writable.
         check: compare the bytes held with the bytes charged after every operation; slow, for tests and for finding
             errors.
         process_group: a group of ``torch.distributed``, or True for the default one. All of its processes follow one
-            plan. The first process makes it, for the largest costs that any of them measured and the smallest limit.
+            plan. The first process makes it, for the largest costs that any of them recorded and the smallest limit.
             All must call `measure` and `compute_sequence`. If one gets a new input signature in a step, all must, and
             likewise when a signature recurs; the signatures may differ. Needed if stages communicate (FSDP); otherwise
             it keeps step times equal.
         stages: about how many stages to cut the model into (default 40; more make finer plans, and planning slower), or
             a list of modules of the model, or of their dotted names: each becomes one stage.
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
-            of those. Gradients of other outputs (a language model's logits) are then not charged, and a backward from
-            them raises an error. None: any.
-        cache_directory: where plans and profiles are kept for the next process. True: the environment variable
+            of those. `measure` then runs its backward from these alone, so that gradients of other outputs (a language
+            model's logits) are not charged. A training step that is recorded shows it by itself. None: any.
+        cache_directory: where plans are kept for the next process. True: the environment variable
             ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
             nowhere.
         forms: whether plans may keep a part of what a stage saves and recompute the rest.
@@ -99,7 +100,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     """
 
     _own = frozenset(
-        {"_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"}
+        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"]
+        + ["_caches"]
     )
 
     def __init__(
@@ -140,13 +142,14 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._steps = StepRunner(self._model, self._options, self._links, self._check, self._group)
         self._placed: PlacedRunner | None = None  # runs the steps, if there is a `device_limit`
         self._warned: set[str] = set()
+        self._caches: list[dict[str, Any]] | None = None  # settings of the model that steps switch off
         self._shown: tuple[Any, Sequence] | None = None
         weakref.finalize(self, self._links.close)
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_steps", "_placed", "_shown", "_plain")
+        own = ("_cache", "_links", "_steps", "_placed", "_shown", "_plain", "_caches")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
@@ -188,6 +191,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             given = read_sample(self._model, sample, kwargs)
             return chain_input(self._model, *given)
 
+        self._caches = None
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
         many = REPEATS if repeats is None else repeats
         with Bar("measuring") as bar:
@@ -202,21 +206,22 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _measured(self, value: Any) -> None:
         """Record a step on the input `value`, and restore all that it changes."""
         args, kwargs = value
-        refuse_lazy(self._model)
-        generators, buffers = (
-            Generators(self._steps.device_for(tensor_leaves(value))),
-            BufferCopies(buffers_of(self._model)),
-        )
+        check_measurable(self._model, value)
+        given = [*self._model.parameters(), *tensor_leaves(value)]
+        generators = Generators(self._steps.device_for(tensor_leaves(value)))
+        buffers, originals = BufferCopies(buffers_of(self._model)), Originals(given)
         states, before = generators.copies(), self._model.training
         try:
             with (
-                _as_they_are([*self._model.parameters(), *tensor_leaves(value)]),
+                _as_they_are(given),
                 undone(self._model),
                 torch.enable_grad(),
+                self._without_caches(kwargs),
+                refusing_torch_func(),
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()
-                self._recorded(args, kwargs)
+                self._recorded(args, kwargs, originals)
         except (MeasureError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -230,11 +235,12 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._model.train(before)
             generators.put(states)
             buffers.put_back()
+            originals.put_back()
 
-    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:
         device = self._options.device
         if self._placed is None and all(p.device == device for p in self._model.parameters() if device is not None):
-            self._steps.measure(self._plain or self._model, args, kwargs, self._starts)
+            self._steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
             return
         placed = self._placed or PlacedRunner(self._model, (), None, self._options, self._links)
         placed.record(args, kwargs, lambda result: _backward_of(self._starts(result)))
@@ -266,7 +272,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
 
-        If nothing has been measured yet, the first training forward is measured and planned.
+        If nothing has been recorded yet, the first training step records itself, and the second follows a plan.
 
         Args:
             mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
@@ -276,8 +282,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             mem_slots, options: as for `rotoff.solve`; all processes of this host share a `host_limit`.
             policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
             up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
-                ones. It is measured now, with inputs of half its batch and of half its length. If this returns, every
-                smaller input fits, too, and sizes in between are not measured.
+                ones. It is measured now, so that a limit that is too small for it is known at once. A larger one is
+                logged when it comes.
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
                 states, buffers, the batch and the step. What does not fit stays on the host between its uses. For a
                 CPU the host is a file.
@@ -311,18 +317,49 @@ class Checkpointable(RotorNames, ModuleProxy):
         request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight, cache=self._cache)
         if (device := self._options.device) is not None:
             self._model.to(device)
-        self._measure_up_to(up_to)
-        self._steps.ask(request)
+        self._caches = None
+        largest = self._measure_up_to(up_to)
+        try:
+            self._steps.ask(request)
+        except InfeasibleError as error:
+            raise self._with_cures(error, request, largest) from None
         if self._placed is not None:
             self._placed.close()
             self._placed = None
         return self
 
-    def _measure_up_to(self, up_to: Any) -> None:
-        if up_to is not None:
-            named = up_to if isinstance(up_to, dict) else {}
-            args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
-            self._measured(chain_input(self._model, args, named))
+    def _measure_up_to(self, up_to: Any) -> Any:
+        """Measure the largest input, if there is one; returns it as the model takes it."""
+        self._steps.ceiling = None
+        if up_to is None:
+            return None
+        named = up_to if isinstance(up_to, dict) else {}
+        args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
+        largest = chain_input(self._model, args, named)
+        self._measured(largest)
+        self._steps.ceiling = family_of(signature(largest, self._model))
+        return largest
+
+    def _with_cures(self, error: InfeasibleError, request: Request, largest: Any) -> InfeasibleError:
+        """Return the error with what `backward_from` would save and with inputs smaller than `largest` that fit."""
+        latest, told = self._latest, str(error)
+        if latest.beside and self._options.backward_from is None:
+            told += (
+                f", {format_bytes(latest.beside)} of it for gradients of outputs beside the loss; if no backward starts"
+                " from those, name the output that it starts from: Checkpointable(model,"
+                ' backward_from="loss")'
+            )
+        if largest is not None:
+            told = f"on the input of up_to, {_sizes(latest)}, {told}"
+            fitting = []
+            for half in halves(largest):
+                with suppress(MeasureError):  # the model need not accept this size
+                    self._measured(half)
+                    if least_limit(self._latest.profile, request) <= request.mem_limit:
+                        fitting.append(_sizes(self._latest))
+            self._steps.latest = latest
+            told += f"; inputs of {' and '.join(fitting)} fit" if fitting else ""
+        return InfeasibleError(told, error.min_mem_limit)
 
     def _place(
         self,
@@ -369,9 +406,9 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Call it before you choose a limit, or to see whether the model fits a device at all; it plans nothing. It refers
         to the last measurement. All processes of a group must call it, and get the same result.
-        `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and neither constants of a step nor
-        skip connections kept in place. On CUDA the host is assumed to have room for what the plan offloads; if it has
-        not, the error of `compute_sequence` names a limit that needs no host memory.
+        `rotoff.min_mem_limit` of the ``chain`` differs: the chain counts the batch, and charges each value by itself.
+        On CUDA the host is assumed to have room for what the plan offloads; if it has not, the error of
+        `compute_sequence` names a limit that needs no host memory.
 
         Args:
             mode: "joint", "remat" (recompute only) or "offload" (move only). in_flight: as for `compute_sequence`.
@@ -544,13 +581,26 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
         args, kwargs = chain_input(self._model, args, kwargs)
-        if self._placed is None:
-            return self._steps.forward(plain, args, kwargs)
-        if self._steps.recording is not None:
-            raise OptionError(
-                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
-            )
-        return self._placed.forward(args, kwargs)
+        seen = self._steps.latest is not None or (self._placed is not None and self._placed.recordings)
+        if not seen and (name := lazy(self._model)) is not None:
+            self._steps.say_plain(f"{name!r} gets its shape in it (a lazy module)")
+            return plain(*args, **kwargs)
+        with self._without_caches(kwargs), refusing_torch_func():
+            if self._placed is None:
+                return self._steps.forward(plain, args, kwargs)
+            if self._steps.recording is not None:
+                raise OptionError(
+                    "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
+                )
+            return self._placed.forward(args, kwargs)
+
+    def _without_caches(self, kwargs: dict[str, Any]) -> AbstractContextManager[object]:
+        """A context for a step, in which settings ``use_cache`` of the model are off, unless its caller asks for it."""
+        if kwargs.get("use_cache"):
+            return nullcontext()
+        if self._caches is None:
+            self._caches = caches(self._model)
+        return switched_off(self._model, self._caches)
 
     @contextmanager
     def record_step(self) -> Iterator[Recording]:
@@ -599,6 +649,10 @@ def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
     finally:
         for t, name, had in before:
             setattr(t, name, had)
+
+
+def _sizes(course: Course) -> str:
+    return str([list(shape) for shape in course.profile.shapes])
 
 
 def _backward_of(roots: list[torch.Tensor]) -> None:

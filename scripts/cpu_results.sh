@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The figures of docs/results.md, on a quiet machine with two cores or more:
 #
-#   scripts/cpu_results.sh [grid] [four_times] [reach]      # default: all of them; about 37, 6 and 4 minutes
+#   scripts/cpu_results.sh [grid] [four_times]      # default: both; about 37 and 6 minutes
 #
 # Writes JSON to benchmarks/results/ and makes docs/results.md and its plots from whatever JSON is there. What was stopped goes
 # on where it stopped: the grid keeps cells that have run. PYTHON names another interpreter than python3; rotoff's kernels must
@@ -11,12 +11,12 @@
 set -uo pipefail
 
 for step in "$@"; do
-    if [[ ! $step =~ ^(grid|four_times|reach)$ ]]; then
-        echo "usage: $0 [grid] [four_times] [reach]" >&2
+    if [[ ! $step =~ ^(grid|four_times)$ ]]; then
+        echo "usage: $0 [grid] [four_times]" >&2
         exit 2
     fi
 done
-[ $# -gt 0 ] || set -- grid four_times reach
+[ $# -gt 0 ] || set -- grid four_times
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
@@ -38,7 +38,7 @@ for step in "$@"; do
 done
 
 files=()
-for name in grid_cpu grid_cuda four_times reach; do
+for name in grid_cpu grid_cuda four_times; do
     [ -e $results/$name.json ] && files+=("$results/$name.json")
 done
 "$python" -m benchmarks.grid.report "${files[@]}" --out docs/results.md --pictures docs/results || failed=1

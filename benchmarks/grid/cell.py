@@ -26,7 +26,8 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.planning.planner import Request, least_time
+from rotoff.planning.request import Request
+from rotoff.planning.step_planner import least_time
 
 from . import memory, methods, workloads
 from .memory import keep_freed_memory
@@ -205,7 +206,6 @@ def _predictions(run: rotoff.Checkpointable, cell: Cell, kept: float, result: Re
     result.predicted_peak = run.get_expected_memory()
     result.host_bytes = run.get_expected_host_memory()
     result.plan = hashlib.sha256("\n".join(map(str, run.sequence)).encode()).hexdigest()[:12]
-    # Over all ways to treat skip connections and gradients; constants that no plan can avoid are not held against it.
     result.bound_ratio = least_time(run.profile, Request(cell.limit, "joint", 50, {})) / kept
 
 

@@ -1,4 +1,4 @@
-"""The page of results from JSON: of the grid, of `benchmarks/reach.py` and of `benchmarks/four_times.py`.
+"""The page of results from JSON: of the grid and of `benchmarks/four_times.py`.
 
     python -m benchmarks.grid.report benchmarks/results/grid_cpu.json [more.json] --out docs/results.md --pictures
     docs/results
@@ -40,8 +40,6 @@ def page(files: list[dict[str, Any]], pictures: dict[tuple[str, str], str]) -> s
                 parts += _grid(data, pictures)
             case "rotoff.four_times":
                 parts += _four_times(data)
-            case "rotoff.reach":
-                parts += _reach(data)
     return "\n\n".join(map(_folded, parts)) + "\n"
 
 
@@ -201,34 +199,6 @@ def _four_times(data: dict[str, Any]) -> Iterator[str]:
                 f"| {name} | {row['step_time']:.3f} | {_mib(row.get('peak_allocated'))} |"
                 f" {_mib(row.get('resident_bytes'))} | {_mib(row.get('host_bytes'))} |"
             )
-    yield "\n".join(rows)
-
-
-def _reach(data: dict[str, Any]) -> Iterator[str]:
-    room = f"{data['memory_bytes'] / 2**30:g} GiB"
-    yield f"## Reach in {room}"
-    yield (
-        f"Planned on the bytes of {', '.join(data['of'])} by `benchmarks/reach.py`, without a device:"
-        f" {data['counted']}. Command: `scripts/cpu_results.sh reach`. The limiting need is one"
-        " operation with its own operands: a stage's input stays for all of its backward, and an in-place ReLU belongs"
-        f" to the convolution before it. torch {data['machine']['torch']}, rotoff {data['machine']['rotoff']}"
-        f" ({data['commit']})."
-    )
-    aims = []
-    rows = [
-        f"| network | paper | largest in {room} | keeping everything | the paper's size needs (GB) | estimated overhead"
-        " | limiting need |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in data["rows"]:
-        met = row["reached"] is not None and row["reached"] >= row["paper"]
-        found = f"planned: {row['reached']}, and {row['paper']} in {row['least_bytes'] / 1e9:.2f} GB; {row['ran']}"
-        aims.append(Aim(f"{row['name']}: {row['paper']} {row['unit']}", found, met))
-        rows.append(
-            f"| {row['name']} | {row['paper']} | {row['reached']} | {row['keep_all']} | {row['least_bytes'] / 1e9:.2f}"
-            f" | {row['overhead']:+.0%} | {row['binds']} |"
-        )
-    yield _aims(aims)
     yield "\n".join(rows)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError
-from ..tensors.tree import look_into
+from ..tensors.tree import flatten, look_into, tensor_leaves
 
 
 def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments with which a training step calls `model`, given those of its caller.
 
-    If the caller does not set ``use_cache``, it is switched off: training does not need cached keys and values .
+    If the caller does not set ``use_cache``, it is switched off: training does not need cached keys and values.
 
     Raises:
         MeasureError: if the arguments do not fit forward, or the model has no forward in Python.
@@ -54,6 +54,58 @@ def _signature(forward: Any) -> inspect.Signature:
     if (known := _SIGNATURES.get(function)) is None:
         known = _SIGNATURES[function] = inspect.signature(forward)
     return known
+
+
+def halves(value: Any) -> list[Any]:
+    """Return `value` cut to half its batch and, if it has integer tensors of 2 or more dimensions (tokens), to half of
+    their length; nothing of an empty input."""
+    tensors, rebuild = flatten(value)
+    if not tensors or not all(t.numel() for t in tensors):
+        return []
+    batch = tensors[0].shape[0] if tensors[0].dim() else 1
+    length = next((t.shape[1] for t in tensors if t.dim() >= 2 and not t.is_floating_point()), 1)
+    found = []
+    for dimension, size in ((0, batch), (1, length)):
+        if size >= 4:
+            cut = [
+                t.detach().narrow(dimension, 0, size // 2).clone().requires_grad_(t.requires_grad)
+                if t.dim() > dimension and t.shape[dimension] == size
+                else t
+                for t in tensors
+            ]
+            found.append(rebuild(cut))
+    return found
+
+
+def check_measurable(model: nn.Module, value: Any) -> None:
+    """Raise MeasureError if no step can be measured here on these tensors."""
+    if torch.is_inference_mode_enabled():
+        raise MeasureError("the model cannot be measured within torch.inference_mode(); measure it outside")
+    refuse_meta(model, value)
+    refuse_lazy(model)
+
+
+def refuse_meta(model: nn.Module, value: Any) -> None:
+    """Raise MeasureError if a tensor is on the meta device."""
+    if any(t.is_meta for t in (*model.parameters(), *tensor_leaves(value))):
+        raise MeasureError(
+            "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
+            ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'
+        )
+
+
+@contextmanager
+def refusing_torch_func() -> Iterator[None]:
+    """Say what to do where PyTorch refuses a derivative within a forward, because its saved tensors have hooks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise MeasureError(
+            "the model differentiates within its forward (torch.func), and PyTorch refuses that while something else"
+            " takes the saved tensors; use torch.autograd.grad there, or call that part in the training loop"
+        ) from error
 
 
 def read_sample(

@@ -6,18 +6,18 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..errors import MeasureError
 from ..profile.other_size import at_size
-from ..profile.recorded_step import BUSY, stop_complete
+from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -33,6 +33,7 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
+from .inputs import refuse_meta
 from .options import Options
 from .request import Request
 from .signatures import constants, family_of, signature
@@ -53,7 +54,8 @@ class Course:
     hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps in a row that made others.
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
-    whether one has kept it.
+    whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -64,12 +66,21 @@ class Course:
     patience: int = PATIENCE
     in_python: bool = False
     kept: bool = False
+    beside: int = 0
+    varies: bool = False
+    hints: set[str] = field(default_factory=set)
 
-    def followed(self, step: TapeStep) -> None:
+    def watched(self, hint: str) -> bool:
+        """Whether a step with such an input may make other operations, so that it is followed though it keeps
+        everything."""
+        return self.varies or (hint != self.hint and hint not in self.hints and len(self.hints) < OF_ONE_KIND)
+
+    def followed(self, step: TapeStep, hint: str) -> None:
         """Note whether a step has kept to this course."""
         self.kept |= not step.left_course
         if not step.left_course:
             self.strayed = 0
+            self.hints.add(hint)
         elif self.kept or self.in_python:
             self.strayed += 1
         else:
@@ -106,9 +117,17 @@ class _Recorded:
     device: torch.device
 
 
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise MeasureError(
+            "a step cannot be planned or recorded while a CUDA graph is captured, which would replay its copies without"
+            " their waits; run it outside of the capture, or plan with a limit that keeps everything"
+        )
+
+
 class _Loss(torch.autograd.Function):
-    """A loss whose gradient takes the bytes of a whole one until it is used, and lies as an expanded one, which kernels
-    copy."""
+    """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
+    kernels copy."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
@@ -118,6 +137,19 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
+
+
+class _Aside(TapeStep):
+    """A step beside one that is recorded, whose log does not count what the backward of this one does."""
+
+    def advance(self, tape: Tape, stage: int) -> None:
+        if not self._queued:
+            mark_in_log(ASIDE)
+        super().advance(tape, stage)
+
+    def _end(self, tape: Tape) -> None:
+        super()._end(tape)
+        mark_in_log(BACK)
 
 
 class StepRunner:
@@ -132,6 +164,7 @@ class StepRunner:
         latest: the course recorded or followed last.
         plain: why steps have had no plan.
         recording: records the times of the next step, if given.
+        ceiling: the family and the sizes of the largest input that was announced, if one was.
         waits: whether steps wait for a plan that they make with others.
     """
 
@@ -143,6 +176,7 @@ class StepRunner:
         self.latest: Course | None = None
         self.plain: list[str] = []
         self.recording: Recording | None = None
+        self.ceiling: Any = None
         self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
@@ -170,15 +204,17 @@ class StepRunner:
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
+            _refuse_capture()
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
             return self._away(plain, args, kwargs)
         self.latest = course
         planned = self.planned(course)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if planned.execution.keeps_all and recording is None:
+        if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
-        return self._follow(course, planned, recording, partial(plain, *args, **kwargs))
+        _refuse_capture()
+        return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
         """The course that is expected of an input."""
@@ -208,11 +244,13 @@ class StepRunner:
         self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
+        refuse_meta(self.model, (args, kwargs))
+        self._say_larger(key)
         stop_complete()
         several = BUSY.locked()  # are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
-            self._say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
+            self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
         recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
@@ -239,13 +277,9 @@ class StepRunner:
 
     def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
-        step = TapeStep(None, spill=self._spill())
+        step = _Aside(None, spill=self._spill())
         tape = self.new_tape(self.known)
-        with ExitStack() as stack:
-            if self._recorded is not None:
-                stack.enter_context(self._recorded.step.others())
-            stack.enter_context(gathering_apart(sharded(self.model).values(), tape))
-            stack.enter_context(step.forward(tape))
+        with aside(), gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             return plain(*args, **kwargs)
 
     def settle(self) -> None:
@@ -253,7 +287,7 @@ class StepRunner:
         recorded = self._recorded
         if recorded is None:
             return
-        if not everywhere(recorded.step.complete or recorded.step.abandoned(), self._group):
+        if not everywhere(recorded.step.ended, self._group):
             return
         self._recorded = None
         recorded.step.stop()
@@ -286,7 +320,8 @@ class StepRunner:
             borders_stay=bool(units),
         )
         common = common_profile(profile, self._group)
-        course = self.take(recorded.key, Course(common, recorded.hint, recorded.step.reading))
+        new = Course(common, recorded.hint, recorded.step.reading, varies=recorded.step.varies)
+        course = self.take(recorded.key, new)
         course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
@@ -348,7 +383,9 @@ class StepRunner:
             course.plan = agree_on_plan(course.profile, self.request, near, room)
         return course.plan
 
-    def _follow(self, course: Course, planned: StepPlan, recording: Recording | None, run: Callable[[], Any]) -> Any:
+    def _follow(
+        self, course: Course, planned: StepPlan, recording: Recording | None, hint: str, run: Callable[[], Any]
+    ) -> Any:
         plan, device = planned.execution, course.profile.device
         step = TapeStep(
             plan,
@@ -364,7 +401,7 @@ class StepRunner:
         self._warn_in_flight(step)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
-        course.followed(step)
+        course.followed(step, hint)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(
@@ -388,7 +425,19 @@ class StepRunner:
                 many,
             )
 
-    def _say_plain(self, why: str) -> None:
+    def _say_larger(self, key: Any) -> None:
+        """Log a warning if an input is larger than the largest that was announced."""
+        if self.ceiling is None:
+            return
+        (kind, most), (own, sizes) = self.ceiling, family_of(key)
+        pairs = zip(most, sizes, strict=False)
+        if kind == own and any(a < b for one, other in pairs for a, b in zip(one, other, strict=False)):
+            logger.warning(
+                "rotoff: the input %s is larger than up_to, so it is recorded, and planned after this step",
+                [list(shape) for shape in sizes],
+            )
+
+    def say_plain(self, why: str) -> None:
         """Log a warning, once for each reason, that a step has no plan."""
         if why not in self.plain:
             self.plain.append(why)
@@ -402,24 +451,37 @@ class StepRunner:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         starts: Callable[[Any], list[torch.Tensor]],
+        before_write: Callable[[torch.UntypedStorage], None],
     ) -> Course:
-        """Record a step on a sample. starts: the outputs from which its backward starts."""
+        """Record a step on a sample. starts: the outputs from which its backward starts. before_write: called with each
+        storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
         step = RecordedReads(self.known, self.model, self._spill(), True)
+        step.before_write = before_write
         recorded = self._begin(key, hint, args, kwargs, step)
 
+        beside = 0
+
         def record() -> None:
-            if roots := starts(step.run(plain, *args, **kwargs)):
-                losses = [_Loss.apply(t) if is_plain(t) and t.numel() != 1 else t for t in roots]
-                torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+            nonlocal beside
+            result = step.run(plain, *args, **kwargs)
+            roots = starts(result)
+            if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
+                del result  # else its caller may hold it
+            step.check(roots)
+            if any(not t.dim() for t in roots):
+                beside = sum(t.nbytes for t in roots if t.dim())
+            losses = [_Loss.apply(t) if is_plain(t) and t.numel() != 1 else t for t in roots]
+            torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
             together(record, self._group)
         finally:
             step.stop()
         course = self._learn(recorded)
+        course.beside = beside
         if self._group is not None and self.request is not None:
             self.planned(course)  # while all are here
         return course

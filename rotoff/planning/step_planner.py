@@ -120,7 +120,8 @@ def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flig
 
 def least_limit(profile: TapeProfile, request: Request) -> int:
     """Return the smallest limit that a request can have, whatever its own is."""
-    quick = replace(_quick(request, 1), policy=None)
+    options = {name: value for name, value in request.options.items() if name != "host_limit"}
+    quick = replace(_quick(request, 1), policy=None, options={**options, "refine": False})
     plans = (
         p for part in _parts(request.mode) for found in profile.chains for p in _proposed(profile, found, quick, part)
     )

@@ -20,7 +20,7 @@ from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.memory.allocator import DeviceAllocator
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
-from ..profile.recorded_step import BUSY
+from ..profile.recorded_step import BUSY, aside
 from ..profile.tape_groups import (
     RecordedLent,
     RecordedProfile,
@@ -271,7 +271,8 @@ class PlacedRunner:
         if lending is not None:
             step = RecordedLent(self.known, self.model, lending, self.device, spill, patient)
         given = tensor_leaves((args, kwargs))
-        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() * (1 + t.requires_grad) for t in given}.values())
+        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
+        nbytes += sum(t.nbytes for t in given if t.is_leaf and t.requires_grad)  # their gradients
         self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
         try:
             with ExitStack() as stack:
@@ -289,8 +290,7 @@ class PlacedRunner:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
         lending, step = self._lending_all(), TapeStep(None, spill=self._spill())
         with ExitStack() as stack:
-            if self._recorded is not None:
-                stack.enter_context(self._recorded.step.others())
+            stack.enter_context(aside())
             if lending is not None:
                 stack.enter_context(lending.forward())
             stack.enter_context(step.forward(Tape(self.known) if lending is None else PlacedTape(self.known, lending)))

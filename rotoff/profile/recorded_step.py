@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +20,14 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
+from ..accelerator import events_are_of, finish
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
-from ..tape.contents import Content, Slot
+from ..tape.contents import Content, Slot, SlotReference
 from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
+from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled
 
 MARK = "rotoff::"
@@ -36,6 +37,7 @@ LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
 GATHERED = "gathered"  # FSDP gathers parameters, or releases them
+ASIDE, BACK = "aside", "back"  # the backward of another step begins, and ends
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
@@ -51,15 +53,52 @@ class Segment:
     saved: dict[Content, None] = field(default_factory=dict)
 
 
+# tags of operators after which Python, or the shape of a tensor, depends on data
+VARYING = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
+@contextmanager
+def aside() -> Iterator[None]:
+    """Within, a forward runs that does not belong to the step that is recorded."""
+    with ExitStack() as stack:
+        for step in OPEN:
+            stack.enter_context(step.region(OWN))
+        yield
+
+
+def mark_in_log(name: str) -> None:
+    """Mark a moment in the log of the step that is recorded."""
+    for step in OPEN:
+        with step.region(name):
+            pass
+
+
 def stop_complete() -> None:
-    """End the logs of steps of this thread whose backward has ended."""
-    for step in [one for one in OPEN if one.complete and one.thread == threading.get_ident()]:
+    """End the logs of steps of this thread whose backward has ended, or will never come."""
+    for step in [one for one in OPEN if one.ended and one.thread == threading.get_ident()]:
         step.stop()
+
+
+class _AtEnd:
+    """Called when a backward ends, and released when the engine has put the thread-local state back: before that the
+    profiler must not be ended, and after that it must not be on."""
+
+    def __init__(self, step: RecordedStep) -> None:
+        self._step = step
+
+    def __call__(self) -> None:
+        self._step._ended()
+
+    def __del__(self) -> None:
+        if self._step.complete and self._step.thread == threading.get_ident() and not _within_backward():
+            self._step.stop()
+
+
+def _within_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class RecordedStep(Verified):
@@ -72,23 +111,27 @@ class RecordedStep(Verified):
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
             the first operation that began after. positions, seconds: of each operation. packed: by position, what
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
-            handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
+            varies: whether the sizes of its tensors may depend on data.
+        before_write: called with each storage that the forward is about to overwrite, if given.
+        handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did.
     """
 
     def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
         super().__init__(known)
         self._patient = patient
+        self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
-        self.seconds: list[float] = []
+        self.seconds: list[Any] = []  # until it is stopped, marks of the begin and the end of each
         self.positions: list[int] = []
         self.packed: dict[int, Content | None] = {}
-        self.waits: list[float] = []
+        self.waits: list[Any] = []
         self.handed_out: set[Content] = set()
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
+        self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
         self.device = next((p.device for p in self.parameters), torch.device("cpu"))
@@ -99,6 +142,7 @@ class RecordedStep(Verified):
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
+        self._slots: list[SlotReference] = []
         self._alive: list[Content] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
@@ -108,8 +152,8 @@ class RecordedStep(Verified):
         self._profile: profile | None = None
         self.thread = 0
         self._queued = False
-        self._clock = 0.0
-        self._last = 0.0
+        self._clock: Any = None
+        self._last: Any = 0.0
         self.on_backward = RecordedStep._reached
 
     # -- the forward
@@ -126,7 +170,13 @@ class RecordedStep(Verified):
         # while its parameters are there
         self._hooks += [module.register_forward_hook(self._left, prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
-        self._gradient_hooks = [p.register_post_accumulate_grad_hook(self._accumulated) for p in trained]
+        this = weakref.ref(self)  # or the parameters would keep a step whose graph is dropped
+
+        def accumulated(parameter: torch.Tensor) -> None:
+            if (step := this()) is not None:
+                step._accumulated(parameter)
+
+        self._gradient_hooks += [p.register_post_accumulate_grad_hook(accumulated) for p in trained]
         super().__enter__()
         return self
 
@@ -172,11 +222,20 @@ class RecordedStep(Verified):
             else:
                 self.death[content] = number
         self._alive = still
+        self.varies |= not VARYING.isdisjoint(func.tags)
         with self.region(str(number)):
-            began = time.perf_counter()
+            began = self.moment()
             out = func(*args, **kwargs)
-            self._last = time.perf_counter() - began
+            self._last = began, self.moment()
         return out
+
+    def _written(self, *of: Any) -> Any:  # type: ignore[override]
+        written = super()._written(*of)
+        if self.before_write is not None:
+            with self.region(OWN), torch._C._DisableTorchDispatch():
+                for _, t in written:
+                    self.before_write(t.untyped_storage())
+        return written
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         new = list(new)
@@ -187,8 +246,10 @@ class RecordedStep(Verified):
 
     def pack(self, t: torch.Tensor) -> Any:
         position, packed = self.position, super().pack(t)
-        if isinstance(packed, Slot) and packed.reference is None:
-            self.packed[position] = None
+        if isinstance(packed, Slot):
+            self._slots.append(weakref.ref(packed))
+            if packed.reference is None:
+                self.packed[position] = None
         return packed
 
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
@@ -206,7 +267,7 @@ class RecordedStep(Verified):
             return
         if not self._queued:
             self._queued = True
-            Variable._execution_engine.queue_callback(self._ended)
+            Variable._execution_engine.queue_callback(_AtEnd(self))
             self.returned = {content for content in self.handed_out if content.alive()}
         for key in [key for key, p in self._shards.items() if p.grad is not None]:  # FSDP calls no hook of theirs
             self._accumulated(self._shards.pop(key))
@@ -220,12 +281,12 @@ class RecordedStep(Verified):
             pass
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        began = time.perf_counter()
+        began = self.moment()
         tensor = super().unpack(packed)
         if isinstance(packed, Slot) and not self._recording:
             with self.region(f"{READ}{packed.at}"):
-                self.waits.append(began - self._clock if self.waits else 0.0)
-            self._clock = time.perf_counter()
+                self.waits.append((self._clock, began) if self.waits else 0.0)
+            self._clock = self.moment()
         return tensor
 
     def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
@@ -233,7 +294,7 @@ class RecordedStep(Verified):
 
     def _ended(self) -> None:
         with self.region(END):
-            self.waits.append(time.perf_counter() - self._clock)
+            self.waits.append((self._clock, self.moment()))
         self._away.clear()
         self.complete = True
 
@@ -252,15 +313,17 @@ class RecordedStep(Verified):
         """End the log; not within a backward, whose thread-local state the profiler must not change."""
         for hook in self._gradient_hooks:
             hook.remove()
-        self._gradient_hooks = []
+        self._gradient_hooks.clear()
         if self._profile is not None:
             profiler, self._profile = self._profile, None
             OPEN.discard(self)
             self._unstopped.detach()
             try:
-                self.log = _stopped(profiler)
+                self.log = _stopped(profiler, self.device)
             finally:
                 BUSY.release()
+            finish(self.device)
+            self.seconds, self.waits = list(map(_seconds, self.seconds)), list(map(_seconds, self.waits))
 
     # -- the log
 
@@ -273,11 +336,15 @@ class RecordedStep(Verified):
         profiler = self._profile = _started()
         self.thread = threading.get_ident()
         OPEN.add(self)
-        self._unstopped = weakref.finalize(self, _discarded, profiler)
+        self._unstopped = weakref.finalize(self, _discarded, profiler, self._gradient_hooks)
 
     def region(self, name: str) -> AbstractContextManager[object]:
         """A region of the log."""
         return record_function(MARK + name)
+
+    def moment(self) -> Any:
+        """Return a mark of the present moment."""
+        return mark(self.device)
 
     def address(self, storage: torch.UntypedStorage) -> int:
         """Return what tells a storage from others in the log."""
@@ -294,10 +361,6 @@ class RecordedStep(Verified):
                 with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
                     pass
 
-    def others(self) -> AbstractContextManager[object]:
-        """What happens within belongs to another step."""
-        return self.region(OWN)
-
     @property
     def shown(self) -> bool:
         """Whether the step has run to its end, and its log is whole: another profiler may have ended it."""
@@ -305,8 +368,27 @@ class RecordedStep(Verified):
         return self.complete and bool(self.operations) and {LOSS, END} <= marks
 
     def abandoned(self) -> bool:
-        """Whether its graph is gone without a backward."""
-        return not self._queued and not any(self.live(stage) for stage in self.slots)
+        """Whether its graph is gone without a backward, or after one that failed."""
+        within = self._recording or _within_backward()
+        return not within and all(slot() is None for slot in self._slots)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its backward has ended, or will never come."""
+        return self.complete or self.abandoned()
+
+    def check(self, roots: Sequence[torch.Tensor]) -> None:
+        """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""
+        if not self.operations:
+            raise MeasureError(
+                "the forward computes nothing: no call of torch makes what it returns, so there is nothing to recompute"
+                " or to move; train it without rotoff"
+            )
+        if not roots:
+            raise MeasureError(
+                "nothing in the model needs a gradient, so there is no backward to plan for; let some parameters be"
+                " trained (model.requires_grad_()), or run the model without rotoff"
+            )
 
 
 # -- what the allocator did
@@ -329,7 +411,9 @@ def _started() -> profile:
     return found
 
 
-def _discarded(profiler: profile) -> None:
+def _discarded(profiler: profile, hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
     try:
         with suppress(RuntimeError):
             profiler.__exit__(None, None, None)
@@ -337,13 +421,20 @@ def _discarded(profiler: profile) -> None:
         BUSY.release()
 
 
-def _stopped(profiler: profile) -> list[Event]:
+def _seconds(of: Any) -> float:
+    return of if isinstance(of, float) else seconds_between(*of)
+
+
+def _stopped(profiler: profile, device: torch.device) -> list[Event]:
     profiler.__exit__(None, None, None)
     assert profiler.kineto_results is not None
     found: list[tuple[int, int, Event]] = []
     for node in _nodes(profiler.kineto_results.experimental_event_tree()):
         if node.tag == _EventType.Allocation:
-            found.append((node.start_time_ns, 1, Event(node.extra_fields.alloc_size, node.extra_fields.ptr)))
+            told = node.extra_fields
+            here = device.index is None or told.device.index in (device.index, -1)
+            if here and events_are_of(told.device.type, device):
+                found.append((node.start_time_ns, 1, Event(told.alloc_size, told.ptr)))
         elif node.tag == _EventType.TorchOp and node.name.startswith(MARK):
             name = node.name[len(MARK) :]
             found.append((node.start_time_ns, 0, Event(0, begins=name)))

@@ -357,7 +357,7 @@ class StageRun:
             self._transient(set()),
             transient,
             tuple(forms),
-            max(0.0, seconds - self._seconds(self.saved, ())),
+            max(0.0, seconds - self._seconds(self._again(self.saved, ()))),
         )
         return stage, kept
 
@@ -438,7 +438,9 @@ class StageRun:
         hull, least = [(self.trace.size(left), 0.0, set(left))], self.trace.size(self.whole) * LEAST
         for c in sorted(inner, key=lambda c: (self._redo_seconds({c}) / made[c].nbytes, c)):
             left.discard(c)
-            size, seconds = self.trace.size(left), self._redo_seconds(self.saved - left)
+            again = self._again(self.saved - left, left | self.handed)
+            left -= {one for one in inner if made[one].op in again}  # they are made, too
+            size, seconds = self.trace.size(left), self._seconds(again)
             if hull[-1][0] - size < least:
                 continue
             while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (size, seconds)):
@@ -452,9 +454,13 @@ class StageRun:
 
     def _redo_seconds(self, gone: set[int]) -> float:
         """Return the seconds to make `gone` again, with the rest of ā there."""
-        return self._seconds(gone, (self.saved - gone) | self.handed)
+        return self._seconds(self._again(gone, (self.saved - gone) | self.handed))
 
-    def _seconds(self, wanted: Collection[int], there: Collection[int]) -> float:
+    def _seconds(self, ops: Collection[int]) -> float:
+        return sum(self.trace.ran[n].seconds for n in ops) + CALL * len(ops)
+
+    def _again(self, wanted: Collection[int], there: Collection[int]) -> set[int]:
+        """Return the operations that make `wanted` again."""
         todo, ops = list(wanted), set[int]()
         while todo:
             number = self.trace.made[todo.pop()].op
@@ -462,4 +468,4 @@ class StageRun:
                 continue
             ops.add(number)
             todo += [c for c in self.trace.ran[number].reads if c not in there]
-        return sum(self.trace.ran[n].seconds for n in ops) + CALL * len(ops)
+        return ops

@@ -201,8 +201,6 @@ class TapeGroups:
                 ran = op.stage
                 level += checksum_room(returned, self.device) if ran == len(self.chain) else 0  # when the forward ends
             levels.append(level + stays)
-            if op.kind is OpKind.B and op.stage == 1:
-                stays -= self.chain.input_grad_bytes  # which the machine charges from now on
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
         return [*levels[:-1], levels[-1] + self.update]

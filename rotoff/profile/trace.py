@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 
+from ..accelerator import block_bytes
 from ..tape.contents import Content
 from ..tape.tape import Operation
-from .recorded_step import END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+from ..tensors.storage import rounded
+from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +155,12 @@ def trace_of(step: RecordedStep) -> Trace:
     """Return what a recorded step did."""
     contents = [content for op in step.operations for content in (*op.made, *op.written())]
     number = {content: n for n, content in enumerate(contents)}
-    many = len(step.operations)
+    many, block = len(step.operations), block_bytes(step.device)
     made = tuple(
         Made(
             content.op,
             content.out,
-            content.nbytes,
+            rounded(content.nbytes, block),
             step.death.get(content, many + (content in step.handed_out)),
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
@@ -177,7 +179,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
                 peaks[n],
-                sum(c.nbytes for c in {r.content for r in op.references if r.into} - number.keys()),
+                sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} - number.keys()),
                 step.seconds[n],
                 (other - one) % 2**64,
                 one,
@@ -246,8 +248,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         if event.begins == END:
             events.append(Event(seconds=next(seconds, 0.0)))
             break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
+        if event.begins in (OWN, ASIDE, BACK) or event.ends == OWN:
+            in_own = event.begins in (OWN, ASIDE)
         elif event.begins.startswith(STAGE):
             owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):

@@ -90,10 +90,7 @@ class Lent:
         """Return a tensor like the parameter: over the bytes that the device has of it, or with none."""
         if self.place.device is not None:
             return self.place.device.detach()
-        p = self.parameter
-        made = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=self._device)
-        made.untyped_storage().resize_(0)
-        return made
+        return self.place.make_empty().detach()
 
     def settle(self) -> None:
         """Within the forward: the storage is as full as the device's copy."""
@@ -108,10 +105,20 @@ class Lent:
             self.parameter.data = self.tensor.data.to(self.parameter.device)
         whole, bare = weak_tensor(self.tensor), StorageWeakRef(self.storage)
         self.tensor = self.storage = self.place.shown = None
+        empty = self.place.empty
+        mine = empty is not None and empty.untyped_storage()._cdata == bare.cdata
+        del empty
         if (device := self.place.device) is not None:
+            if mine:
+                self.place.empty = None  # it has the bytes from now on
             own = 2 if self.place.on_host else 3  # it, that call's, the caller's
             return not whole.expired() or (not self.place.moving and uses_of(device) > own)
-        if not aborted and (bytes := torch.UntypedStorage._new_with_weak_ptr(bare.cdata)) is not None:
+        bytes = torch.UntypedStorage._new_with_weak_ptr(bare.cdata)
+        if mine and bytes is not None:
+            if torch._C._storage_Use_Count(bytes._cdata) <= 2:  # `empty`, and this
+                return False
+            self.place.empty = None
+        if not aborted and bytes is not None:
             self.place.shown = bytes
             self.bring()
             self.place.shown = None

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..tensors.storage import is_plain as is_plain
+
 RESIDENT = -1  # `Content.op` of what no operation of the tape made
 CHANGED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation, between the"
@@ -156,18 +158,6 @@ def version_of(t: torch.Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def is_plain(t: torch.Tensor) -> bool:
-    """Whether a tensor is no more than a geometry of a storage. All others (sparse, nested, quantized, mapped, wrapped)
-    stay as they are."""
-    kind = type(t)
-    return (
-        (kind is torch.Tensor or kind is torch.nn.Parameter)
-        and t.layout is torch.strided
-        and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta or t._is_zerotensor())
-        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
-    )
-
-
 _SHARES_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 
@@ -199,6 +189,11 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return all of a storage as a 1-d uint8 tensor."""
     t = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return t.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Return a copy of a storage, on its device."""
+    return bytes_in(storage).clone().untyped_storage()
 
 
 _WEIGHTS: dict[torch.device, torch.Tensor] = {}

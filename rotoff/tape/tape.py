@@ -48,6 +48,7 @@ from .contents import (
     Slot,
     SlotReference,
     bytes_in,
+    copy_of,
     detached,
     is_plain,
     witness_of,
@@ -246,7 +247,7 @@ class Tape(EagerMode):
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         self.copied += storage.nbytes()
-        return storage.clone()
+        return copy_of(storage)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -537,7 +538,7 @@ class Tape(EagerMode):
         for reference in op.references:
             content = reference.content
             if reference.into is not None and content not in changed:
-                changed[content] = have[content].clone() if content in needed else have[content]
+                changed[content] = copy_of(have[content]) if content in needed else have[content]
 
         def tensor(reference: Reference) -> torch.Tensor:
             own = changed.get(reference.content)

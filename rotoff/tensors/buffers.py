@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .rng import Generators
-from .storage import version_of
+from .storage import is_plain, version_of
 
 
 def restorable(value: Any) -> bool:
@@ -73,6 +73,32 @@ def contents_preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for one, content, version in saved:
                 _put_back(one, content, version)
+
+
+class Originals:
+    """What a run overwrites of `tensors`, if `keep` is called with each storage before it is written; `put_back`
+    restores it, with the version counters, and the storages that ``.data`` has replaced."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [(one, one.data, version_of(one)) for one in tensors if is_plain(one)]
+        self._storages = {data.untyped_storage()._cdata for _, data, _ in self._tensors}
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """Copy a storage, if it is one of theirs and was not copied yet."""
+        if (key := storage._cdata) in self._storages and key not in self._copies:
+            self._copies[key] = storage, storage.clone()
+
+    def put_back(self) -> None:
+        for storage, copy in self._copies.values():
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        for tensor, data, version in self._tensors:
+            if tensor.untyped_storage()._cdata != data.untyped_storage()._cdata or tensor.shape != data.shape:
+                tensor.data = data
+            if version_of(tensor) != version:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def _put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:

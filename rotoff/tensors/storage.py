@@ -169,3 +169,15 @@ def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 def rounded(nbytes: int, block: int) -> int:
     """Return `nbytes` rounded up to a multiple of `block`."""
     return -(-nbytes // block) * block
+
+
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether a tensor is no more than a geometry of a storage. All others (sparse, nested, quantized, mapped, wrapped)
+    stay as they are."""
+    kind = type(t)
+    return (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and t.layout is torch.strided
+        and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta or t._is_zerotensor())
+        and not torch._C._functorch.is_functorch_wrapped_tensor(t)
+    )

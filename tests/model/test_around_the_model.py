@@ -137,19 +137,19 @@ def test_what_is_planned_already_is_not_planned_again() -> None:
         rotoff.attach(nn.Sequential(inner, nn.Linear(4, 4)), "60 KiB")
 
 
-def test_a_hook_of_all_modules_is_refused_where_it_would_be_passed_by() -> None:
-    model = planned(Net())
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    try:
-        with pytest.raises(rotoff.MeasureError, match="a hook for all modules is registered"):
-            model(torch.randn(32, 16))
-        with pytest.raises(rotoff.MeasureError, match="a hook for all modules is registered"):
-            model.measure(torch.randn(32, 16))
-        model.eval()(torch.randn(32, 16))
-    finally:
+def test_a_hook_of_all_modules_is_called_as_by_the_plain_model() -> None:
+    net = Net()
+    model = planned(net)
+    found = []
+    for one in (net, model):
+        seen: list[str] = []
+        handle = nn.modules.module.register_module_forward_hook(
+            lambda module, args, output, seen=seen: seen.append(type(module).__name__)
+        )
+        found.append((gradients(one), [name for name in seen if name != "Checkpointable"]))
         handle.remove()
-    model.train()
-    gradients(model)
+    assert same(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -165,10 +165,16 @@ def test_a_hook_of_the_whole_sequential_is_as_one_around_it(before: bool) -> Non
     assert same(gradients(model), expected)
 
 
-def test_measuring_within_somebodys_saved_tensor_hooks_is_refused() -> None:
-    model = rotoff.Checkpointable(blocks()).compute_sequence("60 KiB")
-    with pytest.raises(rotoff.MeasureError, match=r"cannot be measured under other saved-tensor hooks.*call measure"):
-        checkpoint(model, torch.randn(32, 16), use_reentrant=False)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_within_somebodys_checkpoint_it_is_as_the_plain_model(reentrant: bool) -> None:
+    net = blocks()
+    model, x = planned(net), torch.randn(32, 16, requires_grad=True)
+    found = []
+    for one in (net, model, model):
+        net.zero_grad()
+        checkpoint(one, x, use_reentrant=reentrant).square().mean().backward()
+        found.append([p.grad.clone() for p in net.parameters()])
+    assert same(found[0], found[1]) and same(found[0], found[2])
 
 
 TRANSFORMS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {

@@ -144,8 +144,21 @@ def test_eval_and_no_grad_run_the_model_itself() -> None:
     assert model.training
     with torch.no_grad():
         assert wrapped(x).grad_fn is None
+    wrapped(x).sum().backward()  # it is recorded
     with pytest.raises(rotoff.InfeasibleError):
         wrapped(x)
+
+
+def test_a_step_whose_graph_is_dropped_hinders_no_other_model() -> None:
+    model, batch = fresh("residual")
+    limit = half(rotoff.Checkpointable(model).measure(batch()))
+    left = rotoff.Checkpointable(model).compute_sequence(limit)
+    left(batch())
+    for one in (rotoff.Checkpointable(fresh("residual")[0]).compute_sequence(limit), left):
+        for _ in range(2):
+            one(batch()).sum().backward()
+            assert not torch.autograd._profiler_enabled()
+        assert one.get_expected_memory() <= limit
 
 
 def test_planned_on_the_first_training_forward() -> None:
@@ -163,7 +176,7 @@ def test_planned_on_the_first_training_forward() -> None:
 def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     def run(model: nn.Module) -> list[torch.Tensor]:
         torch.manual_seed(5)
-        for rows in (64, 64, 17, 64):
+        for rows in (64, 64, 17, 17, 64):
             model(torch.randn(rows, 16)).square().mean().backward()
         return [p.grad.clone() for p in model.parameters()]
 
@@ -172,8 +185,43 @@ def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixtur
     wrapped.compute_sequence(half(wrapped))
     with caplog.at_level(logging.INFO, logger="rotoff"):
         assert same(run(wrapped), expected)
-    assert sum("input of a new kind or size" in r.message for r in caplog.records) == 1
+    assert {one.shapes for one in wrapped.plans()} == {((64, 16),), ((17, 16),)}
     assert sum("the limit is" in r.message for r in caplog.records) == 1
+
+
+class Teacher(nn.Module):
+    """Its forward changes a parameter, a buffer and the batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(16, 16).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(16)
+        self.student = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(0.5)
+        self.teacher.weight.data.lerp_(self.student[0].weight.data[:16], 0.1)
+        with torch.no_grad():
+            self.teacher.bias[0] += 1
+        return self.student(self.norm(x)) - self.teacher(x)
+
+
+def test_measuring_changes_nothing_even_between_a_forward_and_its_backward() -> None:
+    torch.manual_seed(0)
+    model = Teacher()
+    plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model, cache_directory=None)
+    x = torch.randn(32, 16)
+    y = x.clone()
+    wrapped.measure(x).compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    assert torch.equal(x, y) and same([*model.state_dict().values()], [*plain.state_dict().values()])
+    for _ in range(2):
+        loss, other = wrapped(x).square().sum(), plain(y).square().sum()
+        wrapped.measure(x)
+        for one in (loss, other):
+            one.backward()
+        assert same([p.grad for p in model.student.parameters()], [p.grad for p in plain.student.parameters()])
+        assert torch.equal(x, y) and same([*model.state_dict().values()], [*plain.state_dict().values()])
+    wrapped.close()
 
 
 def test_keeping_everything_runs_the_plain_model() -> None:
@@ -229,18 +277,14 @@ def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
         wrapped = rotoff.Checkpointable(model).measure(batch())
         limit = half(wrapped)
         wrapped.compute_sequence(limit)
-    measured, asked, planned = caplog.records
-    stages = wrapped.chain.stages
-    names = re.escape(f"{len(stages)} stages ({stages[0].name} to {stages[-1].name})")
-    assert re.fullmatch(rf"rotoff: measured {names} in \d+\.\d s", measured.message)
-    for nbytes in (wrapped.keep_all_memory, wrapped.min_mem_limit(), limit):
+    asked, planned = caplog.records
+    for nbytes in (wrapped.keep_all_memory, limit):
         assert rotoff.format_bytes(nbytes) in asked.message
-    assert "mode joint" in asked.message
     assert "over keeping everything" in planned.message
-    assert re.search(r"planned in \d+\.\d s, predicted peak", planned.message)
+    assert re.search(r"planned in mode joint in \d+\.\d s, predicted peak", planned.message)
 
 
-def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> None:
+def test_joint_is_never_behind_offload_alone() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
     wrapped = rotoff.Checkpointable(nn.Sequential(*layers)).measure(torch.randn(16, 32, requires_grad=True))
@@ -248,8 +292,6 @@ def test_joint_is_never_behind_offload_alone_though_replays_need_snapshots() -> 
         wrapped.compute_sequence(1, mode="offload")
     least = raised.value.min_mem_limit
     offload = wrapped.compute_sequence(least, mode="offload").get_expected_makespan()
-    with pytest.raises(rotoff.InfeasibleError):
-        wrapped.compute_sequence(least, mode="remat")  # three generator states are more than all that these layers save
     assert wrapped.compute_sequence(least, mode="joint").get_expected_makespan() <= offload
     assert wrapped.get_expected_memory() <= least
 

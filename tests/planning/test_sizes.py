@@ -225,7 +225,7 @@ def test_plans_that_are_known_are_listed() -> None:
     assert table.keys() == {192, 64, 128}
     assert all(one.memory <= wrapped.mem_limit for one in table.values())
     assert table[192].makespan > 0 < table[192].overhead
-    assert (table[64].makespan, table[64].overhead) == (None, None)  # of which everything is kept
+    assert table[64].makespan > 0 == table[64].overhead  # of which everything is kept
 
 
 def test_up_to_a_size_all_that_are_smaller_are_known() -> None:
@@ -241,7 +241,9 @@ def test_up_to_a_size_all_that_are_smaller_are_known() -> None:
 def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
     wrapped, _ = planned("tokens", 0.0, 96)
     limit = 3 * wrapped.mem_limit // 4
-    with pytest.raises(rotoff.InfeasibleError, match=r"on the input of up_to, \[\[8, 96\]\], needs at least") as caught:
+    with pytest.raises(
+        rotoff.InfeasibleError, match=r"on the input of up_to, \[\[8, 96\]\], the training step needs at"
+    ) as caught:
         wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
     assert caught.value.min_mem_limit > limit
     batch, length = map(

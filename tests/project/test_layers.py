@@ -21,10 +21,9 @@ FILES = {path.relative_to(ROOT): path for path in sorted(ROOT.rglob("*.py"))}
 WITHOUT_TORCH = ["version", "errors", "io", "core", "_dp", "solver", "report", "plot"]
 WITH_TORCH = [
     "accelerator",
-    "tape",
     "tensors",
+    "tape",
     "nn",
-    "capture",
     "runtime",
     "profile",
     "planning",

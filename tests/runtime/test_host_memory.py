@@ -10,15 +10,21 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import rotoff
 from rotoff import accelerator
+from rotoff.planning.request import Request
+from rotoff.planning.step_planner import make_plan
+from rotoff.profile.estimate.estimate import estimate_profile
+from rotoff.profile.tape_profile import TapeProfile as Profile
 from rotoff.runtime.links import pinned as host_memory
 from rotoff.runtime.links.pinned import SEGMENT_BYTES, PinnedSegment, Slab, pin, room_for_plan
 
@@ -196,6 +202,61 @@ def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert room_for_plan(DEVICE) == 10 * MIB
     assert room_for_plan(torch.device("cpu")) is None  # whose host tier is a file
+    wrapped = rotoff.Checkpointable(torch.nn.Sequential(torch.nn.Linear(4, 4))).compute_sequence("1 GiB", host_limit=80)
+    assert wrapped._specializations.request is not None
+    assert wrapped._specializations.request.options["host_limit"] == 10
+
+
+# -- plans that fit the host
+
+
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(6)]
+    device = rotoff.Device("for the host", 10**12, 1e12, {"float32": 1e9}, 1e9, 1e9)
+    return estimate_profile(nn.Sequential(*blocks, nn.Linear(64, 1)), (torch.randn(512, 64),), {}, device)
+
+
+def request(profile: Profile, mode: str, share: float = 0.6, **options: Any) -> Request:
+    return Request(int(share * profile.keep_all_bytes()), mode, 50, {"refine": 0.1, **options})
+
+
+@pytest.mark.parametrize("mode", ["joint", "offload"])
+def test_a_plan_uses_no_more_of_the_host_than_there_is(profile: Profile, mode: str) -> None:
+    asked = request(profile, mode, 0.8)
+    free = make_plan(profile, asked)
+    room = free.execution.host_bytes
+    assert room > 0
+    assert make_plan(profile, asked, room=room).sequence.ops == free.sequence.ops
+    if mode == "joint":
+        tight = make_plan(profile, asked, room=room - 1)
+        assert 0 <= tight.execution.host_bytes < room
+        assert tight.trace.makespan >= free.trace.makespan
+        assert make_plan(profile, asked, room=0).execution.host_bytes == 0
+
+
+def test_a_plan_that_does_not_fit_the_host_is_refused_and_not_its_step(profile: Profile) -> None:
+    asked = request(profile, "offload")
+    needed = make_plan(profile, asked).execution.host_bytes
+    with pytest.raises(
+        rotoff.InfeasibleError,
+        match=rf"keeps {needed} bytes in pinned host memory, and 1000 are available; give a limit",
+    ) as error:
+        make_plan(profile, asked, room=1000)
+    enough = replace(asked, mem_limit=error.value.min_mem_limit, mode="remat")
+    assert make_plan(profile, enough, room=1000).execution.host_bytes == 0
+
+
+def test_the_users_own_host_limit_still_holds(profile: Profile) -> None:
+    half = make_plan(profile, request(profile, "joint", 0.8)).execution.host_bytes // 2
+    asked = request(profile, "joint", 0.8, host_limit=half // 4)
+    assert make_plan(profile, asked, room=half).trace.host_peak_bytes <= half // 4
+
+
+def test_a_policy_that_does_not_fit_the_host_is_refused(profile: Profile) -> None:
+    asked = Request(10**12, "joint", 50, {}, policy="overlap")
+    with pytest.raises(rotoff.InfeasibleError, match="the training step with policy overlap .* and 1000 are available"):
+        make_plan(profile, asked, room=1000)
 
 
 # -- the file tier really frees RAM: the resident memory of a training process, as the system counts it, stays at the limit

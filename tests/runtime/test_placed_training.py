@@ -57,6 +57,7 @@ from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.placed import updates
 from rotoff.runtime.placed.group_updates import GroupUpdates
 from rotoff.runtime.placed.placement import Placement
+from rotoff.runtime.tape_placed import Lent
 from rotoff.solver import reorder, search
 from rotoff.solver.anneal import Budget
 from rotoff.solver.placed_search import PlacedProblem
@@ -897,7 +898,7 @@ def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> N
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
     optimizers = adamw([p for p in model.parameters() if p.requires_grad])
     options: dict[str, Any] = {"optimizer": optimizers, "refine": False, "updates": updates}
-    recordings = runner_of(wrapped).recordings
+    recordings = runner_of(wrapped.compute_sequence(device_limit="1 TiB", **options)).recordings
     (key, measured), least = next(iter(recordings.items())), list[int]()
     for seed in range(3):
         recordings[key] = replace(measured, profile=distorted(measured.profile, seed))
@@ -1524,7 +1525,7 @@ def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: in
 
         return call
 
-    patches: list[tuple[Any, str]] = [(Placement, "operate"), (Placement, "brought"), (updates, "own_step")]
+    patches: list[tuple[Any, str]] = [(Placement, "operate"), (Lent, "bring"), (updates, "own_step")]
     patches.append((GroupUpdates, "_update_on_device"))
     with ExitStack() as stack:
         for owner, name in patches:
@@ -1860,7 +1861,7 @@ def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
             runs = [rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1) for model in models]
             for model, run, optimizer in zip(models, runs, optimizers, strict=True):
                 model.zero_grad()
-                place(run, [optimizer], 0.2, updates="during")
+                place(run, [optimizer], 0.5, updates="during")
         for _ in range(3):
             with torch.no_grad():
                 made = runs[0](x)

@@ -96,13 +96,13 @@ def step(line: Line, schedule: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 
 def train(line: Line, schedule: Any, modules: list[nn.Module], buffers: bool) -> tuple[list[torch.Tensor], int]:
-    """(gradients, buffers and the generator's state after three steps; the most allocated in the third). buffers: not
+    """(gradients, buffers and the generator's state after four steps; the most allocated in the last one). buffers: not
     where the schedule itself has run the modules on uninitialised memory, to see what they return."""
     seen: list[torch.Tensor] = []
     peak = 0
-    for n in range(3):
+    for n in range(4):
         x, y = batch(n, line)
-        if n < 2:
+        if n < 3:
             step(line, schedule, x, y)
         else:
             peak = peak_bytes(partial(step, line, schedule, x, y))

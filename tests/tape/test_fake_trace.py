@@ -16,6 +16,7 @@ import torch
 import torchvision_operators
 from allocated import peak_bytes
 from models import ALL
+from recorded_steps import recorded
 from step_by_step import Row, seeded
 from step_by_step import fresh as fresh_row
 from torch import nn
@@ -26,13 +27,10 @@ from trunks import TABLE
 import rotoff
 from rotoff.core.chain import LinkRates
 from rotoff.profile.estimate.devices import find
-from rotoff.profile.estimate.fake_trace import fake_step, run_backward, starts
-from rotoff.profile.recorded_step import RecordedStep
+from rotoff.profile.estimate.fake_trace import fake_step
 from rotoff.profile.tape_chain import chain_of
 from rotoff.profile.trace import Trace, trace_of
 from rotoff.solver.plan_codes import keep_all
-from rotoff.tape.contents import Slot
-from rotoff.tape.tape import Known
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -50,30 +48,8 @@ ONEDNN = {  # peaks of plans over those of the step that runs, where oneDNN take
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
-class Unverified(RecordedStep):
-    """Holds on to nothing, as a step whose operations are known."""
-
-    def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        super().saved(slot, storage)
-        self._kept.clear()
-
-    def enter(self, stage: int) -> None:
-        self._new = []
-        super().enter(stage)
-        self._borders = []
-
-
 def fake_trace(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: rotoff.Device) -> Trace:
     return trace_of(fake_step(model, args, kwargs, device))
-
-
-def recorded(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trace:
-    step = Unverified(Known(), model)
-    with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
-        result = model(*args, **kwargs)
-    run_backward(starts(result))
-    step.stop()
-    return trace_of(step)
 
 
 def alike(trace: Trace) -> Trace:

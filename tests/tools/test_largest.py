@@ -211,8 +211,8 @@ class Asks(nn.Module):
 
 def test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again() -> None:
     chain = rotoff.estimate(Asks(), torch.randn(8, 16))
-    assert len(chain) == 3
-    model = rotoff.Checkpointable(Asks(), cache_directory=None).measure(torch.randn(256, 16))
+    assert sum(stage.name.startswith("layers.") for stage in chain.stages) >= 3
+    model = rotoff.Checkpointable(Asks(), cache_directory=None).measure(torch.randn(256, 16), repeats=1)
     model.compute_sequence(model.min_mem_limit("remat"), mode="remat", refine=False)
     plain = Asks()
     plain.load_state_dict(model.state_dict())

@@ -65,6 +65,24 @@ def test_rows_share_tables_and_searches(
     assert [found[mode] for mode in MODES] == [alone[mode][mode] for mode in MODES]
 
 
+def test_a_plan_as_fast_as_its_compute_needs_no_further_bound(
+    blocks: nn.Sequential, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> float:
+        raise AssertionError("the ascent takes a second, and this bound is known")
+
+    monkeypatch.setattr("rotoff.planning.step_planner.least_time_of", refuse)
+    fast = rotoff.Device("fast link", 80 * 2**30, 1e12, {"float32": 1e12}, 1e12, 1e12)
+    found = rotoff.plan(blocks, batch, mem_limit="450 MiB", device=fast)
+    assert found.mem_limit < found.keep_all_bytes
+    joint, remat = found["joint"], found["remat"]
+    assert joint.step_time is not None and remat.step_time is not None
+    assert joint.bound_time == pytest.approx(joint.step_time, rel=5e-4)
+    assert joint.bound_time <= joint.step_time < remat.step_time
+    assert remat.bound_time == joint.bound_time
+    assert "-0.0%" not in str(found)
+
+
 def test_the_smallest_limit_is_the_smallest(blocks: nn.Sequential, batch: torch.Tensor) -> None:
     least = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", modes=["remat"])["remat"].min_mem_limit
     at = rotoff.plan(blocks, batch, mem_limit=least, device="V100", modes=["remat"])["remat"]
@@ -157,7 +175,7 @@ class OneDict(Named):
 def test_one_dict_is_the_named_arguments_or_the_argument_that_the_model_takes(kind: type[nn.Module]) -> None:
     model, batch = kind(), {"inputs": torch.randn(8, 16), "targets": torch.randn(8, 16)}
     assert rotoff.plan(model, batch, modes="remat").fits
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch, repeats=1)
     wrapped.compute_sequence(wrapped.keep_all_memory)
     (wrapped(**batch) if kind is Named else wrapped(batch)).backward()
     assert len(wrapped.plans()) == 1
@@ -322,7 +340,7 @@ def test_frozen_first_layers_may_lie_on_the_host() -> None:
     (less, _) = rotoff.plan(model, x, device=device_of(after.min_device_bytes / 2**20 + 1)).placed
     assert less.step_time is not None and less.peak_bytes <= after.min_device_bytes + 2**20
     (nearly, _) = rotoff.plan(model, x, device=device_of(32)).placed  # has room for all that is trained
-    assert nearly.step_time == after.step_time and nearly.host_bytes > after.host_bytes == 0
+    assert nearly.step_time > after.step_time and nearly.host_bytes > after.host_bytes == 0  # copies take time
 
 
 def test_frozen_parameters_have_no_update() -> None:

@@ -43,13 +43,14 @@ class FakeKernels(EagerMode, FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._cuda = cuda
         self._answers: dict[Any, Answer] = {}
+        self._inside = False  # an operation of fake tensors, which may be made of others
         self._unknown: dict[int, torch.UntypedStorage] = {}  # of real tensors that fake ones were written to
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUERIES:
             return args[0].device
         kwargs = kwargs or {}
-        if FakeTensor not in types:
+        if FakeTensor not in types and not self._inside:
             return self._of_numbers(func, types, args, kwargs)
         if func._schema.is_mutable:
             self._forget(args, kwargs)
@@ -81,13 +82,20 @@ class FakeKernels(EagerMode, FakeTensorMode):
             key = func, torch.get_default_dtype(), self._described(args), self._described(tuple(kwargs.items()))
             answer = self._answers.get(key)
         except TypeError:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._fake(func, types, args, kwargs)
         if answer is not None:
             return self._repeated(answer, args)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = self._fake(func, types, args, kwargs)
         if (answer := self._answer(func, args, kwargs, result)) is not None:
             self._answers[key] = answer
         return result
+
+    def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        inside, self._inside = self._inside, True
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._inside = inside
 
     def _described(self, value: Any) -> Any:
         """Return all of an argument that an answer depends on; raise TypeError if that is unknown."""

@@ -20,9 +20,10 @@ from ...accelerator import BLOCK, named
 from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
-from ...tape.contents import Content, Slot, is_plain
+from ...tape.contents import Content, Slot
 from ...tape.operators import tensors_of
 from ...tape.tape import Known, Operation
+from ...tensors.storage import is_plain
 from ...tensors.tree import tensor_leaves
 from ..recorded_step import Event, RecordedStep
 from ..tape_chain import CALL
@@ -57,14 +58,7 @@ def starts(result: Any, names: Sequence[str | int] = ()) -> list[torch.Tensor]:
     Raises:
         MeasureError: if one of them is missing, or needs no gradient.
     """
-    parts = [t for t in tensor_leaves(result) if t.requires_grad]
-    if not parts:
-        raise MeasureError(
-            "nothing in the model needs a gradient, so there is no backward to plan for; let some parameters be trained"
-            " (model.requires_grad_()), or run the model without rotoff"
-        )
-    if names:
-        parts = []
+    parts = [] if names else [t for t in tensor_leaves(result) if t.requires_grad]
     for name in names:
         named = [t for t in tensor_leaves(output_named(result, name)) if t.requires_grad]
         if not named:
@@ -111,6 +105,7 @@ def fake_step(
             with mode, log:
                 with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
                     result = copied(*args, **kwargs)
+                step.check([t for t in tensor_leaves(result) if t.requires_grad])
                 parts = starts(result, names)
                 if any(isinstance(name, LossAlone) for name in names):
                     del result
@@ -226,6 +221,9 @@ class FakeStep(RecordedStep):
 
     def region(self, name: str) -> AbstractContextManager[object]:
         return self._births.region(name)
+
+    def moment(self) -> float:
+        return 0.0
 
     def address(self, storage: torch.UntypedStorage) -> int:
         return self._births.number(storage)

@@ -4,21 +4,25 @@ the host."""
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import weakref
 from dataclasses import dataclass
 
 import torch
 
+from ...errors import ExecutionError
 from ...tape.contents import bytes_in
 from .host_file import HostFile, check_directory, choose_directory
 
+logger = logging.getLogger("rotoff")
 GROWTH = 64 << 20  # bytes that the file gets at a time
 
 
 @dataclass(frozen=True)
 class Away:
-    """What was moved: `copy` on the host, or bytes of the file from `offset` on."""
+    """What was moved: `copy` on the host (or on the device, if that is all there is), or bytes of the file from
+    `offset` on."""
 
     device: torch.device
     nbytes: int
@@ -36,22 +40,34 @@ class Spill:
         self._directory = directory
         self._file: HostFile | None = None
         self._end = 0
+        self._full = False
 
     def put(self, storage: torch.UntypedStorage) -> Away:
-        """Copy a storage.
+        """Copy a storage. If the disk has no room for it, it stays where it is, and the log says so once.
 
         Raises:
-            rotoff.ExecutionError: if the disk has no room for it, or no directory is on one.
+            rotoff.ExecutionError: if no directory is on a disk.
         """
         nbytes = storage.nbytes()
         if storage.device.type != "cpu":
             return Away(storage.device, nbytes, bytes_in(storage).cpu(), 0)
+        if self._full:
+            return Away(storage.device, nbytes, bytes_in(storage), 0)
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)
             self._file = HostFile(chosen)
             weakref.finalize(self, self._file.close)
         if self._end + nbytes > self._file.capacity:
-            self._file.reserve(self._end + max(nbytes, GROWTH))
+            try:
+                self._file.reserve(self._end + max(nbytes, GROWTH))
+            except ExecutionError as error:
+                self._full = True
+                logger.warning(
+                    "rotoff: a step without a plan may exceed the limit, since what it saves cannot leave the device:"
+                    " %s",
+                    error,
+                )
+                return self.put(storage)
         away = Away(storage.device, nbytes, None, self._end)
         self._file.write(_memory(storage), away.offset)
         self._end += nbytes

@@ -379,11 +379,35 @@ def checksum_bytes(block: int) -> int:
 
 
 class PlacedParameter(PlacedTensor):
-    """A parameter's own numbers."""
+    """A parameter's own numbers.
+
+    empty: a tensor of its geometry on the device, without bytes, for forwards that begin while it is on the host. It is
+    made when the parameter leaves, since PyTorch takes the bytes first.
+    """
 
     def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
         super().__init__(link, offset, room, fresh)
         self._parameter = parameter
+        self.empty: torch.Tensor | None = None
+
+    def rest(self, resident: bool, on_both: bool = False) -> None:
+        super().rest(resident, on_both)
+        if self.on_host and self.device is None:
+            self.make_empty()
+
+    def release(self) -> None:
+        super().release()
+        if self.shown is None and self.on_host:  # and no forward runs
+            self.make_empty()
+
+    def make_empty(self) -> torch.Tensor:
+        """Return `empty`, which is made now if there is none."""
+        p, empty = self._parameter, self.empty
+        if empty is None or (empty.size(), empty.stride(), empty.dtype) != (p.size(), p.stride(), p.dtype):
+            empty = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=self._link.device)
+            empty.untyped_storage().resize_(0)
+            self.empty = empty
+        return empty
 
     def get(self) -> torch.Tensor:
         return self._parameter
