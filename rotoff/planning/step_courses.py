@@ -118,6 +118,14 @@ class _Recorded:
     device: torch.device
 
 
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise MeasureError(
+            "a step cannot be planned or recorded while a CUDA graph is captured, which would replay its copies without"
+            " their waits; run it outside of the capture, or plan with a limit that keeps everything"
+        )
+
+
 class _Loss(torch.autograd.Function):
     """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
     kernels copy."""
@@ -197,6 +205,7 @@ class StepRunner:
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
+            _refuse_capture()
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
             return self._away(plain, args, kwargs)
@@ -205,6 +214,7 @@ class StepRunner:
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
+        _refuse_capture()
         return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
