@@ -61,7 +61,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         if dist.get_rank() == 0:
-            if step == 0:
+            if step == 1:  # the first one is measured
                 peak, everything = planned.get_expected_memory(), planned.keep_all_memory
                 print("peak", rotoff.format_bytes(peak), "of", rotoff.format_bytes(everything))
             print(f"step {step} loss {loss.item():.4f}")

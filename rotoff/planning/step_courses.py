@@ -15,9 +15,10 @@ from torch import nn
 
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
+from ..core.sizes import format_bytes
 from ..errors import MeasureError
 from ..profile.other_size import at_size
-from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete
+from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -117,6 +118,14 @@ class _Recorded:
     device: torch.device
 
 
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise MeasureError(
+            "a step cannot be planned or recorded while a CUDA graph is captured, which would replay its copies without"
+            " their waits; run it outside of the capture, or plan with a limit that keeps everything"
+        )
+
+
 class _Loss(torch.autograd.Function):
     """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
     kernels copy."""
@@ -196,6 +205,7 @@ class StepRunner:
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
+            _refuse_capture()
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
             return self._away(plain, args, kwargs)
@@ -204,6 +214,7 @@ class StepRunner:
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
+        _refuse_capture()
         return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
@@ -237,7 +248,7 @@ class StepRunner:
         refuse_meta(self.model, (args, kwargs))
         self._say_larger(key)
         stop_complete()
-        several = BUSY.locked()  # are under way
+        several = BUSY.locked() or within_backward()  # steps are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
@@ -275,7 +286,7 @@ class StepRunner:
     def settle(self) -> None:
         """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
         recorded = self._recorded
-        if recorded is None:
+        if recorded is None or within_backward():
             return
         if not everywhere(recorded.step.ended, self._group):
             return
@@ -283,6 +294,14 @@ class StepRunner:
         recorded.step.stop()
         if everywhere(recorded.step.shown, self._group):
             self._learn(recorded)
+            most = recorded.step.most_bytes
+            if self.request is not None and most > self.request.mem_limit:
+                logger.warning(
+                    "rotoff: the first step with an input of its kind took %s, though all that it saved left the device"
+                    " at once; the limit is %s, which the next steps keep by a plan, if there is one",
+                    format_bytes(most),
+                    format_bytes(self.request.mem_limit),
+                )
 
     def seen(self) -> Course | None:
         """Return the latest course; in a group, one process may ask alone.
