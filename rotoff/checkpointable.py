@@ -211,6 +211,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         generators = Generators(self._steps.device_for(tensor_leaves(value)))
         buffers, originals = BufferCopies(buffers_of(self._model)), Originals(given)
         states, before = generators.copies(), self._model.training
+        torch.clear_autocast_cache()  # of casts that a step before has made
         try:
             with (
                 _as_they_are(given),
@@ -231,6 +232,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 " model(*sample) and its backward run by themselves"
             ) from error
         finally:
+            torch.clear_autocast_cache()
             if not before:
                 self._model.train(before)
             generators.put(states)

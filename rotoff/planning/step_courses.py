@@ -56,7 +56,7 @@ class Course:
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
     whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
-    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it. then: what followed it.
     """
 
     profile: TapeProfile
@@ -70,6 +70,7 @@ class Course:
     beside: int = 0
     varies: bool = False
     hints: set[str] = field(default_factory=set)
+    then: Course | None = None
 
     def watched(self, hint: str) -> bool:
         """Whether a step with such an input may make other operations, so that it is followed though it keeps
@@ -188,6 +189,7 @@ class StepRunner:
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
         self._said_astray = False
+        self._taken: Course | None = None  # by the last step that was followed
         self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
 
     def __iter__(self) -> Iterator[Course]:
@@ -215,15 +217,28 @@ class StepRunner:
         if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
         _refuse_capture()
-        return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
+        return self._follow(key, course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
-        """The course that is expected of an input."""
+        """The course that is expected of an input: of those with its numbers the one that followed the last step's
+        before, as with forwards that share an open region of autocast; or the one that was recorded last."""
         known = self._courses.get(key)
         if not known:
             return None
         self._courses.move_to_end(key)
+        then = None if self._taken is None else self._taken.then
+        if then in known and (then.hint == hint or all(one.hint != hint for one in known)):
+            return then
         return next((one for one in known if one.hint == hint), known[0])
+
+    def _took(self, key: Any, course: Course, step: TapeStep) -> None:
+        """Note which course a step took, if that is known: of two it is the other if it left this one."""
+        known = self._courses.get(key, [])
+        others = [one for one in known if one is not course]
+        taken = course if not step.left_course else others[0] if len(others) == 1 else None
+        if self._taken is not None and taken is not None:
+            self._taken.then = taken
+        self._taken = taken
 
     def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
         """The course of an input whose size no step has had, if a step at another size has made the same operations."""
@@ -393,7 +408,13 @@ class StepRunner:
         return course.plan
 
     def _follow(
-        self, course: Course, planned: StepPlan, recording: Recording | None, hint: str, run: Callable[[], Any]
+        self,
+        key: Any,
+        course: Course,
+        planned: StepPlan,
+        recording: Recording | None,
+        hint: str,
+        run: Callable[[], Any],
     ) -> Any:
         plan, device = planned.execution, course.profile.device
         step = TapeStep(
@@ -411,6 +432,8 @@ class StepRunner:
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
         course.followed(step, hint)
+        if self._group is None:
+            self._took(key, course, step)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(
