@@ -169,7 +169,10 @@ class TapeGroups:
     @property
     def _members(self) -> list[tuple[Any, ...]]:
         rows = zip(self.chain.parameters, self.placed, strict=True)
-        return [(of.stages, of.grad_bytes, of.state_bytes, *map(id, group.parameters)) for of, group in rows]
+        return [
+            (of.stages, of.grad_bytes, of.state_bytes, of.host_update_time is None, *map(id, group.parameters))
+            for of, group in rows
+        ]
 
     def levels(self, sequence: Sequence, during: bool) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during

@@ -10,6 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..tensors.storage import is_plain as is_plain
+from ..tensors.storage import memory_of
 
 RESIDENT = -1  # `Content.op` of what no operation of the tape made
 CHANGED = (
@@ -210,7 +211,8 @@ def checksum(storage: torch.UntypedStorage) -> int:
         weights = _WEIGHTS[data.device] = (drawn | 1).to(data.device)
     whole = data.numel() // 8 * 8
     if data.device.type == "cpu":
-        array, factors, total = data.numpy(), weights.numpy(), zlib.crc32(data.numpy().data)
+        array = np.frombuffer(memory_of(storage), np.uint8)
+        factors, total = weights.numpy(), zlib.crc32(array)
         for words in np.split(array[:whole].view(np.int64), range(CHUNK, whole // 8, CHUNK)):
             total = (total * 0x5851F42D4C957F2D + int(np.dot(words, factors[: len(words)]))) % 2**64
         return total - 2**63  # as a signed number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from operator import attrgetter
@@ -164,6 +165,12 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of `storage`."""
     return bytes_of(storage).clone().untyped_storage()
+
+
+def memory_of(storage: torch.UntypedStorage) -> memoryview:
+    """Return the bytes of a storage of the CPU; unlike after ``tensor.numpy()`` it can be resized, as FSDP does, and is
+    none of NumPy's."""
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
 
 
 def rounded(nbytes: int, block: int) -> int:

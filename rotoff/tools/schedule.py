@@ -186,5 +186,7 @@ class _Sharing:
                 chain = plans[task.stage].chain
                 kept = self._one_at_once or task.stage != self._last  # in a variable, or as sent
                 onward = chain.output_bytes(len(chain)) if kept else 0
-                sent = chain.input_grad_bytes + onward + (0 if self._one_at_once else sent)
+                # the gradients of what it received
+                back = plans[task.stage].profile.batch_bytes if task.stage and not self._one_at_once else 0
+                sent = back + onward + (0 if self._one_at_once else sent)
         return most

@@ -10,33 +10,23 @@ from unittest import mock
 
 import pytest
 import torch
+from forced_plans import force
 from models import Residual
 from recording_link import RecordingLink
 from torch import nn
 
 import rotoff
-from rotoff.planning import placed as planning
-from rotoff.planning import step_runner
+from rotoff.planning import tape_placed_runner
+from rotoff.profile import tape_groups
 from rotoff.runtime.placed import group_updates as group_updates_of
 from rotoff.runtime.placed import updates as updates_of
-from rotoff.runtime.placed.placed_plan import PlacedPlan
-from rotoff.runtime.placed.placement import Placement
+from rotoff.runtime.tape_placed import Lent
 
 
 def model() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(32, 32), Residual(32)) for _ in range(5)]
     return nn.Sequential(*blocks, nn.Linear(32, 8)), torch.randn(16, 32)
-
-
-def apart(plan: PlacedPlan) -> PlacedPlan:
-    """A plan for a CPU as it would be where the host is another device."""
-    early = frozenset(v for v in plan.resident if v.of == "w" and v.stage not in plan.keep_gradients)
-    resident = plan.resident - early
-    home = {v.stage for v in resident if v.of == "w"}
-    moved = plan.moved | {v.stage for v in early}
-    changes = {"early": early, "resident": resident, "moved": moved, "keep_gradients": plan.keep_gradients & home}
-    return PlacedPlan(**{**vars(plan), **changes, "on_both": plan.on_both & resident})
 
 
 def trained(
@@ -48,7 +38,7 @@ def trained(
     link = RecordingLink(eagerness, seed=1)
     wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (plain, net)]
-    made, own_step, brought = planning._placed, updates_of.own_step, Placement.brought
+    own_step, bring = updates_of.own_step, Lent.bring
 
     def recorded_step(optimizer: torch.optim.Optimizer) -> None:
         given = [p for group in optimizer.param_groups for p in group["params"]]
@@ -56,28 +46,22 @@ def trained(
         states = [t for p in given for t in optimizer.state[p].values() if t.numel() > 1]
         link.touched("an update", [*given, *(p.grad for p in given), *states])
 
-    def recorded_use(placement: Placement, groups: Any) -> Any:
-        for found in brought(placement, groups):
-            link.log.access(link.streams.current().name, "a stage", [link.log.span(found[1].device)], [])
-            yield found
+    def recorded_use(lent: Lent) -> torch.UntypedStorage:
+        storage = bring(lent)
+        link.access("a stage", [storage], [])
+        return storage
 
     with (
-        mock.patch.object(step_runner, "new_link", return_value=link),
-        mock.patch.object(planning, "_placed", lambda *args: apart(made(*args))),
+        mock.patch.object(tape_placed_runner, "new_link", return_value=link),
+        mock.patch.object(tape_groups, "is_accelerator", return_value=True),  # the host is another device
         # one lane in the record
         mock.patch.object(group_updates_of, "HostLane", return_value=updates_of.HostLane(False)),
         mock.patch.object(updates_of, "own_step", recorded_step),
-        mock.patch.object(Placement, "brought", recorded_use),
+        mock.patch.object(Lent, "bring", recorded_use),
     ):
-        wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers[1], refine=False, updates=updates)
-        request = wrapped._specializations.request
-        assert request is not None
-        planner: Any = request.planner
-        groups = planner.groups(wrapped.profile, host)
-        limit = int(share * wrapped.keep_all_memory)
-        while (plan := planning.plan_groups(wrapped.profile, request, groups, limit)) is None:
-            limit += limit // 20
-        wrapped._latest.plan = plan
+        force(wrapped, optimizers[1], share, host, updates)
+        assert any(op.of for op in wrapped.sequence)
+        assert any(op.kind.value == "H" for op in wrapped.sequence) >= host
         results: list[list[torch.Tensor]] = [[], []]
         for found, one, optimizer in zip(results, (plain, wrapped), optimizers, strict=True):
             torch.manual_seed(3)
@@ -89,8 +73,6 @@ def trained(
                 optimizer.zero_grad()
                 found.append(loss.detach())
             found += [p.detach().clone() for p in one.parameters()]
-        assert any(op.of for op in wrapped.sequence)
-        assert any(op.kind.value == "H" for op in wrapped.sequence) >= host
     return results[0], results[1], link
 
 

@@ -13,7 +13,7 @@ from allocated import own_again, peak_bytes
 from torch import nn
 
 import rotoff
-from rotoff.planning import placed
+from rotoff.planning import tape_placed_planner as planner
 
 LENGTHS = (64, 31, 48, 9, 64, 23, 57, 40)
 
@@ -43,7 +43,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> 
 
 @pytest.fixture
 def searches() -> Iterator[mock.Mock]:
-    with mock.patch.object(placed, "solve", wraps=placed.solve) as solve:
+    with mock.patch.object(planner, "solve", wraps=planner.solve) as solve:
         yield solve
 
 

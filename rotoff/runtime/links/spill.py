@@ -3,7 +3,6 @@ the host."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import weakref
@@ -13,6 +12,7 @@ import torch
 
 from ...errors import ExecutionError
 from ...tape.contents import bytes_in
+from ...tensors.storage import memory_of
 from .host_file import HostFile, check_directory, choose_directory
 
 logger = logging.getLogger("rotoff")
@@ -69,7 +69,7 @@ class Spill:
                 )
                 return self.put(storage)
         away = Away(storage.device, nbytes, None, self._end)
-        self._file.write(_memory(storage), away.offset)
+        self._file.write(memory_of(storage), away.offset)
         self._end += nbytes
         return away
 
@@ -79,10 +79,5 @@ class Spill:
             return away.copy.to(away.device).untyped_storage()
         storage = torch.UntypedStorage(away.nbytes)
         assert self._file is not None
-        self._file.read(_memory(storage), away.offset)
+        self._file.read(memory_of(storage), away.offset)
         return storage
-
-
-def _memory(storage: torch.UntypedStorage) -> memoryview:
-    """Return its bytes; not by ``tensor.numpy()``, after which it cannot be resized, as FSDP does."""
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
