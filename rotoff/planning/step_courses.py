@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..accelerator import retries
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..core.sizes import format_bytes
@@ -188,6 +189,8 @@ class StepRunner:
         self._rates: dict[torch.device, LinkRates] = {}
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
+        self._retries: int | None = None  # of the allocator, before the first planned step
+        self._said_retries = False
         self._said_astray = False
         self._taken: Course | None = None  # by the last step that was followed
         self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
@@ -429,6 +432,7 @@ class StepRunner:
             step.times = recording.begin(plan.trace, device, step.link)
         tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
         self._warn_in_flight(step)
+        self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
         course.followed(step, hint)
@@ -455,6 +459,20 @@ class StepRunner:
                 many,
                 self.request.in_flight,
                 many,
+            )
+
+    def _warn_of_retries(self, device: torch.device) -> None:
+        """Warn, once, if since the first planned step the allocator has found no room and has tried again."""
+        now = retries(device)
+        self._retries = now if self._retries is None else self._retries
+        if now > self._retries and not self._said_retries:
+            self._said_retries = True
+            logger.warning(
+                "rotoff: %d times the allocator found no room on %s and made the host wait while it gave back what it"
+                " had cached, since it reserves more than steps allocate; lower the limit, or set"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True",
+                now - self._retries,
+                device,
             )
 
     def _say_larger(self, key: Any) -> None:

@@ -57,6 +57,7 @@ class Segment:
 VARYING = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
+META = torch.device("meta")  # of fake tensors
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
@@ -132,6 +133,7 @@ class RecordedStep(Verified):
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
+        self.elsewhere: set[Content] = set()  # what is made on another device than that of the step
         self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
@@ -241,6 +243,9 @@ class RecordedStep(Verified):
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         new = list(new)
         super().trust(op, new)
+        for content in new:
+            if (storage := content.storage(seen=True)) is not None and storage.device not in (self.device, META):
+                self.elsewhere.add(content)
         self._alive += new
         self.seconds.append(self._last)
         self.positions.append(self.position)

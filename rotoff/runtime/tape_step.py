@@ -253,6 +253,8 @@ class TapeStep:
             owned = tape.owned(op.stage).items()
             storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
         assert self.link is not None
+        elsewhere = [c for c, storage in storages.items() if storage.device != self.link.device]
+        self._hold(tape, Value(False, -op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
         place = self._host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
