@@ -53,11 +53,11 @@ LINK_BYTES = 16 << 20  # of a copy whose time says how fast the link is
 class Course:
     """What is known of steps with inputs of one signature that made the same operations.
 
-    hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps in a row that made others.
+    hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps that made others.
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
     whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
-    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it. then: what followed it.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -71,7 +71,6 @@ class Course:
     beside: int = 0
     varies: bool = False
     hints: set[str] = field(default_factory=set)
-    then: Course | None = None
 
     def watched(self, hint: str) -> bool:
         """Whether a step with such an input may make other operations, so that it is followed though it keeps
@@ -82,7 +81,6 @@ class Course:
         """Note whether a step has kept to this course."""
         self.kept |= not step.left_course
         if not step.left_course:
-            self.strayed = 0
             self.hints.add(hint)
         elif self.kept or self.in_python:
             self.strayed += 1
@@ -192,7 +190,8 @@ class StepRunner:
         self._retries: int | None = None  # of the allocator, before the first planned step
         self._said_retries = False
         self._said_astray = False
-        self._taken: Course | None = None  # by the last step that was followed
+        self._taken: Course | None = None  # by the last step that was followed, if that is known
+        self._after: dict[Course | None, Course | None] = {}  # which course followed each
         self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
 
     def __iter__(self) -> Iterator[Course]:
@@ -209,7 +208,7 @@ class StepRunner:
         self.settle()
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
-        if course is None or (course.strayed >= course.patience and self._group is None):
+        if course is None or self._is_new(course):
             _refuse_capture()
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
@@ -229,18 +228,21 @@ class StepRunner:
         if not known:
             return None
         self._courses.move_to_end(key)
-        then = None if self._taken is None else self._taken.then
+        then = self._after.get(self._taken)
         if then in known and (then.hint == hint or all(one.hint != hint for one in known)):
             return then
         return next((one for one in known if one.hint == hint), known[0])
 
+    def _is_new(self, course: Course) -> bool:
+        """Whether steps have left a course so often that one is recorded where a course is expected that none knows."""
+        unknown = self._after.get(self._taken) is None
+        return unknown and course.strayed >= course.patience and self._group is None
+
     def _took(self, key: Any, course: Course, step: TapeStep) -> None:
-        """Note which course a step took, if that is known: of two it is the other if it left this one."""
-        known = self._courses.get(key, [])
-        others = [one for one in known if one is not course]
+        """Note which course a step took; of two it is the other if it left this one."""
+        others = [one for one in self._courses.get(key, []) if one is not course]
         taken = course if not step.left_course else others[0] if len(others) == 1 else None
-        if self._taken is not None and taken is not None:
-            self._taken.then = taken
+        self._after[self._taken] = taken
         self._taken = taken
 
     def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
