@@ -212,6 +212,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         generators = Generators(self._steps.device_for(tensor_leaves(value)))
         buffers, originals = BufferCopies(buffers_of(self._model)), Originals(given)
         states, before = generators.copies(), self._model.training
+        torch.clear_autocast_cache()  # of casts that a step before has made
         try:
             with (
                 _as_they_are(given),
@@ -233,6 +234,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 " model(*sample) and its backward run by themselves"
             ) from error
         finally:
+            torch.clear_autocast_cache()
             if not before:
                 self._model.train(before)
             generators.put(states)
@@ -274,34 +276,24 @@ class Checkpointable(RotorNames, ModuleProxy):
     ) -> Checkpointable:
         """Plan training steps that allocate at most `mem_limit` bytes on the device; returns the module.
 
-        If nothing has been recorded yet, the first training step records itself, and the second follows a plan.
-
         Args:
-            mem_limit: bytes, as a number or a size such as ``"6 GiB"``, for all that a step allocates beyond what was
-                there before it (parameters, optimizer state, parameter gradients, the batch). ``"auto"``: what the
-                device has free now, less a margin.
-            mode: "joint", "remat" (recompute only) or "offload" (move only).
+            mem_limit: bytes, or a size such as ``"6 GiB"``, for all that a step allocates beyond parameters, their
+                gradients, optimizer state and the batch. ``"auto"``: what the device has free now, less a margin.
+            mode: "joint", "remat" (recompute only) or "offload" (move only). policy: in its place, a system of the
+                papers, such as "vdnn"; it runs even if everything fits.
             mem_slots, options: as for `rotoff.solve`; all processes of this host share a `host_limit`.
-            policy: instead of a mode, a system of the papers, such as "vdnn"; it runs even if everything fits.
             up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
-                ones. It is measured now, so that a limit that is too small for it is known at once. A larger one is
-                logged when it comes.
+                ones. It is recorded now; a larger one is logged when it comes.
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
-                states, buffers, the batch and the step. What does not fit stays on the host between its uses. For a
-                CPU the host is a file.
-            optimizer: with `device_limit`, the optimizer of the parameters, or a list of them; a frozen model needs
-                none. With the option
-                ``updates="during"`` it updates each group of parameters within the backward, once its gradient is
-                complete; ``"after"``, the default: in ``optimizer.step()``.
-            in_flight: how many forwards run before the backward of the first, as in a pipeline or with
-                ``(model(x) + model(y)).backward()``; `mem_limit` is for all of them together, but for the parameter
-                gradients that autograd gathers beside `.grad` where one backward is for several of them.
-                `rotoff.attach_schedule` finds it for a pipeline.
+                states, buffers, the batch and the step. What does not fit stays on the host, for a CPU in a file.
+            optimizer: with `device_limit`, that of the parameters, or a list; a frozen model needs none. Its updates
+                come in ``optimizer.step()``, or with the option ``updates="during"`` within the backward.
+            in_flight: how many forwards run before the first backward, as in a pipeline (`attach_schedule` finds it).
+                `mem_limit` is for all together, without gradients that one backward for several gathers beside `.grad`.
 
         Raises:
             LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
-            InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit that works in this mode. With
-                `up_to` and a `mem_limit`, the message names smaller inputs that fit.
+            InfeasibleError: if nothing fits; it names the smallest limit that does, and smaller inputs than `up_to`.
         """
         grouped, updates = self._group is not None, options.get("updates")
         check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..accelerator import retries
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
+from ..core.sizes import format_bytes
 from ..errors import MeasureError
 from ..profile.other_size import at_size
-from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete
+from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
 from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -55,7 +57,7 @@ class Course:
     patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
     in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
     whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
-    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
+    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it. then: what followed it.
     """
 
     profile: TapeProfile
@@ -69,6 +71,7 @@ class Course:
     beside: int = 0
     varies: bool = False
     hints: set[str] = field(default_factory=set)
+    then: Course | None = None
 
     def watched(self, hint: str) -> bool:
         """Whether a step with such an input may make other operations, so that it is followed though it keeps
@@ -115,6 +118,14 @@ class _Recorded:
     shapes: tuple[tuple[int, ...], ...]
     batch_bytes: int
     device: torch.device
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise MeasureError(
+            "a step cannot be planned or recorded while a CUDA graph is captured, which would replay its copies without"
+            " their waits; run it outside of the capture, or plan with a limit that keeps everything"
+        )
 
 
 class _Loss(torch.autograd.Function):
@@ -178,7 +189,10 @@ class StepRunner:
         self._rates: dict[torch.device, LinkRates] = {}
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
+        self._retries: int | None = None  # of the allocator, before the first planned step
+        self._said_retries = False
         self._said_astray = False
+        self._taken: Course | None = None  # by the last step that was followed
         self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
 
     def __iter__(self) -> Iterator[Course]:
@@ -196,6 +210,7 @@ class StepRunner:
         key, hint = signature(value, self.model), constants(value)
         course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
         if course is None or (course.strayed >= course.patience and self._group is None):
+            _refuse_capture()
             return self._record(plain, key, hint, args, kwargs)
         if self.waits:
             return self._away(plain, args, kwargs)
@@ -204,15 +219,29 @@ class StepRunner:
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
-        return self._follow(course, planned, recording, hint, partial(plain, *args, **kwargs))
+        _refuse_capture()
+        return self._follow(key, course, planned, recording, hint, partial(plain, *args, **kwargs))
 
     def _course(self, key: Any, hint: str) -> Course | None:
-        """The course that is expected of an input."""
+        """The course that is expected of an input: of those with its numbers the one that followed the last step's
+        before, as with forwards that share an open region of autocast; or the one that was recorded last."""
         known = self._courses.get(key)
         if not known:
             return None
         self._courses.move_to_end(key)
+        then = None if self._taken is None else self._taken.then
+        if then in known and (then.hint == hint or all(one.hint != hint for one in known)):
+            return then
         return next((one for one in known if one.hint == hint), known[0])
+
+    def _took(self, key: Any, course: Course, step: TapeStep) -> None:
+        """Note which course a step took, if that is known: of two it is the other if it left this one."""
+        known = self._courses.get(key, [])
+        others = [one for one in known if one is not course]
+        taken = course if not step.left_course else others[0] if len(others) == 1 else None
+        if self._taken is not None and taken is not None:
+            self._taken.then = taken
+        self._taken = taken
 
     def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
         """The course of an input whose size no step has had, if a step at another size has made the same operations."""
@@ -237,7 +266,7 @@ class StepRunner:
         refuse_meta(self.model, (args, kwargs))
         self._say_larger(key)
         stop_complete()
-        several = BUSY.locked()  # are under way
+        several = BUSY.locked() or within_backward()  # steps are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
@@ -275,7 +304,7 @@ class StepRunner:
     def settle(self) -> None:
         """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
         recorded = self._recorded
-        if recorded is None:
+        if recorded is None or within_backward():
             return
         if not everywhere(recorded.step.ended, self._group):
             return
@@ -283,6 +312,14 @@ class StepRunner:
         recorded.step.stop()
         if everywhere(recorded.step.shown, self._group):
             self._learn(recorded)
+            most = recorded.step.most_bytes
+            if self.request is not None and most > self.request.mem_limit:
+                logger.warning(
+                    "rotoff: the first step with an input of its kind took %s, though all that it saved left the device"
+                    " at once; the limit is %s, which the next steps keep by a plan, if there is one",
+                    format_bytes(most),
+                    format_bytes(self.request.mem_limit),
+                )
 
     def seen(self) -> Course | None:
         """Return the latest course; in a group, one process may ask alone.
@@ -374,7 +411,13 @@ class StepRunner:
         return course.plan
 
     def _follow(
-        self, course: Course, planned: StepPlan, recording: Recording | None, hint: str, run: Callable[[], Any]
+        self,
+        key: Any,
+        course: Course,
+        planned: StepPlan,
+        recording: Recording | None,
+        hint: str,
+        run: Callable[[], Any],
     ) -> Any:
         plan, device = planned.execution, course.profile.device
         step = TapeStep(
@@ -389,9 +432,12 @@ class StepRunner:
             step.times = recording.begin(plan.trace, device, step.link)
         tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
         self._warn_in_flight(step)
+        self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
         course.followed(step, hint)
+        if self._group is None:
+            self._took(key, course, step)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(
@@ -413,6 +459,20 @@ class StepRunner:
                 many,
                 self.request.in_flight,
                 many,
+            )
+
+    def _warn_of_retries(self, device: torch.device) -> None:
+        """Warn, once, if since the first planned step the allocator has found no room and has tried again."""
+        now = retries(device)
+        self._retries = now if self._retries is None else self._retries
+        if now > self._retries and not self._said_retries:
+            self._said_retries = True
+            logger.warning(
+                "rotoff: %d times the allocator found no room on %s and made the host wait while it gave back what it"
+                " had cached, since it reserves more than steps allocate; lower the limit, or set"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True",
+                now - self._retries,
+                device,
             )
 
     def _say_larger(self, key: Any) -> None:

@@ -57,6 +57,7 @@ class Segment:
 VARYING = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
+META = torch.device("meta")  # of fake tensors
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
@@ -93,11 +94,12 @@ class _AtEnd:
         self._step._ended()
 
     def __del__(self) -> None:
-        if self._step.complete and self._step.thread == threading.get_ident() and not _within_backward():
+        if self._step.complete and self._step.thread == threading.get_ident() and not within_backward():
             self._step.stop()
 
 
-def _within_backward() -> bool:
+def within_backward() -> bool:
+    """Whether this is called within a backward, where no profiler may begin or end."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -131,6 +133,7 @@ class RecordedStep(Verified):
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
+        self.elsewhere: set[Content] = set()  # what is made on another device than that of the step
         self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
@@ -240,6 +243,9 @@ class RecordedStep(Verified):
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         new = list(new)
         super().trust(op, new)
+        for content in new:
+            if (storage := content.storage(seen=True)) is not None and storage.device not in (self.device, META):
+                self.elsewhere.add(content)
         self._alive += new
         self.seconds.append(self._last)
         self.positions.append(self.position)
@@ -367,9 +373,25 @@ class RecordedStep(Verified):
         marks = {event.begins for event in self.log}
         return self.complete and bool(self.operations) and {LOSS, END} <= marks
 
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that the step has held, but for gradients that parameters have by then."""
+        live: dict[int, int] = {}
+        level = most = 0
+        for event in self.log:
+            if event.size > 0:
+                live[event.ptr] = event.size
+                level += event.size
+            elif event.size < 0:
+                level -= live.pop(event.ptr, 0)
+            elif event.begins.startswith(GRADIENT):
+                level -= live.pop(int(event.begins.removeprefix(GRADIENT)), 0)
+            most = max(most, level)
+        return most
+
     def abandoned(self) -> bool:
         """Whether its graph is gone without a backward, or after one that failed."""
-        within = self._recording or _within_backward()
+        within = self._recording or within_backward()
         return not within and all(slot() is None for slot in self._slots)
 
     @property

@@ -346,6 +346,9 @@ class StageRun:
             kept.append(part)
         modules = [op.module for op in ran] or [""]
         seconds = max(seconds, 1e-7)
+        until = self.trace.ran[self.end].at if self.end < len(self.trace.ran) else self.trace.end
+        # what the last operation saves of its own result, which is before the next stage's first
+        ends = {saved.content for saved in self.trace.saved if saved.at < until and saved.content in self.handed}
         stage = Stage(
             modules[0] if modules[0] == modules[-1] else f"{modules[0] or 'begin'}..{modules[-1]}",
             seconds,
@@ -357,7 +360,7 @@ class StageRun:
             self._transient(set()),
             transient,
             tuple(forms),
-            max(0.0, seconds - self._seconds(self._again(self.saved, ()))),
+            max(0.0, seconds - self._seconds(self._again(self.saved | ends, ()))),
         )
         return stage, kept
 

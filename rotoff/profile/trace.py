@@ -160,7 +160,7 @@ def trace_of(step: RecordedStep) -> Trace:
         Made(
             content.op,
             content.out,
-            rounded(content.nbytes, block),
+            0 if content in step.elsewhere else rounded(content.nbytes, block),
             step.death.get(content, many + (content in step.handed_out)),
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
@@ -190,7 +190,8 @@ def trace_of(step: RecordedStep) -> Trace:
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
     states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
     states.append(max(states, default=0))  # one is put back while an operation runs again
-    again = sum(states) + sum(map(_numbers, step.operations))
+    numbers = sum(map(_numbers, step.operations)) if step.device.type == "cpu" else 0
+    again = sum(states) + numbers
     beside = _beside(step) + again - sum(states[:-1])
     return Trace(
         made,

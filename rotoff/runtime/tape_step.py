@@ -136,9 +136,8 @@ class TapeStep:
                 self._begin_span(self._next)
 
     def _keeps(self, op: Op) -> bool | frozenset[tuple[int, int]]:
-        if op.kind is OpKind.F_ALL:
-            return True
-        return self._layout.forms[op.stage - 1][op.form] if op.kind is OpKind.F_SEL else False
+        """What the first run of a stage keeps: what the backward reads, and not what a graph without one has saved."""
+        return self._layout.forms[op.stage - 1][op.form] if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else False
 
     def _first_run(self, tape: Tape, op: Op) -> None:
         """The model's own code has run the stage of a forward operation."""
@@ -254,6 +253,8 @@ class TapeStep:
             owned = tape.owned(op.stage).items()
             storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
         assert self.link is not None
+        elsewhere = [c for c, storage in storages.items() if storage.device != self.link.device]
+        self._hold(tape, Value(False, -op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
         place = self._host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import rotoff
 from rotoff.core.sequence import Op, OpKind
-from rotoff.runtime.execution_plan import compile_sequence
+from rotoff.planning.step_planner import compiled
 
 pytestmark = pytest.mark.cuda
 
@@ -80,7 +80,8 @@ def test_every_form_gives_the_bits_of_the_plain_model(dropout: float, autocast: 
                 forwards.append(Op(OpKind.F_SEL, i, form) if form else Op(OpKind.F_ALL, i))
             ops = (*forwards, *(Op(OpKind.B, i) for i in range(len(chain), 0, -1)))
             wrapped.compute_sequence(1 << 45)
-            wrapped._latest.plan = compile_sequence(chain, rotoff.Sequence(ops))
+            plan = wrapped._latest.plan
+            wrapped._latest.plan = compiled(plan.profile, plan.found, rotoff.Sequence(ops))
             got = gradients(wrapped, x, autocast)
             assert differing(model, got, expected) == [], (k, [row.keeps for row in wrapped.profile.forms][1])
 

@@ -15,7 +15,7 @@ from models import fresh, move_masks
 from torch import nn
 
 import rotoff
-from rotoff.runtime.execution_plan import ExecutionPlan, compile_sequence
+from rotoff.planning.step_planner import StepPlan, compiled
 from rotoff.runtime.links.cuda import CudaLink
 
 pytestmark = pytest.mark.cuda
@@ -390,12 +390,13 @@ STANDIN = "STANDIN" in os.environ
 WIDTH, BATCH, SIDE = (7, 3, 14) if STANDIN else (72, 24, 60)
 
 
-def all_redone(chain: rotoff.Chain) -> ExecutionPlan:
+def all_redone(plan: StepPlan) -> StepPlan:
     """A plan that redoes each stage but the last from its input, which stays."""
+    chain = plan.chain
     stages = range(1, len(chain))
     text = [f"F_ck {i}" for i in stages] + [f"F_all {len(chain)}", f"B {len(chain)}"]
     text += [part for i in reversed(stages) for part in (f"F_all {i}", f"B {i}")]
-    return compile_sequence(chain, rotoff.Sequence.from_text(text))
+    return compiled(plan.profile, plan.found, rotoff.Sequence.from_text(text))
 
 
 def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks() -> None:
@@ -406,7 +407,7 @@ def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks()
         x = torch.randn(BATCH, 3, SIDE, SIDE, device="cuda")
         wrapped = rotoff.Checkpointable(model, stages=[*model], forms=False, cache_directory=None).measure(x)
         wrapped.compute_sequence(1 << 45)
-        wrapped._latest.plan = all_redone(wrapped.chain)
+        wrapped._latest.plan = all_redone(wrapped._latest.plan)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         gradient = torch.ones(BATCH, WIDTH, SIDE, SIDE, device="cuda")
@@ -434,7 +435,7 @@ def test_a_replay_makes_the_host_wait_for_cudnns_own_dropout_alone(recurrent: bo
     x = torch.randn(16, 8, 64, device="cuda")
     wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(x)
     wrapped.compute_sequence(1 << 45)
-    wrapped._latest.plan = all_redone(wrapped.chain)
+    wrapped._latest.plan = all_redone(wrapped._latest.plan)
     gradient = torch.ones(16, 8, 64, device="cuda")
     wrapped(x).backward(gradient)
     torch.cuda.set_sync_debug_mode("error")

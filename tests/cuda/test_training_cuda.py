@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import rotoff
-from rotoff.runtime.execution_plan import compile_sequence
+from rotoff.planning.step_planner import compiled
 
 pytestmark = pytest.mark.cuda
 
@@ -213,7 +213,8 @@ def test_recurrent_layers_drop_the_same_in_a_replay() -> None:
     x = torch.randn(8, 16, 32, device="cuda")
     wrapped = rotoff.Checkpointable(model).measure(x).compute_sequence(1 << 40)
     text = ["F_ck 1", "F_ck 2", "F_ck 3", "F_all 4", "B 4", "F_all 3", "B 3", "F_all 2", "B 2", "F_all 1", "B 1"]
-    wrapped._latest.plan = compile_sequence(wrapped.chain, rotoff.Sequence.from_text(text))
+    plan = wrapped._latest.plan
+    wrapped._latest.plan = compiled(plan.profile, plan.found, rotoff.Sequence.from_text(text))
 
     def gradients() -> list[torch.Tensor]:
         found = []

@@ -204,7 +204,8 @@ def test_a_larger_size_keeps_the_limit(kind: str, share: float) -> None:
     for size in (80, 176, 192, 184):
         batch = KINDS[kind][1](size)
         assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
-        assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= wrapped.get_expected_memory() <= limit
+        told = wrapped.get_expected_memory()  # planned now, not within what is measured
+        assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= told <= limit
         step(plain, batch)  # so that running statistics stay alike
 
 

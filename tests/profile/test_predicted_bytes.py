@@ -200,22 +200,6 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
     assert sum(ratios) / len(ratios) <= 1.05, ratios
 
 
-def test_replay_graph_keeps_neither_itself_nor_its_input() -> None:
-    """Tanh saves its result; what a hook is given for that has a graph, which holds the input that is dropped here."""
-    layers = nn.Linear(16, 64), nn.GELU(), nn.Tanh(), nn.Dropout(0.3), nn.Linear(64, 64), nn.BatchNorm1d(64)
-    model = nn.Sequential(*layers, nn.Linear(64, 8))
-
-    def draw() -> torch.Tensor:
-        return torch.randn(512, 16)
-
-    wrapped = rotoff.Checkpointable(model).measure(draw())
-    text = ["F_ck 1", "F_none 2", "F_none 3", "F_all 4", "drop a 3", "F_all 5", "F_all 6", "B 6", "B 5", "F_all 1"]
-    text += ["F_all 2", "drop abar 1", "F_ck 3", "B 4", "F_all 3", "B 3", "F_all 1", "B 2", "B 1"]
-    with_sequence(wrapped, rotoff.Sequence.from_text(text))
-    assert step_peak(wrapped, draw) <= wrapped.get_expected_memory()
-    wrapped.close()
-
-
 def test_dropped_forward_is_freed_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     import gc
 
@@ -226,9 +210,11 @@ def test_dropped_forward_is_freed_without_garbage_collection(monkeypatch: pytest
     with_sequence(wrapped, rotoff.Sequence.from_text(text))
     x = draw()
     wrapped(x).sum().backward()  # the link's thread and file are there
+    gc.collect()  # what the measurement has left
     monkeypatch.setattr(gc, "collect", lambda *_: 0)  # `left_bytes` calls it
     gc.disable()
     try:
+        left_bytes(lambda: wrapped(x) is None)  # what a mode makes of its methods once
         assert left_bytes(lambda: wrapped(x) is None) <= 0
     finally:
         gc.enable()
