@@ -50,7 +50,6 @@ from .runtime.links.free_memory import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
-from .tensors.autocast import casts_dropped
 from .tensors.buffers import BufferCopies, Originals, buffers_of
 from .tensors.caches import caches, switched_off
 from .tensors.rng import Generators
@@ -220,7 +219,6 @@ class Checkpointable(RotorNames, ModuleProxy):
                 torch.enable_grad(),
                 self._without_caches(kwargs),
                 refusing_torch_func(),
-                casts_dropped(),
             ):
                 if not before and any(p.requires_grad for p in self._model.parameters()):
                     self._model.train()

@@ -202,8 +202,8 @@ class PlacedRunner:
             return None
         ways = self._ways(recording)
         if ways[0].whole <= self.request.mem_limit:
-            chain = ways[0].found.chain
-            everything = replace(compile_sequence(chain, keep_all(chain)), keeps_all=True)
+            chain = ways[0].chain
+            everything = replace(compile_sequence(chain, keep_all(chain, "after")), keeps_all=True)
             course = PlacedCourse(ways[0], everything)
         else:
             groups, sequence = self.choose(ways, self.request)

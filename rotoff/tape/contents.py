@@ -212,7 +212,7 @@ def checksum(storage: torch.UntypedStorage) -> int:
     whole = data.numel() // 8 * 8
     if data.device.type == "cpu":
         array = np.frombuffer(memory_of(storage), np.uint8)
-        factors, total = weights.numpy(), zlib.crc32(memoryview(array))
+        factors, total = weights.numpy(), zlib.crc32(memory_of(storage))
         for words in np.split(array[:whole].view(np.int64), range(CHUNK, whole // 8, CHUNK)):
             total = (total * 0x5851F42D4C957F2D + int(np.dot(words, factors[: len(words)]))) % 2**64
         return total - 2**63  # as a signed number
