@@ -121,6 +121,51 @@ def _overwritten(trace: Trace, crossing: Collection[int], at: int) -> bool:
     return any(c is not None and trace.ran[trace.made[c].op].at >= at for c in later)
 
 
+class _Cut:
+    """What stages that begin at `begins` make, by stage. of_stage: of each content. stay: what stays on the device.
+    handed: a_i. saved: what autograd saves of it there."""
+
+    def __init__(self, uses: _Uses, begins: list[int], far: float) -> None:
+        self._trace, self._begins = uses.trace, begins
+        made, many = uses.trace.made, len(begins)
+        self.of_stage = [self._stage(at) for at in uses.at]
+        until = [
+            max(self._stage(last), i + (one.returned and i == many))
+            for last, i, one in zip(uses.last, self.of_stage, made, strict=True)
+        ]
+        found = enumerate(self.of_stage)
+        self.stay = {c for c, i in found if until[c] > i + far or (made[c].returned and i < many)}
+        self.handed: list[list[int]] = [[] for _ in range(many + 1)]
+        self.saved: list[dict[int, None]] = [{} for _ in range(many + 1)]
+        for c, i in enumerate(self.of_stage):
+            for border in range(i, until[c]) if c not in self.stay else ():
+                self.handed[border].append(c)
+        for c, positions in uses.saved.items():
+            if c not in self.stay and self.of_stage[c] in map(self._stage, positions):
+                self.saved[self.of_stage[c]][c] = None
+
+    def _stage(self, at: int) -> int:
+        return bisect_right(self._begins, at)
+
+    def layout(self, firsts: list[int], ends: list[int], forms: list[list[set[int]]]) -> Layout:
+        """Return how to find the stages, from operation `firsts` to `ends` each, and their contents."""
+        made, many = self._trace.made, len(firsts)
+
+        def key(c: int) -> tuple[int, int]:
+            return made[c].op - firsts[self.of_stage[c] - 1], made[c].out
+
+        return Layout(
+            tuple(self._begins),
+            self._trace.end,
+            tuple(
+                _key(self._trace, first, end, i + 1) for i, (first, end) in enumerate(zip(firsts, ends, strict=True))
+            ),
+            tuple(tuple((self.of_stage[c], key(c)) for c in self.handed[i]) for i in range(1, many + 1)),
+            tuple(tuple(frozenset(map(key, part)) for part in kept) for kept in forms),
+            tuple(tuple(key(c) for c in sorted(self.stay) if self.of_stage[c] == i) for i in range(1, many + 1)),
+        )
+
+
 class _Backward:
     """grads: for each stage, the bytes of gradients when its backward begins. peaks: the most bytes that it holds, of
     gradients and of what autograd saved in the stage. seconds: that it takes."""
@@ -245,32 +290,17 @@ def chain_of(
             stages have smaller ones. like: of a step of the same operations, whose stages and forms are taken. begins:
             of the stages, in place of `stages`.
     """
-    uses, made = _Uses(trace), trace.made
+    uses = _Uses(trace)
     begins = list(begins if like is None else like.layout.begins)
     if not begins:
         begins = [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
-    many = len(begins)
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
-
-    def stage(at: int) -> int:
-        return bisect_right(begins, at)
-
-    of_stage = [stage(at) for at in uses.at]
-    needed = [stage(at) for at in uses.last]
-    until = [max(needed[c], i + (made[c].returned and i == many)) for c, i in enumerate(of_stage)]
-    stay = {c for c, i in enumerate(of_stage) if until[c] > i + far or (made[c].returned and i < many)}
-    handed: list[list[int]] = [[] for _ in range(many + 1)]
-    saved: list[dict[int, None]] = [{} for _ in range(many + 1)]
-    for c, i in enumerate(of_stage):
-        for border in range(i, until[c]) if c not in stay else ():
-            handed[border].append(c)
-    for c, positions in uses.saved.items():
-        if c not in stay and of_stage[c] in map(stage, positions):
-            saved[of_stage[c]][c] = None
-    backward = _Backward(trace, begins, of_stage, {*stay, *handed[many]})
+    cut = _Cut(uses, begins, far)
+    many, handed, saved, stay = len(begins), cut.handed, cut.saved, cut.stay
+    backward = _Backward(trace, begins, cut.of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
-    costed, runs, contents, layout_forms = [], [], [], []
+    costed, runs, contents = [], [], []
     ends = [*firsts[1:], len(trace.ran)]
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
         run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay)
@@ -282,23 +312,12 @@ def chain_of(
             costs = replace(costs, name=_within(trace.ran[first], stages) or costs.name)
         costed.append(costs)
         runs.append(run)
-        contents.append([frozenset(part | run.handed) for part in kept])
-        layout_forms.append(tuple(frozenset((made[c].op - first, made[c].out) for c in part) for part in kept))
-
-    def key(c: int) -> tuple[int, int]:
-        return made[c].op - firsts[of_stage[c] - 1], made[c].out
-
-    layout = Layout(
-        tuple(begins),
-        trace.end,
-        tuple(_key(trace, first, end, i) for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1)),
-        tuple(tuple((of_stage[c], key(c)) for c in handed[i]) for i in range(1, many + 1)),
-        tuple(layout_forms),
-        tuple(tuple(key(c) for c in sorted(stay) if of_stage[c] == i) for i in range(1, many + 1)),
-    )
+        contents.append(kept)
     constant = trace.size(stay) + trace.beside + beside
     chain = Chain(tuple(costed), **rates._asdict(), input_bytes=constant, input_grad_bytes=backward.grads[0])
-    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), contents, frozenset(stay), runs)
+    whole = [[frozenset(part | run.handed) for part in kept] for run, kept in zip(runs, contents, strict=True)]
+    layout = cut.layout(firsts, ends, contents)
+    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), whole, frozenset(stay), runs)
 
 
 def _key(trace: Trace, first: int, end: int, stage: int) -> int:
