@@ -1,50 +1,19 @@
-"""Saves buffers and random number generators, and restores them after a run that must leave no trace."""
+"""Saves buffers and what a run overwrites, and restores them after a run that must leave no trace."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .rng import Generators
 from .storage import is_plain, version_of
-
-
-def restorable(value: Any) -> bool:
-    """Whether a replay restores an attribute with this value: a number, a string, or a tensor outside of a graph."""
-    return type(value) in (bool, int, float, str) or (type(value) is torch.Tensor and not value.requires_grad)
 
 
 def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal; fake tensors always are."""
     return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
-
-
-@contextmanager
-def preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]], device: torch.device) -> Iterator[None]:
-    """Restore generators and, in place, `buffers` at the end of the block. Also restores the version counters of the
-    buffers, because a graph that waits for its backward may have saved them."""
-    generators = Generators(device)
-    rng = generators.copies()
-    try:
-        with buffers_preserved(buffers):
-            yield
-    finally:
-        generators.put(rng)
-
-
-@contextmanager
-def buffers_preserved(buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> Iterator[None]:
-    """As `preserved`, for buffers alone."""
-    copies = BufferCopies(buffers)
-    try:
-        yield
-    finally:
-        copies.put_back()
 
 
 class BufferCopies:
@@ -53,26 +22,11 @@ class BufferCopies:
     def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self._saved = [(module, name, one, one.detach().clone(), version_of(one)) for module, name, one in buffers]
 
-    def put_back(self, of: Collection[nn.Module] | None = None) -> None:
-        """Restore the buffers of the modules `of`; None: of all."""
+    def put_back(self) -> None:
         with torch.no_grad():
             for module, name, buffer, content, version in self._saved:
-                if of is not None and module not in of:
-                    continue
                 _put_back(buffer, content, version)
                 module._buffers[name] = buffer
-
-
-@contextmanager
-def contents_preserved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """As `preserved`, for tensors that are not buffers."""
-    saved = [(one, one.detach().clone(), version_of(one)) for one in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for one, content, version in saved:
-                _put_back(one, content, version)
 
 
 class Originals:

@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +26,8 @@ from ..core.chain import Chain
 from ..io.cache import Cache, digest
 from ..module_proxy import ModuleProxy
 from ..profile.estimate.devices import Device
-from ..tensors.torch_settings import settings_of_torch
+from ..tape.operators import settings
+from ..tensors.autocast import in_region
 from ..version import __version__
 from .model_text import described_whole
 from .planned_modes import PlacedStep, PlannedMode, PlannedModes, PlannedStep
@@ -60,7 +61,7 @@ def plan_key(
         "options": options,
         "device": [str(sorted(value.items()) if name == "flops" else value) for name, value in vars(device).items()],
         "asked": asked,
-        "torch": settings_of_torch(TYPES),
+        "torch": _settings_of_torch(TYPES),
         "versions": [__version__, torch.__version__, platform.python_version()],
     }
 
@@ -132,3 +133,13 @@ def _unchanged(name: str, path: str, written: int, size: int) -> bool:
     """Whether the module still comes from that file, if it is loaded, and the file has not been written since."""
     now = getattr(sys.modules.get(name), "__file__", None)
     return now in (None, path) and _file(path) == (path, written, size)
+
+
+def _settings_of_torch(types: Sequence[str]) -> dict[str, Any]:
+    """Return PyTorch's settings that bytes and times depend on. types: of devices, for autocast."""
+    return {
+        "autocast": [[t, torch.is_autocast_enabled(t), str(torch.get_autocast_dtype(t))] for t in types],
+        "region": in_region(),
+        "defaults": [str(torch.get_default_dtype()), str(torch.get_default_device())],
+        "kernels": [*map(str, settings()), torch.is_autocast_cache_enabled()],
+    }
