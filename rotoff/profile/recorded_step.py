@@ -409,9 +409,23 @@ class Event:
     ends: str = ""
 
 
+class _Profile(profile):
+    """Of what an accelerator frees, it logs only what is within an operation or a region; so one is around all."""
+
+    def __enter__(self) -> _Profile:
+        super().__enter__()
+        self._whole = record_function("rotoff")
+        self._whole.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._whole.__exit__(None, None, None)
+        super().__exit__(*error)
+
+
 def _started() -> profile:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    found = profile(profile_memory=True, use_cpu=True)
+    found = _Profile(profile_memory=True, use_cpu=True)
     found.__enter__()
     return found
 
