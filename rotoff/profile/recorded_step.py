@@ -20,7 +20,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
-from ..accelerator import events_are_of, finish
+from ..accelerator import events_are_of, finish, take_workspaces
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
@@ -336,6 +336,7 @@ class RecordedStep(Verified):
         if self._patient:
             for step in [one for one in OPEN if one.thread == threading.get_ident()]:
                 step.stop()  # its backward may never come
+        take_workspaces(self.device)  # which are no step's
         if not BUSY.acquire(timeout=PATIENCE if self._patient else 0.001):
             raise MeasureError("a step is recorded in another thread already; run its backward, and measure then")
         profiler = self._profile = _started()
