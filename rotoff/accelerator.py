@@ -141,6 +141,15 @@ def empty_cache(device: torch.device) -> None:
         _module(device).empty_cache()
 
 
+def take_workspaces(device: torch.device) -> None:
+    """Have the library of matrix products allocate what it keeps for each thread and stream, in this thread and in
+    autograd's."""
+    if is_accelerator(device):
+        with torch.inference_mode(False), torch.enable_grad():
+            factor = torch.ones(8, 8, device=device, requires_grad=True)
+            (factor @ factor).sum().backward()
+
+
 # -- rules of the allocator
 
 BLOCK = 512  # bytes; every request is rounded up to a multiple

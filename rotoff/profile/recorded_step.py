@@ -20,7 +20,7 @@ from torch._C._profiler import _EventType
 from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
-from ..accelerator import events_are_of, finish
+from ..accelerator import events_are_of, finish, take_workspaces
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
@@ -337,6 +337,7 @@ class RecordedStep(Verified):
         if self._patient:
             for step in [one for one in OPEN if one.thread == threading.get_ident()]:
                 step.stop()  # its backward may never come
+        take_workspaces(self.device)  # which are no step's
         if not BUSY.acquire(timeout=PATIENCE if self._patient else 0.001):
             raise MeasureError("a step is recorded in another thread already; run its backward, and measure then")
         profiler = self._profile = _started()
@@ -426,9 +427,23 @@ class Event:
     ends: str = ""
 
 
+class _Profile(profile):
+    """Of what an accelerator frees, it logs only what is within an operation or a region; so one is around all."""
+
+    def __enter__(self) -> _Profile:
+        super().__enter__()
+        self._whole = record_function("rotoff")
+        self._whole.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._whole.__exit__(None, None, None)
+        super().__exit__(*error)
+
+
 def _started() -> profile:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    found = profile(profile_memory=True, use_cpu=True)
+    found = _Profile(profile_memory=True, use_cpu=True)
     found.__enter__()
     return found
 

@@ -305,7 +305,7 @@ struct Content {
   bool held_in(const Storage& storage) const { return held && held.is_alias_of(storage); }
 
   void seal() {
-    if (op != RESIDENT && !witness_ && held && held.use_count() > 1) sum_ = checksum(held);
+    if (op != RESIDENT && read && !witness_ && held && held.use_count() > 1) sum_ = checksum(held);
   }
 
   bool alive() const { return held || (weak_ && !weak_->expired()); }

@@ -94,9 +94,9 @@ class Content:
         return self._witness is not None and version_of(self._witness) != self._version
 
     def seal(self) -> None:
-        """The forward has ended: take the checksum of what is held here and elsewhere, if no version tells whether the
-        caller changes it."""
-        unwatched = self.op != RESIDENT and self._witness is None
+        """The forward has ended: take the checksum of what is held here and elsewhere, if an operation reads it and no
+        version tells whether the caller changes it. The host waits for that."""
+        unwatched = self.op != RESIDENT and self.read and self._witness is None
         if unwatched and self.held is not None and torch._C._storage_Use_Count(self.held._cdata) > 1:
             self._sum = checksum(self.held)
 
