@@ -53,7 +53,7 @@ from .solver.in_flight import parse_in_flight
 from .tensors.buffers import BufferCopies, Originals, buffers_of
 from .tensors.caches import caches, switched_off
 from .tensors.rng import Generators
-from .tensors.tree import tensor_leaves
+from .tensors.tree import look_into, tensor_leaves
 from .tensors.undo import undone
 
 logger = logging.getLogger("rotoff")
@@ -255,6 +255,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _starts(self, result: Any) -> list[torch.Tensor]:
         """The outputs from which a backward starts."""
+        look_into(result)
         if names := read_backward_from(self._options.backward_from):
             return [t for name in names for t in _needing(output_named(result, name), name)]
         return [t for t in tensor_leaves(result) if t.requires_grad]
@@ -293,12 +294,25 @@ class Checkpointable(RotorNames, ModuleProxy):
             LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
             InfeasibleError: if nothing fits; it names the smallest limit that does, and smaller inputs than `up_to`.
         """
-        grouped, updates = self._group is not None, options.get("updates")
-        check_limits(mem_limit, device_limit, optimizer, policy, up_to, in_flight, grouped, updates)
+        asked = mem_limit, device_limit, optimizer, policy, up_to, in_flight
+        check_limits(*asked, self._group is not None, options.get("updates"))
         if self._placed is not None and self._placed.placement is not None:
             self._placed.placement.gradients.refuse_before_step("compute_sequence")
         if device_limit is not None:
             return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
+        return self._limit(mem_limit, mode, mem_slots, policy, up_to, in_flight, options)
+
+    def _limit(
+        self,
+        mem_limit: Any,
+        mode: str,
+        mem_slots: int,
+        policy: str | None,
+        up_to: Any,
+        in_flight: int,
+        options: dict[str, Any],
+    ) -> Checkpointable:
+        """`compute_sequence` for a `mem_limit`."""
 
         def limit_here() -> int:
             check_options(mode, mem_slots, policy, options)

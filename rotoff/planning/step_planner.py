@@ -121,12 +121,14 @@ def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flig
 def least_limit(profile: TapeProfile, request: Request) -> int:
     """Return the smallest limit that a request can have, whatever its own is."""
     options = {name: value for name, value in request.options.items() if name != "host_limit"}
-    quick = replace(_quick(request, 1), policy=None, options={**options, "refine": False})
-    plans = (
-        p for part in _parts(request.mode) for found in profile.chains for p in _proposed(profile, found, quick, part)
-    )
-    least = min(plan.peak for plan in plans)
-    return max(1, min(profile.keep_all_bytes(request.in_flight), least) if request.plain else least)
+    own = request.policy is not None
+    quick = replace(request, mem_limit=1, options=options if own else {**options, "refine": False})
+    parts = (request.mode,) if own else _parts(request.mode)
+    plans = (p for part in parts for found in profile.chains for p in _proposed(profile, found, quick, part))
+    least = min((plan.peak for plan in plans), default=None)
+    if least is None:  # the policy has no plan
+        return least_limit(profile, replace(request, policy=None, options={}))
+    return max(1, min(profile.keep_all_bytes(request.in_flight), least) if request.plain and not own else least)
 
 
 def least_time(profile: TapeProfile, request: Request, found: float = math.inf) -> float:
@@ -218,7 +220,12 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
         try:
             sequence = quick.solve(chain, asked, -profile.batch_bytes)
             plan = compiled(profile, found, sequence, request.in_flight)
-        except (InfeasibleError, InvalidSequenceError):
+        except InfeasibleError as error:
+            if request.policy is None or n or error.min_mem_limit <= asked:
+                return
+            asked = error.min_mem_limit  # the chain charges more than the step may hold
+            continue
+        except InvalidSequenceError:
             return
         yield plan
         if over := first_runs_over(plan.sequence, plan.levels, max(limit, asked) - profile.batch_bytes):

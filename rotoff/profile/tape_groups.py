@@ -250,6 +250,32 @@ def without_gradients(profile: TapeProfile) -> TapeProfile:
     return replace(profile, trace=replace(profile.trace, backward=tuple(events)))
 
 
+def _group_of(
+    part: list[nn.Parameter],
+    stages: tuple[int, ...],
+    needs: bool,
+    updated: bool,
+    state_bytes: int,
+    probe: OptimizerProbe,
+    host: bool,
+    block: int,
+    found: TapeChain,
+) -> ParameterGroup:
+    """Return the costs of parameters that are placed together. needs: whether they need gradients. updated: whether
+    the optimizer has them. host: whether it may update them there. block: bytes of the allocator."""
+    nbytes = sum(rounded(room_of(p), block) for p in part)
+    return ParameterGroup(
+        stages=stages,
+        bytes=nbytes,
+        grad_bytes=nbytes if needs else 0,
+        state_bytes=state_bytes if needs else 0,  # those of frozen parameters lie on the host
+        update_time=probe.update_time(part) if needs else 0.0,
+        host_update_time=probe.host_update_time(part) if host and needs else None,
+        update_transient_bytes=probe.update_bytes(part) if updated else 0,
+        name=found.chain.stage(stages[0]).name,
+    )
+
+
 def groups_of(
     profile: TapeProfile,
     found: TapeChain,
@@ -278,20 +304,8 @@ def groups_of(
     costs, placed, on_host = [], [], []
     for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
         for part in in_parts(several, map(room_of, several), whole):
-            nbytes = sum(rounded(room_of(p), block) for p in part)
             states = tuple(map(probe.state_bytes, part))
-            costs.append(
-                ParameterGroup(
-                    stages=stages,
-                    bytes=nbytes,
-                    grad_bytes=nbytes if needs else 0,
-                    state_bytes=sum(states) if needs else 0,  # those of frozen parameters lie on the host
-                    update_time=probe.update_time(part) if needs else 0.0,
-                    host_update_time=probe.host_update_time(part) if host and needs else None,
-                    update_transient_bytes=probe.update_bytes(part) if updated else 0,
-                    name=found.chain.stage(stages[0]).name,
-                )
-            )
+            costs.append(_group_of(part, stages, needs, updated, sum(states), probe, host, block, found))
             placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
             here = updated and not is_accelerator(device)
             taken = [probe.update_bytes([p]) if here else 0 for p in part]

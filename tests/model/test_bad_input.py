@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import os
 import re
+import subprocess
 import sys
 import warnings
 from dataclasses import replace
@@ -352,3 +354,35 @@ def test_smaller_forms_count_from_1(form: Any) -> None:
 def test_a_sequence_with_an_endless_limit_is_shown() -> None:
     endless = rotoff.Sequence.from_dict({**keep_all(CHAIN).to_dict(), "mem_limit": 10**400})
     assert "TiB" in rotoff.render(CHAIN, endless, width=80)
+
+
+@pytest.mark.parametrize("repeats", [0, -1, 2.5, True])
+def test_repeats_are_a_whole_number_of_at_least_one(repeats: object) -> None:
+    torch = pytest.importorskip("torch")
+    with pytest.raises(rotoff.MeasureError, match=re.escape(f"repeats is {repeats!r}; give a whole number")):
+        rotoff.Checkpointable(torch.nn.Linear(4, 4)).measure(torch.randn(2, 4), repeats=repeats)
+
+
+@pytest.mark.slow
+def test_measuring_and_training_import_no_compiler() -> None:
+    """Importing ``torch._dynamo`` takes seconds; a dispatch mode does so unless it says that it need not."""
+    program = """
+import sys, torch, rotoff
+from torch import nn
+block = lambda: nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = block()
+    def forward(self, x):
+        return x + self.inner(x)
+model, x = nn.Sequential(*[Block() for _ in range(4)]), torch.randn(256, 64)
+wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+assert any(stage.forms for stage in wrapped.chain.stages)
+wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory), mode="remat", refine=False)
+wrapped(x).sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr

@@ -166,15 +166,10 @@ def block(width: int = 32) -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, width), nn.Sequential(Residual(width)), nn.Linear(width, 4))
 
 
-@pytest.mark.parametrize("bad", [3, "addmm", [1], 0.5])
+@pytest.mark.parametrize("bad", [3, "addmm", ["aten.addmm"], 0.5])
 def test_forms_option_of_wrong_type_is_refused(bad: object) -> None:
     with pytest.raises(rotoff.OptionError, match="forms is"):
         rotoff.Checkpointable(block(), forms=bad)
-
-
-def test_forms_option_with_unknown_operation_is_refused() -> None:
-    with pytest.raises(rotoff.OptionError, match="forms names 'adddmm', which is no operation"):
-        rotoff.Checkpointable(block(), forms=["aten.addmm", "adddmm"])
 
 
 class InPlace(nn.Module):

@@ -203,8 +203,8 @@ def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch)
     assert room_for_plan(DEVICE) == 10 * MIB
     assert room_for_plan(torch.device("cpu")) is None  # whose host tier is a file
     wrapped = rotoff.Checkpointable(torch.nn.Sequential(torch.nn.Linear(4, 4))).compute_sequence("1 GiB", host_limit=80)
-    assert wrapped._specializations.request is not None
-    assert wrapped._specializations.request.options["host_limit"] == 10
+    assert wrapped._steps.request is not None
+    assert wrapped._steps.request.options["host_limit"] == 10
 
 
 # -- plans that fit the host

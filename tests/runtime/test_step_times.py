@@ -54,8 +54,9 @@ def test_a_recorded_stage_takes_as_long_as_it_took() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             import time
 
-            time.sleep(0.05)
-            return super().forward(x)
+            y = super().forward(x)
+            time.sleep(0.05)  # a stage begins at its first operation, so before it this were the time of the one before
+            return y
 
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(8, 8), Slow(8, 8), nn.Linear(8, 8)))
     model.measure(x := torch.randn(4, 8)).compute_pytorch_sequence()
@@ -126,14 +127,13 @@ def test_a_plan_without_measurement_says_what_to_do() -> None:
 def test_one_line_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="rotoff"):
         model, _ = planned(mode="remat")
-    measured, limits, line = [record.getMessage() for record in caplog.records]
-    assert measured.startswith("rotoff: measured ")
+    limits, line = [record.getMessage() for record in caplog.records]
     runs: dict[int, int] = {}
     for op in model.sequence:
         if op.kind in COMPUTES and op.kind is not OpKind.B:
             runs[op.stage] = runs.get(op.stage, 0) + 1
     again = [i for i, count in runs.items() if count > 1]
-    assert "mode remat" in limits
+    assert "mode remat" in line
     assert rotoff.format_bytes(model.get_expected_memory()) in line
     assert f"the limit is {rotoff.format_bytes(model.mem_limit)}" in limits
-    assert line.split("; times")[0].endswith(f"stages {rotoff.report.summary.ranges(again)} recomputed")
+    assert line.endswith(f"stages {rotoff.report.summary.ranges(again)} recomputed")

@@ -24,7 +24,7 @@ from ...tape.contents import Content, Slot
 from ...tape.operators import tensors_of
 from ...tape.tape import Known, Operation
 from ...tensors.storage import is_plain
-from ...tensors.tree import tensor_leaves
+from ...tensors.tree import look_into, tensor_leaves
 from ..recorded_step import Event, RecordedStep
 from ..tape_chain import CALL
 from ..tape_groups import CAST
@@ -58,6 +58,7 @@ def starts(result: Any, names: Sequence[str | int] = ()) -> list[torch.Tensor]:
     Raises:
         MeasureError: if one of them is missing, or needs no gradient.
     """
+    look_into(result)
     parts = [] if names else [t for t in tensor_leaves(result) if t.requires_grad]
     for name in names:
         named = [t for t in tensor_leaves(output_named(result, name)) if t.requires_grad]
