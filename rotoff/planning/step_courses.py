@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..accelerator import retries
+from ..accelerator import is_capturing, retries
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..core.sizes import format_bytes
@@ -119,7 +119,7 @@ class _Recorded:
 
 
 def _refuse_capture() -> None:
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         raise MeasureError(
             "a step cannot be planned or recorded while a CUDA graph is captured, which would replay its copies without"
             " their waits; run it outside of the capture, or plan with a limit that keeps everything"

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -146,6 +147,8 @@ class RecordedStep(Verified):
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
+        self.let_go: dict[Content, int] = {}  # in the forward, by graphs that have gone: the operation that began then
+        self._watches: list[Any] = []
         self._alive: list[Content] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
@@ -188,7 +191,7 @@ class RecordedStep(Verified):
             hook.remove()
         self._hooks = []
         super().__exit__(*error)
-        self._borders = []
+        self._borders, self._watches = [], []
         self.packed |= {s.at: s.reference.content for k in self.slots for s in self.live(k) if s.reference is not None}
         self.handed_out = {content for content in self._alive if content.alive()}
         for content in self.handed_out:
@@ -262,6 +265,12 @@ class RecordedStep(Verified):
         super().saved(slot, storage)
         assert slot.reference is not None
         self.segments[-1].saved[slot.reference.content] = None
+        self._watches.append(weakref.ref(slot, partial(self._dropped, slot.reference.content)))
+
+    def _dropped(self, content: Content, _: object) -> None:
+        """Autograd has let go of what it saved."""
+        if self._recording:
+            self.let_go[content] = len(self.operations)
 
     # -- the backward
 

@@ -27,7 +27,8 @@ class Made:
 
     op, out: the operation and which of its results. dies: the first operation that begins when the model's code has let
     go of it; one more than there are if the caller gets it. later: the content that took its place. again: whether
-    it can be made again. returned: whether the caller has it when the backward begins.
+    it can be made again. returned: whether the caller has it when the backward begins. let_go: the first operation
+    that begins when a graph that had saved it is gone.
     """
 
     op: int
@@ -37,6 +38,7 @@ class Made:
     later: int | None
     again: bool
     returned: bool
+    let_go: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class Trace:
             yield level
             for c in op.makes:
                 if c not in kept:
-                    leave.setdefault(self.made[c].dies, []).append(c)
+                    leave.setdefault(max(self.made[c].dies, self.made[c].let_go), []).append(c)
         level -= self.size(c for gone in leave.values() for c in gone if not self.made[c].returned)
         yield level
         left = Counter(event.freed[0] for event in self.backward if event.freed is not None)
@@ -165,6 +167,7 @@ def trace_of(step: RecordedStep) -> Trace:
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
             content in step.returned,
+            step.let_go.get(content, 0),
         )
         for content in contents
     )
