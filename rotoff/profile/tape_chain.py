@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.chain import Chain, Form, LinkRates, Stage
-from ..core.sequence import FORWARDS, OpKind, Sequence, Value
+from ..core.sequence import COMPUTES, FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import Machine, early_stops
 from ..runtime.layout import Layout
 from .trace import Ran, Trace
@@ -225,13 +225,14 @@ class TapeChain:
         code still has of earlier stages counts in first runs."""
         machine, size = Machine(self.chain), self.trace.size
         form, levels, ran = dict[int, int](), [], 0
-        early, backward = early_stops(sequence), False
+        early, turned = early_stops(sequence), False
         for n, op in enumerate(sequence):
             before = [v for v in machine.device if v.stage or v.saved]
             if op.kind in FORWARDS and op.value.saved:
                 form[op.stage] = op.form
             held = set[int]().union(*(self._contents(v, form) for v in before))
             charged = sum(machine.device[v] for v in before)
+            turned |= machine.backward_phase and op.kind in COMPUTES
             event = machine.step(op, n in early)
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
@@ -239,7 +240,6 @@ class TapeChain:
                 levels.append(self.chain.input_bytes + size(held) + self.runs[op.stage - 1].first_peak(stays, held))
                 continue
             if op.kind is OpKind.B:
-                backward = True
                 run = self.runs[op.stage - 1]
                 others = size(c for c in held if not run.makes(c))
                 most = others + run.backward_peaks[form[op.stage]]
@@ -249,9 +249,9 @@ class TapeChain:
                 continue
             new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
             more = 0 if new is None else machine.device[new] - size(self._contents(new, form) - held)
-            if not machine.backward_phase:
-                more -= self.runs[ran - 1].left_over(held) if ran else 0
-            elif not backward:
+            if ran and not turned:
+                more -= self.runs[ran - 1].left_over(held)
+            if machine.backward_phase and not turned:
                 more += self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
             levels.append(event.memory - (charged - size(held)) - more)
         return levels

@@ -16,7 +16,7 @@ from torch import nn
 from ..accelerator import block_bytes, is_accelerator
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import FORWARDS, UPDATES, OpKind, Sequence, Value, w
+from ..core.sequence import COMPUTES, FORWARDS, UPDATES, OpKind, Sequence, Value, w
 from ..core.simulator import Machine
 from ..core.steady_step import at_rest, group_bytes
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
@@ -182,17 +182,20 @@ class TapeGroups:
         own = iter(found.levels(replace(sequence, ops=tuple(moves), resident=[])))
         machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-        levels, ran, stays = [], 0, self.constant(during)
+        levels, ran, turned, stays = [], 0, False, self.constant(during)
         updated = set[int]()
         returned = max((one.nbytes for one in found.trace.made if one.returned), default=0)
         for op in sequence:
             activations = [v for v in machine.device if not v.of and (v.stage or v.saved)]
             held = frozenset[int]().union(*(_contents(found, v, machine) for v in activations))
             charged = sum(machine.device[v] for v in activations)
+            turned |= machine.backward_phase and op.kind in COMPUTES
             event = machine.step(op)
             if op.of or op.kind in UPDATES:
                 level = event.memory - charged + found.trace.size(held)
-                level += found.runs[ran - 1].left_over(held) if ran and not machine.backward_phase else 0
+                if ran and not turned:
+                    level += found.runs[ran - 1].left_over(held)
+                    level -= self.chain.grad_bytes(len(self.chain)) if machine.backward_phase else 0
                 if op.kind is OpKind.H:  # in the first step, the states of groups not updated yet do not exist
                     again, first = self.on_host[op.stage - 1]
                     missing = {v.stage for v in machine.device if v.of == "o"} - updated
