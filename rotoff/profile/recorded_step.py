@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +147,9 @@ class RecordedStep(Verified):
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
         self._alive: list[Content] = []
+        self._saved: Counter[Content] = Counter()  # how many saved tensors refer to it
+        self._watching: list[Any] = []
+        self._dropped: list[Content] = []  # by autograd, since the last operation
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
@@ -186,6 +191,8 @@ class RecordedStep(Verified):
             hook.remove()
         self._hooks = []
         super().__exit__(*error)
+        self._note_deaths()
+        self._watching.clear()
         self._borders = []
         self.packed |= {s.at: s.reference.content for k in self.slots for s in self.live(k) if s.reference is not None}
         self.handed_out = {content for content in self._alive if content.alive()}
@@ -216,6 +223,17 @@ class RecordedStep(Verified):
             self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note_deaths()
+        number = len(self.operations)
+        self.varies |= not VARYING.isdisjoint(func.tags)
+        with self.region(str(number)):
+            began = self.moment()
+            out = func(*args, **kwargs)
+            self._last = began, self.moment()
+        return out
+
+    def _note_deaths(self) -> None:
+        """Note what the model's code has let go of since the last operation, and graphs that it has dropped."""
         number, still = len(self.operations), []
         for content in self._alive:
             if content.alive():
@@ -223,12 +241,8 @@ class RecordedStep(Verified):
             else:
                 self.death[content] = number
         self._alive = still
-        self.varies |= not VARYING.isdisjoint(func.tags)
-        with self.region(str(number)):
-            began = self.moment()
-            out = func(*args, **kwargs)
-            self._last = began, self.moment()
-        return out
+        self.death |= {content: number for content in self._dropped if content in self.death}
+        self._dropped.clear()
 
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
         written = super()._written(*of)
@@ -256,7 +270,10 @@ class RecordedStep(Verified):
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         super().saved(slot, storage)
         assert slot.reference is not None
-        self.segments[-1].saved[slot.reference.content] = None
+        content = slot.reference.content
+        self.segments[-1].saved[content] = None
+        self._saved[content] += 1
+        self._watching.append(weakref.ref(slot, partial(_drop, self._saved, self._dropped, content)))
 
     # -- the backward
 
@@ -406,6 +423,13 @@ class RecordedStep(Verified):
                 "nothing in the model needs a gradient, so there is no backward to plan for; let some parameters be"
                 " trained (model.requires_grad_()), or run the model without rotoff"
             )
+
+
+def _drop(saved: Counter[Content], dropped: list[Content], content: Content, _: Any) -> None:
+    """A saved tensor of `content` is gone."""
+    saved[content] -= 1
+    if not saved[content]:
+        dropped.append(content)
 
 
 # -- what the allocator did
