@@ -147,7 +147,7 @@ class RecordedStep(Verified):
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
-        self.let_go: dict[Content, int] = {}  # in the forward, by graphs that have gone: the operation that began then
+        self.gone_at: dict[Content, int] = {}  # in the forward, by graphs that have gone: the operation that began then
         self._watches: list[Any] = []
         self._alive: list[Content] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
@@ -270,7 +270,7 @@ class RecordedStep(Verified):
     def _dropped(self, content: Content, _: object) -> None:
         """Autograd has let go of what it saved."""
         if self._recording:
-            self.let_go[content] = len(self.operations)
+            self.gone_at[content] = len(self.operations)
 
     # -- the backward
 

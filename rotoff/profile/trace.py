@@ -167,7 +167,7 @@ def trace_of(step: RecordedStep) -> Trace:
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
             content in step.returned,
-            step.let_go.get(content, 0),
+            step.gone_at.get(content, 0),
         )
         for content in contents
     )
