@@ -290,12 +290,9 @@ def chain_of(
             stages have smaller ones. like: of a step of the same operations, whose stages and forms are taken. begins:
             of the stages, in place of `stages`.
     """
-    uses = _Uses(trace)
-    begins = list(begins if like is None else like.layout.begins)
-    if not begins:
-        begins = [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
+    begins = list(begins if like is None else like.layout.begins) or _begins(trace, stages)
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
-    cut = _Cut(uses, begins, far)
+    cut = _Cut(_Uses(trace), begins, far)
     many, handed, saved, stay = len(begins), cut.handed, cut.saved, cut.stay
     backward = _Backward(trace, begins, cut.of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
@@ -318,6 +315,11 @@ def chain_of(
     whole = [[frozenset(part | run.handed) for part in kept] for run, kept in zip(runs, contents, strict=True)]
     layout = cut.layout(firsts, ends, contents)
     return TapeChain(chain, layout, trace, list(map(frozenset, handed)), whole, frozenset(stay), runs)
+
+
+def _begins(trace: Trace, stages: int | Collection[str]) -> list[int]:
+    uses = _Uses(trace)
+    return [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
 
 
 def _key(trace: Trace, first: int, end: int, stage: int) -> int:

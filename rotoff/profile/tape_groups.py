@@ -294,15 +294,10 @@ def groups_of(
         found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
             parameters that stay on the device, beyond those that must.
     """
-    device, begins = reads.device, found.layout.begins
+    device = reads.device
     block = block_bytes(device)
-    readers = {key: {bisect_right(begins, position) for position in at} for key, at in reads.at.items()}
     every, movable = _movable(model, reads.staying | {*outside})
-    members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
-    for p in movable:
-        if id(p) in readers:
-            alike = tuple(sorted(readers[id(p)])), p.requires_grad, probe.updates(p)
-            members.setdefault(alike, []).append(p)
+    members = _alike(movable, reads, found.layout.begins, probe)
     whole = sum(room_of(p) for several in members.values() for p in several)
     costs, placed, on_host = [], [], []
     for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
@@ -337,6 +332,18 @@ def groups_of(
         expected=max(resting - gradients + with_gradients, updating),
         device=device,
     )
+
+
+def _alike(
+    movable: Iterable[nn.Parameter], reads: Reads, begins: tuple[int, ...], probe: OptimizerProbe
+) -> dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]]:
+    """Return parameters by the stages that read them, whether they need a gradient, and whether they are updated."""
+    members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
+    for p in movable:
+        if id(p) in reads.at:
+            stages = tuple(sorted({bisect_right(begins, position) for position in reads.at[id(p)]}))
+            members.setdefault((stages, p.requires_grad, probe.updates(p)), []).append(p)
+    return members
 
 
 def waiting_plan(model: nn.Module, probe: OptimizerProbe) -> PlacedPlan:
