@@ -961,6 +961,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 
 extern "C" {
 void standin_init() { initialised = true; }
+void standin_resize(c10::StorageImpl* storage, int64_t nbytes) {
+  DataPtr data = allocator.allocate(nbytes);
+  if (const auto kept = std::min<int64_t>(nbytes, storage->nbytes()))
+    kernel([to = data.get(), from = storage->data_ptr().get(), kept] { memcpy(to, from, kept); });
+  storage->set_data_ptr(std::move(data));
+  storage->set_nbytes(nbytes);
+}
 int64_t standin_allocated() { return counts.allocated; }
 int64_t standin_allocated_peak() { return counts.allocated_peak; }
 int64_t standin_requested() { return counts.requested; }

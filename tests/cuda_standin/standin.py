@@ -121,6 +121,17 @@ def stand_in(library: str) -> None:
     }
     for name, value in replaced.items():
         setattr(torch.cuda, name, value)
+
+    def resize(storage: Any, nbytes: int) -> Any:
+        """As PyTorch resizes a storage, which a build without CUDA refuses to do for one of CUDA's."""
+        if storage.device.type != "cuda" or not storage.resizable():
+            return on_cpu(storage, nbytes)
+        device.standin_resize(ctypes.c_void_p(storage._cdata), ctypes.c_int64(nbytes))
+        return storage
+
+    on_cpu = torch.UntypedStorage.resize_
+    resized: Any = torch.UntypedStorage
+    resized.resize_ = resize
     cuda: Any = torch.Tensor
     cuda.cuda = lambda self, where=None, *_, **__: self.to("cuda" if where is None else f"cuda:{index(where)}")
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU has no kernel of that name
