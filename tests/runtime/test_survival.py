@@ -290,7 +290,7 @@ def test_a_backward_after_an_error_gives_the_bits_of_the_plain_model(faults: Fau
             faults.arm(1, ERRORS["memory"])
             with pytest.raises(MemoryError, match="injected"):
                 loss.backward()
-            afresh(net, "residual")
+            net.zero_grad(set_to_none=False)
         loss.backward()
         found.append([p.grad for p in net.parameters()])
     assert same(*found)
@@ -638,9 +638,11 @@ def test_an_error_within_a_checkpoint_reaches_the_caller(error: BaseException, r
     net = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     net.compute_sequence(net.min_mem_limit("remat"), "remat", refine=False)
     raised.append(error)
-    with pytest.raises(type(error)) as seen:
+    with pytest.raises(BaseException) as plainly:  # PyTorch's checkpoint makes a RuntimeError of a StopIteration
+        model(x)
+    with pytest.raises(type(plainly.value)) as seen:
         net(x)
-    assert seen.value is error
+    assert error in (seen.value, seen.value.__cause__)
     raised.clear()
     model.zero_grad()
     net(x).sum().backward()
