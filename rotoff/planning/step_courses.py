@@ -532,7 +532,7 @@ class StepRunner:
             together(record, self._group)
         finally:
             step.stop()
-        course = self._learn(recorded)
+        course, self._taken = self._learn(recorded), None  # which is expected next, whatever the steps before took
         course.beside = beside
         if self._group is not None and self.request is not None:
             self.planned(course)  # while all are here

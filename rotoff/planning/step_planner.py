@@ -326,7 +326,13 @@ def _report(profile: TapeProfile, request: Request, plan: StepPlan, seconds: flo
         logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)
         return
     trace, base = plan.trace, profile.chain.compute_time
-    logger.info("rotoff: keeping everything takes %s, and %s", everything, limit)
+    logger.info(
+        "rotoff: keeping everything takes %s, the smallest limit %s is %s, and %s",
+        everything,
+        request,
+        format_bytes(least_limit(profile, request)),
+        limit,
+    )
     logger.info(
         "rotoff: planned %s in %.1f s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
         " %.4g s recomputed; %s",
