@@ -32,7 +32,7 @@ from .links.spill import Away, Spill
 from .step_times import StepTimes
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
-OFF_COURSE = 16  # operations and saved tensors after which what a step without a plan has saved leaves the device
+OFF_COURSE = 8  # operations and saved tensors after which what a step without a plan has saved leaves the device
 
 
 class TapeStep:
