@@ -98,7 +98,7 @@ def test_a_batch_that_lies_otherwise_in_memory() -> None:
     """What follows from the strides is found by measuring, so that each layout has a course of its own."""
     torch.manual_seed(0)
     plain = Strides()
-    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).compute_sequence("60 KiB")
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).compute_sequence("64 KiB")
     batches = [
         torch.randn(8, 4, 16),
         torch.randn(4, 8, 16).transpose(0, 1),
