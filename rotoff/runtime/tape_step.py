@@ -277,6 +277,8 @@ class TapeStep:
         ends = list(accumulate(sizes, initial=offset))
         # another value may have brought a content that this one has, too, or may be about to
         shared = {c: one for other in self._arriving.values() for c, one in other.items()}
+        if self._stage <= len(self._layout.begins):  # within the forward, whose code may have it still
+            self._hold(tape, op.value, [c for c in contents if c not in shared and c.storage(seen=True) is not None])
         coming = [
             (c, nbytes, first)
             for c, nbytes, first in zip(contents, sizes, ends, strict=False)
