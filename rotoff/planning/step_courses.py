@@ -207,7 +207,9 @@ class StepRunner:
             return plain(*args, **kwargs)
         self.settle()
         key, hint = signature(value, self.model), constants(value)
-        course = self._course(key, hint) or self._foretold(key, hint, args, kwargs)
+        if (course := self._course(key, hint)) is None:
+            self._say_larger(key)
+            course = self._foretold(key, hint, args, kwargs)
         if course is None or self._is_new(course):
             _refuse_capture()
             return self._record(plain, key, hint, args, kwargs)
@@ -266,7 +268,6 @@ class StepRunner:
     ) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
         refuse_meta(self.model, (args, kwargs))
-        self._say_larger(key)
         stop_complete()
         several = BUSY.locked() or within_backward()  # steps are under way
         profiled = not several and torch.autograd._profiler_enabled()
@@ -485,7 +486,7 @@ class StepRunner:
         pairs = zip(most, sizes, strict=False)
         if kind == own and any(a < b for one, other in pairs for a, b in zip(one, other, strict=False)):
             logger.warning(
-                "rotoff: the input %s is larger than up_to, so it is recorded, and planned after this step",
+                "rotoff: the input %s is larger than up_to, so it had no plan before this step",
                 [list(shape) for shape in sizes],
             )
 
@@ -568,11 +569,8 @@ class StepRunner:
                 continue
             plan, base = self.planned(course), course.profile.chain.compute_time
             seconds = plan.trace.makespan
-            found.append(
-                PlannedSize(
-                    course.profile.shapes, course.profile.seen, plan.peak, seconds, seconds / base - 1 if base else 0.0
-                )
-            )
+            overhead = max(0.0, seconds / base - 1) if base else 0.0
+            found.append(PlannedSize(course.profile.shapes, course.profile.seen, plan.peak, seconds, overhead))
         return found
 
     def close(self) -> None:

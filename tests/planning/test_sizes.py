@@ -269,7 +269,7 @@ def test_up_to_an_empty_input_that_does_not_fit_names_no_others(shape: tuple[int
 
 
 def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    wrapped, _ = planned("tokens", 1.0, 160)
+    wrapped, _ = planned("tokens", 1.0, 24)
     wrapped.compute_sequence("1 GiB", up_to=KINDS["tokens"][1](24))
     with caplog.at_level(logging.WARNING, "rotoff"):
         step(wrapped, KINDS["tokens"][1](160))

@@ -290,8 +290,7 @@ def test_cpu_bandwidth_buffer_is_file_backed(tmp_path: Path) -> None:
 
 def test_what_all_processes_of_a_host_get_at_once_bounds_each_rate() -> None:
     alone, at_once = LinkRates(15.0, 50.0, True, 12.0, 30.0), LinkRates(10.0, 60.0, True, 5.0, 8.0)
-    plain, halves = LinkPool(), LinkPool(half=torch.float16)
+    plain = LinkPool()
     assert plain.shared(alone) == alone
-    plain.share = halves.share = at_once
+    plain.share = at_once
     assert plain.shared(alone) == LinkRates(10.0, 50.0, True, 5.0, 8.0)
-    assert halves.shared(alone) == LinkRates(15.0, 50.0, True, 10.0, 16.0)  # half of the bytes move

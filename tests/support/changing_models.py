@@ -1254,7 +1254,7 @@ def gradient_of_each(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tens
     return losses[0] + losses[1]
 
 
-row("a double backward", step=twice, refused=r"differentiate twice|create_graph")(Trunk)
+row("a double backward", step=twice)(Trunk)
 row("a second and a third backward through the same graph", step=again_backward)(Trunk)
 row("a second backward through batch norm and dropout", step=again_backward, call=large)(Dropout)
 row("a backward for each of two losses", step=gradient_of_each)(Trunk)
