@@ -11,6 +11,26 @@
 // Of libtorch_python; its headers need all of Python's.
 PyObject* THPVariable_Wrap(const at::TensorBase& t);
 PyObject* THPStorage_Wrap(c10::Storage storage);
+// An error of Python on its way through C++, which raises it again; with the fields of torch/csrc/Exceptions.h.
+struct __attribute__((visibility("default"))) python_error : std::exception {
+  PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+  std::string message = "python_error";
+
+  python_error() = default;
+  python_error(const python_error& other)
+      : type(other.type), value(other.value), traceback(other.traceback), message(other.message) {
+    const auto gil = PyGILState_Ensure();
+    for (auto* object : {type, value, traceback}) Py_IncRef(object);
+    PyGILState_Release(gil);
+  }
+  ~python_error() override {
+    if (!type && !value && !traceback) return;
+    const auto gil = PyGILState_Ensure();
+    for (auto* object : {type, value, traceback}) Py_DecRef(object);
+    PyGILState_Release(gil);
+  }
+  const char* what() const noexcept override { return message.c_str(); }
+};
 namespace torch {
 void translate_exception_to_python(const std::exception_ptr& error);
 }
@@ -219,12 +239,9 @@ void come_to(PyObject* self) {
   } done{gil};
   Owned told{PyObject_GetAttrString(self, "on_ahead")};
   if (told && Owned{PyObject_CallFunctionObjArgs(told.get(), self, nullptr)}) return;
-  PyObject *type, *error, *trace;
-  PyErr_Fetch(&type, &error, &trace);
-  PyErr_NormalizeException(&type, &error, &trace);
-  Owned kinds[] = {Owned{type}, Owned{error}, Owned{trace}}, text{PyObject_Str(error)};
-  const char* said = text ? PyUnicode_AsUTF8AndSize(text.get(), nullptr) : nullptr;
-  throw std::runtime_error(said ? said : "a stage could not begin");
+  python_error error;
+  PyErr_Fetch(&error.type, &error.value, &error.traceback);
+  throw error;
 }
 
 PyObject* tape_new(PyTypeObject* type, PyObject*, PyObject*) {
