@@ -1,4 +1,5 @@
-"""Tests that say what rotoff does not do yet, and why. Each must fail: one that passes is to be taken out of the table."""
+"""Tests that say what rotoff does not do yet, and why. Each of the first table must fail: one that passes is to be taken
+out. Those of the second fail in some runs."""
 
 from __future__ import annotations
 
@@ -47,5 +48,11 @@ KNOWN_FAULTS = {
     ),
     "tools/test_largest.py::test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again": (
         "an estimate does not follow what the model asks of values, and has few stages from there on"
+    ),
+}
+
+SOMETIMES = {
+    "model/test_distributed.py::test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan[fsdp]": (
+        "half-way to keeping everything, a machine under load finds a plan in mode offload that keeps everything"
     ),
 }
