@@ -110,12 +110,6 @@ def is_capturing() -> bool:
 # -- memory
 
 
-def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes that an accelerator's allocator has handed out."""
-    found = _statistics(device)
-    return int(found["allocated_bytes"]["all"]["current"]) if found else 0
-
-
 def retries(device: torch.device) -> int:
     """Return how often the allocator found no room, gave all that it did not use back to the device, and tried
     again."""
@@ -153,8 +147,6 @@ def take_workspaces(device: torch.device) -> None:
 # -- rules of the allocator
 
 BLOCK = 512  # bytes; every request is rounded up to a multiple
-UNSPLIT = 1 << 20  # a remainder of at most so many bytes is not split off a block above 1 MiB
-SEGMENT = 20 << 20  # bytes that the allocator reserves at least for a request above 1 MiB
 # Options that make blocks larger than these rules say, or the segments that they come out of.
 ENLARGING = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")
 # What the allocator reserves over what it is asked for, at most, as a share and in bytes (`docs/runtime.md`).

@@ -15,7 +15,6 @@ from ..errors import InvalidSequenceError, LimitError, OptionError, SequenceForm
 from ..io.cache import Cache
 from ..io.progress import Bar
 from ..solver import solve
-from ..solver.anneal import Budget
 from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
 from ..solver.policies import check_policy
 from ..solver.search import SharedProblems
@@ -24,7 +23,6 @@ from ..solver.solve import check_alone, check_mode_options, solved
 from ..version import __version__
 
 logger = logging.getLogger("rotoff")
-SHORT = 0.1  # share of the search effort with which a plan is looked for first
 
 
 def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
@@ -91,11 +89,6 @@ class Request:
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
         return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"
-
-    def shortened(self) -> Request:
-        """This with the share `SHORT` of the search effort; itself if there is no search."""
-        effort = SHORT * Budget.of(self.options.get("refine", True)).seconds
-        return replace(self, options={**self.options, "refine": effort}) if effort else self
 
     def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
         """The requested sequence within `limit` bytes in the machine's terms. beside: as for `solve_in_flight`."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..core.chain import Chain, LinkRates
 from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
-from ..profile.memory.allocator import DeviceAllocator
+from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.recorded_step import BUSY, aside
 from ..profile.tape_groups import (
@@ -383,8 +383,8 @@ class PlacedRunner:
         with self.streamed():
             if known is not None or torch.autograd._profiler_enabled():
                 return run()
-            result, log = DeviceAllocator(self.device).log(run)
-        self._forward_bytes[key] = known = log.peak()
+            result, log = logged(run, self.device)
+        self._forward_bytes[key] = known = peak_of(log)
         taken = whole - placement.away_bytes + known
         if taken > request.mem_limit:
             self._clear(placement)

@@ -26,7 +26,7 @@ from ..runtime.placed.updates import copy_of, host_threads, own_step
 from ..tensors.storage import rounded
 from ..tensors.torch_settings import bytes_by_default
 from ..tensors.undo import is_as_before, is_generator, note, put_back
-from .memory.allocator import DeviceAllocator
+from .allocations import logged, peak_of
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
 # Elements of the parameters on which a step's bytes are measured; the last are for when the time is of no interest.
@@ -264,11 +264,10 @@ class OptimizerProbe:
     def _bytes(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> tuple[float, float, float]:
         small = [_small(shape, parameter.dtype, seed, device) for seed in (1, 2, 3)]
         made = [self._stand_in(parameter, small[:count]) for count in (1, 2, 3)]
-        allocator, nbytes = DeviceAllocator(device), small[0].nbytes
         with _unchanged(made[0]):  # they share attributes
             for several in made:
                 own_step(several)
-            alone, two, three = (allocator.log(partial(own_step, some))[1].peak() / nbytes for some in made)
+            alone, two, three = (peak_of(logged(partial(own_step, some), device)[1]) / small[0].nbytes for some in made)
         return alone, two - alone, max(0.0, three - two)
 
     def _seconds(self, parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> float:

@@ -13,8 +13,6 @@ from ..tensors.tree import flatten
 from ..version import __version__
 from .estimate.devices import Device
 
-OVERHEAD_TIMES = "upkeep_times"  # key in a chain's meta: seconds for each stage and each tensor (`runtime.overhead`)
-
 
 def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:
     """Return the model, the shapes of its input, the device and the versions that a chain was measured or estimated

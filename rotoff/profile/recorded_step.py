@@ -6,7 +6,6 @@ needs it. So the step keeps its limit if anything does, and shows how long each 
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._profiler import _EventType
-from torch.autograd.profiler import profile, record_function
 from torch.autograd.variable import Variable
 
-from ..accelerator import events_are_of, finish, take_workspaces
+from ..accelerator import finish, take_workspaces
 from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
@@ -30,8 +27,8 @@ from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled
+from .allocations import Event, Log, check_allocator, region
 
-MARK = "rotoff::"
 END = "end"
 GRADIENT = "gradient"
 LOSS = "loss"  # what follows the forward
@@ -155,7 +152,7 @@ class RecordedStep(Verified):
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
         self._spill = Spill() if spill is None else spill
         self._away: dict[Content, Away] = {}
-        self._profile: profile | None = None
+        self._profile: Log | None = None
         self.thread = 0
         self._queued = False
         self._clock: Any = None
@@ -330,11 +327,12 @@ class RecordedStep(Verified):
             hook.remove()
         self._gradient_hooks.clear()
         if self._profile is not None:
-            profiler, self._profile = self._profile, None
+            log, self._profile = self._profile, None
             OPEN.discard(self)
             self._unstopped.detach()
             try:
-                self.log = _stopped(profiler, self.device)
+                log.__exit__(None, None, None)
+                self.log = log.events(self.device)
             finally:
                 BUSY.release()
             finish(self.device)
@@ -349,14 +347,19 @@ class RecordedStep(Verified):
         take_workspaces(self.device)  # which are no step's
         if not BUSY.acquire(timeout=PATIENCE if self._patient else 0.001):
             raise MeasureError("a step is recorded in another thread already; run its backward, and measure then")
-        profiler = self._profile = _started()
+        try:
+            check_allocator(self.device)
+            log = self._profile = Log().__enter__()
+        except BaseException:
+            BUSY.release()
+            raise
         self.thread = threading.get_ident()
         OPEN.add(self)
-        self._unstopped = weakref.finalize(self, _discarded, profiler, self._gradient_hooks)
+        self._unstopped = weakref.finalize(self, _discarded, log, self._gradient_hooks)
 
     def region(self, name: str) -> AbstractContextManager[object]:
         """A region of the log."""
-        return record_function(MARK + name)
+        return region(name)
 
     def moment(self) -> Any:
         """Return a mark of the present moment."""
@@ -423,74 +426,15 @@ class RecordedStep(Verified):
             )
 
 
-# -- what the allocator did
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """size: bytes allocated (negative: freed) at the address ptr; or, with size 0, the begin or the end of a region."""
-
-    size: int
-    ptr: int = 0
-    begins: str = ""
-    ends: str = ""
-
-
-class _Profile(profile):
-    """Of what an accelerator frees, it logs only what is within an operation or a region; so one is around all."""
-
-    def __enter__(self) -> _Profile:
-        super().__enter__()
-        self._whole = record_function("rotoff")
-        self._whole.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._whole.__exit__(None, None, None)
-        super().__exit__(*error)
-
-
-def _started() -> profile:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    found = _Profile(profile_memory=True, use_cpu=True)
-    found.__enter__()
-    return found
-
-
-def _discarded(profiler: profile, hooks: list[Any]) -> None:
+def _discarded(log: Log, hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
     try:
         with suppress(RuntimeError):
-            profiler.__exit__(None, None, None)
+            log.__exit__(None, None, None)
     finally:
         BUSY.release()
 
 
 def _seconds(of: Any) -> float:
     return of if isinstance(of, float) else seconds_between(*of)
-
-
-def _stopped(profiler: profile, device: torch.device) -> list[Event]:
-    profiler.__exit__(None, None, None)
-    assert profiler.kineto_results is not None
-    found: list[tuple[int, int, Event]] = []
-    for node in _nodes(profiler.kineto_results.experimental_event_tree()):
-        if node.tag == _EventType.Allocation:
-            told = node.extra_fields
-            here = device.index is None or told.device.index in (device.index, -1)
-            if here and events_are_of(told.device.type, device):
-                found.append((node.start_time_ns, 1, Event(told.alloc_size, told.ptr)))
-        elif node.tag == _EventType.TorchOp and node.name.startswith(MARK):
-            name = node.name[len(MARK) :]
-            found.append((node.start_time_ns, 0, Event(0, begins=name)))
-            found.append((node.end_time_ns, 2, Event(0, ends=name)))
-    return [event for _, _, event in sorted(found, key=lambda one: one[:2])]
-
-
-def _nodes(roots: Iterable[Any]) -> Iterator[Any]:
-    todo = list(roots)
-    while todo:
-        node = todo.pop()
-        todo.extend(node.children)
-        yield node

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -19,17 +16,6 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return 0
-
-
-_version = attrgetter("_version")
-
-
-def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return `version_of` each tensor."""
-    try:
-        return list(map(_version, tensors))  # fast: runs no Python code
-    except RuntimeError:
-        return [version_of(tensor) for tensor in tensors]
 
 
 _OWN = frozenset([torch.Tensor, torch.nn.Parameter])
@@ -63,14 +49,6 @@ def storage_key(tensor: torch.Tensor) -> int:
         ) from None
 
 
-def key_of(tensor: torch.Tensor) -> int | None:
-    """Return `storage_key`, or None if the tensor has no storage."""
-    try:
-        return storage_key(tensor)
-    except (MeasureError, NotImplementedError, RuntimeError):
-        return None
-
-
 def uses_of(tensor: torch.Tensor) -> int:
     """Return how many tensors share the storage of `tensor`."""
     return torch._C._storage_Use_Count(local(tensor).untyped_storage()._cdata)
@@ -80,17 +58,6 @@ def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the tensors with storages that a tensor consists of: two for a sparse one, such as the gradient of
     ``nn.Embedding(sparse=True)``."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a detached copy with the same strides, which a forward may read; ``clone`` would close gaps and
-    materialize expanded tensors."""
-    tensor = tensor.detach()
-    copy = tensor.clone()
-    if tensor.layout is not torch.strided or copy.stride() == tensor.stride() or not tensor.numel():
-        return copy
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.as_strided((span,), (1,)).clone().as_strided(tensor.shape, tensor.stride())
 
 
 class View(NamedTuple):
@@ -108,44 +75,6 @@ class View(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> View:
         offset = int(tensor.storage_offset())
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
-
-    @property
-    def dense(self) -> bool:
-        """Whether the tensor starts where its storage does, and neither skips nor repeats an element up to its own
-        end."""
-        rows = sorted((stride, size) for size, stride in zip(self.size, self.stride, strict=True) if size != 1)
-        end = 1
-        for stride, size in rows:
-            if stride != end:
-                return False
-            end *= size
-        return self.offset == 0
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of a dense view."""
-        return math.prod(self.size) * self.dtype.itemsize
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The dimensions in the order in which a dense one goes through its storage."""
-        return tuple(sorted(range(len(self.size)), key=lambda n: (self.stride[n], -n)))
-
-    def ordered(self, order: Sequence[int]) -> View:
-        """The dense one of this size that goes through its storage in that `order`."""
-        strides, end = [0] * len(self.size), 1
-        for n in order:
-            strides[n], end = end, end * max(1, self.size[n])
-        return self._replace(stride=tuple(strides))
-
-    def on_meta(self) -> torch.Tensor:
-        """Return a meta tensor with this layout."""
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-
-    def into(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this view of the storage of `tensor`."""
-        # a fake tensor's storage does not know its device
-        return self._over(torch.empty(0, dtype=self.dtype, device=tensor.device), tensor.untyped_storage())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         return self._over(torch.empty(0, dtype=self.dtype, device=storage.device), storage)

@@ -7,10 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
-
-from ..errors import MeasureError
 
 
 def leaves(value: Any) -> list[Any]:
@@ -71,17 +68,3 @@ def look_into(value: Any) -> None:
 
 def _made_of_fields(leaf: Any) -> bool:
     return not isinstance(leaf, type) and all(field.init for field in dataclasses.fields(leaf))
-
-
-def refuse_packed(value: Any, what: str) -> None:
-    """Raise MeasureError if `value`, called `what` in the message, contains a PackedSequence, which cannot be rebuilt
-    with other objects in place of its tensors."""
-    if any(map(_packed, pytree.tree_leaves(value, is_leaf=_packed))):
-        raise MeasureError(
-            f"{what} is a PackedSequence, which rotoff cannot look into; pass the padded tensor and its lengths, and"
-            " let one submodule pack them, run the recurrent layers and pad their output (pad_packed_sequence)"
-        )
-
-
-def _packed(value: Any) -> bool:
-    return isinstance(value, PackedSequence)

@@ -16,7 +16,6 @@ from .buffers import as_large_as
 from .rng import other_generators, put_other_generators
 from .storage import version_of
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # names of attributes
 _DEPTH = 4  # nesting of containers and objects that is followed
 FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
 

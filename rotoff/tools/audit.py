@@ -14,8 +14,8 @@ from torch import nn
 from ..accelerator import is_available, named
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
+from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
-from ..profile.memory.allocator import without_gc
 from .estimate import estimated
 from .foreign_settings import ForeignSettings, read_foreign
 from .mode_comparison import Question, batch_of, options_of, planned_modes

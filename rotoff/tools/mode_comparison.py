@@ -18,10 +18,10 @@ from ..module_proxy import ModuleProxy
 from ..planning.options import check_flag
 from ..planning.request import Request
 from ..planning.step_planner import StepPlan, keeping_all, least_limit, least_time, make_plan
+from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
-from ..profile.memory.allocator import without_gc
 from ..solver.bounds import min_mem_limit
 from ..solver.search import SharedProblems
 from ..solver.settings import Setting

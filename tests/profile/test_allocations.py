@@ -9,31 +9,10 @@ import pytest
 import torch
 
 import rotoff
-from rotoff.profile.memory import allocator
-from rotoff.profile.memory.allocator import UNSPLIT, Allocation, AllocationLog, DeviceAllocator
+from rotoff.profile import allocations
+from rotoff.profile.allocations import Event, Log, logged
 
-MIB = 1 << 20
-
-
-def test_unsplit_block_counts_as_requested_size() -> None:
-    log = AllocationLog(
-        (
-            Allocation(1, 20 * MIB),  # a temporary
-            Allocation(1, -20 * MIB),
-            Allocation(1, 20 * MIB),  # of 19.5 MiB
-            Allocation(2, 3 * MIB),  # as asked for
-            Allocation(3, 5 * MIB),  # gone by the end
-            Allocation(3, -5 * MIB),
-            Allocation(4, 9 * MIB),  # of no tensor that is known
-        )
-    )
-    sizes = {1: 39 * MIB // 2, 2: 3 * MIB, 3: 4 * MIB, 7: MIB}
-    found = log.sized(sizes)
-    assert [event.size for event in found.events] == [
-        20 * MIB, -20 * MIB, 39 * MIB // 2, 3 * MIB, 5 * MIB, -5 * MIB, 9 * MIB,
-    ]  # fmt: skip
-    assert log.level() - found.level() == MIB // 2
-    assert log.sized({4: 9 * MIB - UNSPLIT - 512}) == log  # not what the allocator leaves: the storage is another
+CUDA = torch.device("cuda", 0)
 
 
 def test_garbage_collection_is_off_within_a_log() -> None:
@@ -50,36 +29,57 @@ def test_garbage_collection_is_off_within_a_log() -> None:
     gc.collect()
     gc.set_threshold(1_000_000)
     try:
-        allocator.record(littering, device)  # the allocator knows the sizes of what a log has seen
-        _, log = allocator.record(busy, device)
+        logged(littering, device)  # the allocator knows the sizes of what a log has seen
+        _, log = logged(busy, device)
         assert gc.isenabled()
     finally:
         gc.set_threshold(*often)
-    assert log.level() == 0
+    assert sum(event.size for event in log) == 0
+
+
+def reporting(monkeypatch: pytest.MonkeyPatch, *logs: list[Event]) -> None:
+    """A device cuda:0 that is not there, whose allocator reports these events, one list each time."""
+    left = list(logs)
+    empty = torch.empty
+    monkeypatch.setattr(allocations, "_checked", set())
+    monkeypatch.setattr(torch, "empty", lambda *size, device: empty(*size))
+    monkeypatch.setattr(Log, "events", lambda *_: left.pop(0))
+
+
+ONE = [Event(512, 1), Event(-512, 1)]
 
 
 def test_allocator_without_events_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    logs = [AllocationLog(()), AllocationLog((Allocation(1, 512), Allocation(1, -512)))]
-    monkeypatch.setattr(allocator, "_checked", set())
-    monkeypatch.setattr(allocator, "record", lambda *_: (None, logs.pop(0)))
+    reporting(monkeypatch, [], ONE)
     with pytest.raises(rotoff.MeasureError, match="allocator of cuda:0 reports no events.*cudaMallocAsync"):
-        DeviceAllocator(torch.device("cuda", 0))
+        allocations.check_allocator(CUDA)
     for _ in range(2):
-        DeviceAllocator(torch.device("cuda", 0))
-    assert not logs
+        allocations.check_allocator(CUDA)
+
+
+def test_a_step_is_not_recorded_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would be counted, and a plan exceed its limit without a word; the next step is recorded as ever."""
+
+    def silent(_: torch.device) -> None:
+        raise rotoff.MeasureError("reports no events")
+
+    model = rotoff.Checkpointable(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)))
+    with monkeypatch.context() as patched:
+        patched.setattr("rotoff.profile.recorded_step.check_allocator", silent)
+        with pytest.raises(rotoff.MeasureError, match="reports no events"):
+            model.measure(torch.randn(4, 8))
+    assert model.measure(torch.randn(4, 8)).keep_all_memory
 
 
 @pytest.mark.parametrize("told", ["", "expandable_segments:True", "roundup_power2_divisions:4,max_split_size_mb:64"])
 def test_block_enlarging_options_are_logged(
     told: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = AllocationLog((Allocation(1, 512), Allocation(1, -512)))
-    monkeypatch.setattr(allocator, "_checked", set())
-    monkeypatch.setattr(allocator, "record", lambda *_: (None, log))
+    reporting(monkeypatch, ONE)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", told)
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     with caplog.at_level("WARNING", "rotoff"):
         for _ in range(2):
-            DeviceAllocator(torch.device("cuda", 0))
+            allocations.check_allocator(CUDA)
     said = "option max_split_size_mb and roundup_power2_divisions makes blocks larger"
     assert caplog.text.count("makes blocks larger") == (said in caplog.text) == ("64" in told)

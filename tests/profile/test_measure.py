@@ -11,7 +11,7 @@ from models import ALL, fresh
 from torch import nn
 
 import rotoff
-from rotoff.profile.memory.allocator import mark, record
+from rotoff.profile.allocations import logged, peak_of, region
 
 KIB = 1024
 
@@ -112,13 +112,16 @@ def test_allocation_log_contains_temporaries_and_marks() -> None:
         x = torch.empty(1000)
         y = torch.empty(500)
         del x
-        mark("middle")
+        with region("middle"):
+            pass
         z = torch.empty(100)
         del y
         return z
 
-    kept, log = record(run, torch.device("cpu"))
-    assert log.peak() == 6000
-    assert log.live() == {kept.untyped_storage().data_ptr(): 400}
-    assert log.after("middle").peak() == 400
-    assert [e.mark for e in log.events if e.mark] == ["middle"]
+    kept, log = logged(run, torch.device("cpu"))
+    assert peak_of(log) == 6000
+    assert sum(event.size for event in log) == 400
+    at = [event.begins for event in log].index("middle")
+    assert peak_of(log[at:]) == 400
+    assert log[at + 1].ends == "middle"
+    assert [event.size for event in log if event.ptr == kept.untyped_storage().data_ptr()][-1] == 400

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rotoff.errors import OptionError
-from rotoff.profile.memory.allocator import DeviceAllocator
+from rotoff.profile.allocations import logged, peak_of
 from rotoff.profile.optimizer_probe import OptimizerProbe, _small
 from rotoff.tensors.rng import other_generators
 
@@ -50,7 +50,7 @@ def test_bytes_that_depend_on_the_shape_are_found_on_it(
     found = OptimizerProbe([optimizer], device, None).update_bytes([parameter])
     parameter.grad = torch.randn(shape)
     optimizer.step()
-    taken = DeviceAllocator(device).log(optimizer.step)[1].peak()
+    taken = peak_of(logged(optimizer.step, device)[1])
     assert taken <= found <= 1.02 * taken + 256
 
 
@@ -71,7 +71,7 @@ def test_bytes_of_several_parameters_are_no_less_than_their_update_takes(name: s
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        taken = DeviceAllocator(device).log(optimizer.step)[1].peak()
+        taken = peak_of(logged(optimizer.step, device)[1])
     assert taken <= found <= 1.02 * taken + 256 * len(parameters)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._C._profiler import _EventType
 
-from rotoff.profile.memory.allocator import Allocation, _walk
+from rotoff.profile.allocations import Event, events_of
 
 CUDA = torch.device("cuda", 0)
 
@@ -22,5 +22,5 @@ def test_memory_events_of_amds_devices_are_theirs_by_either_name(kind: str) -> N
         return SimpleNamespace(children=[], tag=_EventType.Allocation, extra_fields=fields, start_time_ns=ptr)
 
     events = [event(kind, 0, 1), event(kind, 1, 2), event("cpu", -1, 3)]
-    assert [found for _, found in _walk(events, CUDA)] == [Allocation(1, 512)]
-    assert [found for _, found in _walk(events, torch.device("cpu"))] == [Allocation(3, 512)]
+    assert events_of(events, CUDA) == [Event(512, 1)]
+    assert events_of(events, torch.device("cpu")) == [Event(512, 3)]

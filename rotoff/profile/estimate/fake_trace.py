@@ -25,7 +25,8 @@ from ...tape.operators import tensors_of
 from ...tape.tape import Known, Operation
 from ...tensors.storage import is_plain
 from ...tensors.tree import look_into, tensor_leaves
-from ..recorded_step import Event, RecordedStep
+from ..allocations import Event
+from ..recorded_step import RecordedStep
 from ..tape_chain import CALL
 from ..tape_groups import CAST
 from . import cpu_temporaries

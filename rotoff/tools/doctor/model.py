@@ -16,7 +16,7 @@ from torch import nn
 
 from ...checkpointable import Checkpointable
 from ...errors import InfeasibleError
-from ...profile.memory.allocator import record
+from ...profile.allocations import logged, peak_of
 
 SEED = 1
 STEP_SECONDS = 0.5  # most seconds of a plain step on a GPU
@@ -215,7 +215,7 @@ class SmallModel:
         bytes that the allocator took from the device, starting with an empty cache; retries: how often it found none
         and emptied its cache."""
         if self.device.type == "cpu":
-            return {"asked": record(lambda: self.step(run), self.device)[1].peak()}
+            return {"asked": peak_of(logged(lambda: self.step(run), self.device)[1])}
         gc.collect()
         self._finish()
         torch.cuda.empty_cache()

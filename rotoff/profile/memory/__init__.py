@@ -1,1 +1,0 @@
-"""What the allocator sees: bytes of forwards, backwards, gradients and skip connections."""
