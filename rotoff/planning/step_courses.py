@@ -19,8 +19,9 @@ from ..core.chain import LinkRates
 from ..core.sizes import format_bytes
 from ..errors import MeasureError
 from ..profile.other_size import at_size
+from ..profile.reads import Reads, RecordedReads
 from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
-from ..profile.tape_groups import Reads, RecordedProfile, RecordedReads
+from ..profile.tape_groups import RecordedProfile
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
 from ..runtime.held_check import HeldCheck

@@ -20,11 +20,11 @@ from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
+from ..profile.reads import RecordedReads
 from ..profile.recorded_step import BUSY, aside
 from ..profile.tape_groups import (
     RecordedLent,
     RecordedProfile,
-    RecordedReads,
     TapeGroups,
     groups_of,
     waiting_plan,

@@ -142,18 +142,15 @@ def whole_device(
 
 def _members(profile: Estimate) -> dict[tuple[tuple[int, ...], bool], list[nn.Parameter]]:
     """The parameters that can move, by the stages that read them and whether they need gradients."""
-    step, begins = profile.step, profile.chains[0].layout.begins
-    readers: dict[int, set[int]] = {}
-    reads = ((step.positions[min(n, len(step.positions) - 1)], key) for n, key in step.reads)
-    for at, key in (*reads, *step.kept):
-        readers.setdefault(key, set()).add(bisect_right(begins, at))
+    step, begins, reads = profile.step, profile.chains[0].layout.begins, profile.step.reading
+    readers = {key: {bisect_right(begins, at) for at in some} for key, some in reads.at.items()}
     storages: dict[int, list[int]] = {}
     for tensor in (*step.parameters, *step.model.buffers()):
         storages.setdefault(storage_key(tensor), []).append(id(tensor))
     sharing = {one for several in storages.values() if len(several) > 1 for one in several}
     members: dict[tuple[tuple[int, ...], bool], list[nn.Parameter]] = {}
     for p in step.parameters:
-        if id(p) in readers and id(p) not in sharing | step.cast_again and p.numel():
+        if id(p) in readers and id(p) not in sharing | reads.staying and p.numel():
             members.setdefault((tuple(sorted(readers[id(p)])), p.requires_grad), []).append(p)
     return members
 

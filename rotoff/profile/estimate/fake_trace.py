@@ -6,7 +6,6 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -21,14 +20,12 @@ from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
 from ...tape.contents import Content, Slot
-from ...tape.operators import tensors_of
-from ...tape.tape import Known, Operation
+from ...tape.tape import Known
 from ...tensors.storage import is_plain
 from ...tensors.tree import look_into, tensor_leaves
 from ..allocations import Event
-from ..recorded_step import RecordedStep
+from ..reads import RecordedReads
 from ..tape_chain import CALL
-from ..tape_groups import CAST
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
 from .devices import Device
@@ -167,56 +164,18 @@ class _Nowhere(Spill):
         return torch.empty(away.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
-class FakeStep(RecordedStep):
-    """A recorded step of fake tensors: nothing is copied, verified or timed.
-
-    reads: numbers of operations, and ids of parameters that they, or views right before them, read. kept: positions at
-    which autograd has saved parameters, and ids. cast_again: ids of parameters whose cast several operations read.
-    """
+class FakeStep(RecordedReads):
+    """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
         self.model = model
-        self.reads: set[tuple[int, int]] = set()
-        self.kept: set[tuple[int, int]] = set()
         self._mode, self._births = mode, log
         self._spill = _Nowhere()
-        self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
-        self._casts: dict[Content, int] = {}
-        self._uses: Counter[Content] = Counter()  # of casts
 
     @staticmethod
     def plain(t: torch.Tensor) -> bool:
         return is_plain(t) or (type(t) is FakeTensor and t.layout is torch.strided)
-
-    @property
-    def cast_again(self) -> set[int]:
-        return {self._casts[content] for content, uses in self._uses.items() if uses > 1}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        for t in tensors_of(args, kwargs or {}):
-            if self.plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
-                self.reads.add((len(self.operations), key))
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def trust(self, op: Operation, new: Iterable[Content]) -> None:
-        new = list(new)
-        super().trust(op, new)
-        for content in op.contents():
-            if content in self._casts:
-                self._uses[content] += 1
-            key = None if content.held is None else self._own.get(content.held._cdata)
-            if key is not None and op.operator._schema.name == CAST:
-                self._casts |= dict.fromkeys(new, key)
-
-    def pack(self, t: torch.Tensor) -> Any:
-        packed = super().pack(t)
-        of = isinstance(packed, Slot) and packed.reference is None and self._own.get(t.untyped_storage()._cdata)
-        if of:
-            self.kept.add((packed.at, of))
-        return packed
 
     def _start(self) -> None:
         pass
