@@ -570,7 +570,7 @@ class StepRunner:
                 continue
             plan, base = self.planned(course), course.profile.chain.compute_time
             seconds = plan.trace.makespan
-            overhead = max(0.0, seconds / base - 1) if base else 0.0
+            overhead = max(0.0, round(seconds / base - 1, 12)) if base else 0.0  # sums differ in their last digit
             found.append(PlannedSize(course.profile.shapes, course.profile.seen, plan.peak, seconds, overhead))
         return found
 

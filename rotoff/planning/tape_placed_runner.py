@@ -163,7 +163,7 @@ class PlacedRunner:
         for key, recording in self.recordings.items():
             if (course := self.planned(key)) is not None:
                 seconds, base = course.plan.trace.makespan, recording.profile.chain.compute_time
-                overhead = seconds / base - 1 if base else 0.0
+                overhead = max(0.0, round(seconds / base - 1, 12)) if base else 0.0
                 found.append(PlannedSize(recording.profile.shapes, True, course.expected_bytes, seconds, overhead))
         return found
 

@@ -61,6 +61,15 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
+def settled_bytes(before: int) -> int:
+    """`live_bytes`, once they are at most `before` or a second has passed: a copy that still runs in a link's thread
+    holds what it reads."""
+    end = time.monotonic() + 1
+    while (now := live_bytes()) > before and time.monotonic() < end:
+        time.sleep(0.001)
+    return now
+
+
 def left_bytes(run: Callable[[], object]) -> int:
     """Bytes of storages that operations of `run` made and that are still there a second after it, but for gradients of
     parameters: a copy that still runs in a link's thread keeps its own."""
