@@ -238,17 +238,19 @@ struct Witness {
 };
 
 constexpr int RESIDENT = -1;
+constexpr size_t SMALL = 1 << 16;
 
 // One content of one storage; see contents.py.
 struct Content {
   const int op, out, stage;
   const size_t nbytes;
+  int maker;
   bool read = false;
   Storage held;
   std::weak_ptr<Content> next;  // the operation that made it has it
 
   Content(int op, int out, int stage, const Storage& storage)
-      : op(op), out(out), stage(stage), nbytes(storage.nbytes()), made_in_(storage.getWeakStorageImpl()),
+      : op(op), out(out), stage(stage), nbytes(storage.nbytes()), maker(op), made_in_(storage.getWeakStorageImpl()),
         weak_(made_in_) {}
 
   static std::shared_ptr<Content> resident(const Storage& storage, const Tensor& t) {
@@ -260,6 +262,17 @@ struct Content {
   }
 
   void watch(Witness witness) { witness_ = std::move(witness); }
+
+  void overwrites(int by) {
+    maker = by;
+    new_ = true;
+  }
+
+  // Autograd counts a write after the operation has run, and before another one begins.
+  void settle() {
+    if (new_ && witness_ && witness_->now() == witness_->version + 1) ++witness_->version;
+    new_ = false;
+  }
 
   void hold(const Storage& storage) {
     if (!weak_ || *weak_ != storage.getWeakStorageImpl()) {
@@ -293,7 +306,7 @@ struct Content {
       if (auto alive = weak_->lock()) found = Storage(std::move(alive));
     if (!found || found.nbytes() != nbytes) return Storage();  // its owner has emptied it, as FSDP does
     if (changed()) {
-      if (op == RESIDENT) throw std::runtime_error(changed_text(shape_));
+      if (maker == RESIDENT) throw std::runtime_error(changed_text(shape_));
       return Storage();
     }
     if (sum_ && !seen && checksum(found) != *sum_) return Storage();
@@ -305,6 +318,7 @@ struct Content {
   bool held_in(const Storage& storage) const { return held && held.is_alias_of(storage); }
 
   void seal() {
+    settle();
     if (op != RESIDENT && read && !witness_ && held && held.use_count() > 1) sum_ = checksum(held);
   }
 
@@ -317,6 +331,7 @@ struct Content {
   std::optional<Witness> witness_;
   std::vector<int64_t> shape_;  // of the tensor through which a resident was seen first
   std::optional<int64_t> sum_;
+  bool new_ = false;  // whether an operation has just overwritten a resident
 };
 
 using ContentPtr = std::shared_ptr<Content>;

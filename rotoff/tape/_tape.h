@@ -109,6 +109,7 @@ struct Tape {
   ContentPtr content_of(const Tensor& t) {
     const auto& storage = t.storage();
     auto& content = contents_[storage.unsafeGetStorageImpl()];
+    if (content) content->settle();
     if (!content || (content->op == RESIDENT && content->held && content->changed()))
       content = Content::resident(storage, t);
     if (content->op == RESIDENT && !storage.resizable()) {  // NumPy's memory: it may change unseen
@@ -213,14 +214,14 @@ struct Tape {
     auto noted = operation(op, *kind, args, writes);
     for (const auto& write : writes) {
       auto& content = *noted.references[write.reference].content;
-      if (content.held_in(write.storage) && (content.op != RESIDENT || content.read || kind->makes))
-        content.lose(copy(write.storage));
+      const bool needed = content.op != RESIDENT || content.read || kind->makes || content.nbytes <= SMALL;
+      if (needed && content.held_in(write.storage)) content.lose(copy(write.storage));
     }
     run(op, keys, stack);
     const auto made = new_contents(noted, *kind, writes, torch::jit::last(*stack, op.schema().returns().size()));
     if (kind->kept)
       for (const auto& [_, content] : made) hold_present(content);
-    if (std::any_of(made.begin(), made.end(), [](const auto& one) { return one.second->op != RESIDENT; }))
+    if (std::any_of(made.begin(), made.end(), [](const auto& one) { return one.second->maker != RESIDENT; }))
       note(std::move(noted), *kind, made);
   }
 
@@ -276,7 +277,9 @@ struct Tape {
         content = old.op == RESIDENT
             ? Content::resident(write.storage, write.tensor)
             : std::make_shared<Content>(number, -1 - static_cast<int>(made.size()), stage, write.storage);
-        if (!old.held || old.held_in(write.storage)) old.lose(Storage());
+        const bool copied = old.held && !old.held_in(write.storage);
+        if (old.op == RESIDENT && copied) content->overwrites(number);
+        if (!copied) old.lose(Storage());
         old.next = content;
         made.emplace_back(key, contents_[key] = content);
       }
@@ -362,12 +365,12 @@ class Making {
         auto& use = uses_[content.get()];
         use.storage = std::move(storage);
         use.there = true;
-      } else if (content->op == RESIDENT) {
+      } else if (content->maker == RESIDENT) {
         throw std::runtime_error(LOST);
-      } else if (!taken[content->op]) {
-        taken[content->op] = true;
-        order_.push_back(content->op);
-        for (const auto& reference : tape_.operations[content->op].references) todo.push_back(reference.content);
+      } else if (!taken[content->maker]) {
+        taken[content->maker] = true;
+        order_.push_back(content->maker);
+        for (const auto& reference : tape_.operations[content->maker].references) todo.push_back(reference.content);
       }
     }
     std::sort(order_.begin(), order_.end());
@@ -400,7 +403,7 @@ class Making {
           if (content->out == n) take(content, number, t.storage());
       });
     for (const auto& r : op.references)
-      if (r.into && r.into->op != RESIDENT) take(r.into, number, storage_of(r.content));
+      if (r.into && r.into->maker != RESIDENT) take(r.into, number, storage_of(r.content));
     for (const auto& r : op.references)
       if (auto& use = uses_[r.content.get()]; !use.needed_after(number)) use.storage = Storage();
   }

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_trace
 from ..tensors.eager_mode import EagerMode
 from .contents import (
     RESIDENT,
+    SMALL,
     Content,
     Reference,
     Slot,
@@ -229,6 +230,8 @@ class Tape(EagerMode):
         storage = t.untyped_storage()
         key = storage._cdata
         content = self._contents.get(key)
+        if content is not None:
+            content.settle()
         if content is None or (content.op == RESIDENT and content.held is not None and content.changed()):
             content = self._contents[key] = self._resident(storage, t)
         if content.op == RESIDENT and not storage.resizable():  # NumPy's memory: it may change unseen
@@ -269,7 +272,7 @@ class Tape(EagerMode):
         for (reference, _), storage in zip(written, before, strict=True):
             content = reference.content
             kept = content.held is not None and content.held._cdata == storage._cdata
-            if kept and (content.op != RESIDENT or content.read or kind.makes):
+            if kept and (content.op != RESIDENT or content.read or kind.makes or content.nbytes <= SMALL):
                 content.lose(self._copy(storage))
         out = self.call(func, args, kwargs)
         new = self._new_contents(kind, op, written, before, out)
@@ -277,7 +280,7 @@ class Tape(EagerMode):
             for content in new:
                 if (made := content.storage(seen=True)) is not None:
                     content.hold(made)
-        if any(content.op != RESIDENT for content in new):
+        if any(content.maker != RESIDENT for content in new):
             self._note(op, new)
         return out
 
@@ -334,6 +337,8 @@ class Tape(EagerMode):
             if key not in new:
                 if old.op == RESIDENT:
                     content = self._resident(storage, t)
+                    if old.held is not None and old.held._cdata != key:
+                        content.overwrites(number)
                 else:
                     content = Content(number, -1 - len(new), self.stage, storage)
                 if old.held is None or old.held._cdata == key:
@@ -503,7 +508,8 @@ class Tape(EagerMode):
             op = self.operations[number]
             self._run(number, have, {c for c in op.contents() if c in there or c in wanted or last[c] > number})
             yield op
-            for content in (*op.contents(), *op.made, *op.written()):
+            overwritten = (r.into for r in op.references if r.into is not None)
+            for content in (*op.contents(), *op.made, *overwritten):
                 if last.get(content, number) <= number and content not in wanted:
                     have.pop(content, None)
         self.replayed += len(order)
@@ -521,11 +527,11 @@ class Tape(EagerMode):
             storage = None if content in anew else content.storage(self._recording)
             if storage is not None:
                 have[content] = storage
-            elif content.op == RESIDENT:
+            elif content.maker == RESIDENT:
                 raise RuntimeError(LOST)
-            elif content.op not in numbers:
-                numbers.add(content.op)
-                new = {reference.content for reference in self.operations[content.op].references} - seen
+            elif content.maker not in numbers:
+                numbers.add(content.maker)
+                new = {reference.content for reference in self.operations[content.maker].references} - seen
                 seen |= new
                 todo += new
         return have, numbers
@@ -561,5 +567,5 @@ class Tape(EagerMode):
         for content in op.made:
             have.setdefault(content, results[content.out].untyped_storage())
         for reference in op.references:
-            if reference.into is not None and reference.into.op != RESIDENT:
+            if reference.into is not None and reference.into.maker != RESIDENT:
                 have.setdefault(reference.into, changed[reference.content])

@@ -16,9 +16,6 @@ KNOWN_FAULTS = {
     "profile/test_forms.py::test_order_checker_notices_missing_wait_for_form": (
         "the checker of the tests' link does not see what the tape's slots read"
     ),
-    "runtime/test_held_elsewhere.py::test_a_graph_that_waits_is_none_the_worse_for_a_measurement": (
-        "a graph that waits while another forward changes a buffer that it reads again is refused"
-    ),
     **dict.fromkeys(
         (
             f"runtime/test_changing_models.py::test_what_changes_between_steps_is_followed_or_refused[{name}]"
