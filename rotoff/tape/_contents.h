@@ -30,6 +30,7 @@ using torch::jit::Stack;
 // The tape's own key. Nothing is registered on it, and it lies directly below Python's: modes, wrapper subclasses and
 // transforms act first.
 constexpr auto KEY = DispatchKey::Fake;
+constexpr auto IN_PYTHON = DispatchKey::TESTING_ONLY_GenericMode;  // of dispatch.py
 static_assert(static_cast<int>(KEY) + 1 == static_cast<int>(DispatchKey::Python), "choose another key for this torch");
 const DispatchKeySet BELOW(DispatchKeySet::FULL_AFTER, KEY);
 // Autograd, modes, autocast, transforms and the tape; not what an operation needs to read its arguments.

@@ -59,6 +59,7 @@ struct Tape {
   std::function<void()> come_to;
   uint64_t key = 0;
   bool paused = false;
+  bool in_python = false;  // whether it only tells a tape in Python of each operation
   bool unsure = false;  // whether the open stage has an operation that is not known
   int64_t replayed = 0, copied = 0;
   std::shared_ptr<const Known> known;
@@ -99,8 +100,16 @@ struct Tape {
   // What the dispatcher calls for each operation below autograd. As a mode of Python, a tape does not see what runs
   // while modes are off.
   static void dispatched(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    const bool seen = recording && !recording->paused && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python);
+    if (seen && recording->in_python) {
+      Outside outside;
+      op.callBoxedForDispatchKey(IN_PYTHON, *stack);
+      auto& last = stack->back();  // of ``nn.Parameter(t)`` it is one that Python must not have seen as a tensor
+      if (kind_of(op)->view && last.isTensor()) last = without_graph(last.toTensor());
+      return;
+    }
     c10::impl::ExcludeDispatchKeyGuard unseen(KEY);
-    if (recording && !recording->paused && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python))
+    if (seen)
       recording->record(op, keys, stack);
     else
       op.redispatchBoxed(keys & BELOW, stack);
@@ -195,13 +204,15 @@ struct Tape {
     return a.nbytes() == b.nbytes() && bytes_in(a).equal(bytes_in(b));
   }
 
-  // Runs an operation, which the tapes around this one see.
-  void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    struct Outside {
-      Tape* inner = recording;
-      ~Outside() { recording = inner; }
-    } outside;
-    recording = outer_;
+  // Within, the tapes around the recording one see what runs.
+  struct Outside {
+    Tape* inner = recording;
+    Outside() { recording = inner->outer_; }
+    ~Outside() { recording = inner; }
+  };
+
+  static void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    Outside outside;
     dispatched(op, keys, stack);
   }
 

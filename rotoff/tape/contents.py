@@ -18,6 +18,10 @@ CHANGED = (
     " forward and the backward: a tensor of shape {} that the forward has read; change it after the backward, or clone"
     " it"
 )
+LOST = (
+    "the backward needs what a forward read from memory that was overwritten unseen since (by NumPy, a foreign kernel"
+    " or tensor.data); clone the tensor before it is overwritten"
+)
 SMALL = 1 << 16  # bytes of a resident up to which it is copied also if nothing has read it before it is overwritten
 CHUNK = 1 << 16  # words that a checksum takes at a time
 

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_trace
 
 from ..tensors.eager_mode import EagerMode
 from .contents import (
+    LOST,
     RESIDENT,
     SMALL,
     Content,
@@ -54,6 +55,7 @@ from .contents import (
     is_plain,
     witness_of,
 )
+from .dispatch import Below, compiled
 from .operators import (
     Kind,
     Settings,
@@ -68,12 +70,6 @@ from .operators import (
 )
 
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass  # its own type would narrow too much
-LOST = (
-    "the backward needs what a forward read from memory that was overwritten unseen since (by NumPy, a foreign kernel"
-    " or tensor.data); clone the tensor before it is overwritten"
-)
-
-
 FACTOR, MASK = 0x5851F42D4C957F2D, 2**64 - 1
 Key = int  # of an operation: it, all those before it in its stage, and the sizes of what they read
 
@@ -166,6 +162,7 @@ class Tape(EagerMode):
     on_backward: Callable[[Tape, int], None] | None = None
     on_ahead: Callable[[Tape], None] | None = None
     plain: Callable[[torch.Tensor], bool] = staticmethod(is_plain)  # whether it notes a tensor
+    is_mode = compiled is None
 
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
@@ -198,11 +195,19 @@ class Tape(EagerMode):
 
     def __enter__(self) -> Tape:
         self._recording = True
-        super().__enter__()
+        if self.is_mode:
+            super().__enter__()
+        else:
+            self._below = Below(self)
+            self._below.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        if self.is_mode:
+            super().__exit__(*error)
+        else:
+            self._below.__exit__(*error)
+            del self._below  # it has this tape
         self.enter(0)
         for content in self._contents.values():
             content.seal()
