@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..core.chain import Chain, LinkRates
-from .tape_chain import STAGES, TapeChain, chain_of
+from .tape_chain import COARSE, STAGES, TapeChain, begins_of, chain_of, finest
 from .trace import Trace
 
 
@@ -28,7 +28,7 @@ class TapeProfile:
         forms: whether stages may keep a part of what they save.
         shapes: of the tensors of the input.
         seen: whether the step has run; if not, its bytes are those of fake tensors.
-        begins: positions at which stages begin, in place of `stages`.
+        begins: positions at which stages begin, for each of several cuts, in place of `stages`.
         borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
         like: a chain of a step of the same operations, whose stages and forms are taken.
     """
@@ -41,21 +41,39 @@ class TapeProfile:
     forms: bool = True
     shapes: tuple[tuple[int, ...], ...] = ()
     seen: bool = True
-    begins: tuple[int, ...] = ()
+    begins: tuple[tuple[int, ...], ...] = ()
     borders_stay: bool = False
     like: TapeChain | None = None
 
     @cached_property
     def chains(self) -> list[TapeChain]:
-        """The step as a chain. If contents that few stages need stay on the device, also one that hands them on."""
+        """The step as a chain, for each cut. If contents that few stages need stay on the device, also one that hands
+        them on."""
         if self.borders_stay:
-            return [self._chain(far=0)]
-        found = [self._chain()]
-        return [*found, self._chain(far=math.inf)] if found[0].stay else found
+            return [self._chain(self.cuts[0], far=0)]
+        found = list[TapeChain]()
+        for begins in self.cuts:
+            found.append(self._chain(begins))
+            if found[-1].stay:
+                found.append(self._chain(begins, far=math.inf))
+        return found
 
-    def _chain(self, **how: float) -> TapeChain:
+    @cached_property
+    def cuts(self) -> tuple[tuple[int, ...], ...]:
+        """The positions at which stages begin. If these are few stages, also of more."""
+        if self.like is not None:
+            return (self.like.layout.begins,)
+        if self.begins:
+            return self.begins
+        first = begins_of(self.trace, self.stages)
+        if len(first) >= COARSE or not isinstance(self.stages, int):
+            return (first,)
+        other = finest(self.trace)
+        return (first, other) if len(first) < len(other) <= self.stages else (first,)
+
+    def _chain(self, begins: tuple[int, ...], **how: float) -> TapeChain:
         options: dict[str, Any] = {"beside": self.batch_bytes, "forms": self.forms, "like": self.like, **how}
-        return chain_of(self.trace, self.rates, self.stages, begins=self.begins, **options)
+        return chain_of(self.trace, self.rates, begins, () if isinstance(self.stages, int) else self.stages, **options)
 
     @property
     def chain(self) -> Chain:

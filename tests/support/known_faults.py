@@ -7,9 +7,6 @@ KNOWN_FAULTS = {
     "profile/test_predicted_bytes.py::test_casts_of_inner_autocast_are_charged[False]": (
         "predicted bytes are 13 % above the measured ones where autocast regions are closed within the forward"
     ),
-    "planning/test_random_courses.py::test_courses_that_take_turns_come_to_have_one_plan": (
-        "few stages: the smallest limit is what keeping everything takes"
-    ),
     "profile/test_forms.py::test_order_checker_notices_missing_wait_for_form": (
         "the checker of the tests' link does not see what the tape's slots read"
     ),
