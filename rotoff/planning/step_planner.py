@@ -189,16 +189,29 @@ def _searched(profile: TapeProfile, request: Request, room: int | None) -> StepP
 def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
     """Return the fastest plan within the limit. Near the smallest limit of the chain, short searches find plans that
     hold less than it charges."""
-    best: StepPlan | None = None
-    tries = [(request.mode, request)]
+    tries = [(request.mode, request, profile.chains)]
+    if _searches(request) and len(profile.chains) > 1:  # in the chain with the fastest plan that needs no search
+        first = _fastest(profile, request, [(request.mode, _quick(request, request.mem_limit), profile.chains)])
+        tries[0] = (request.mode, request, profile.chains if first is None else [first.found])
     if request.policy is None:
-        tries += [(part, _quick(request, 1)) for part in _parts(request.mode)]
-    for part, asked in tries:
-        for found in profile.chains if best is None else ():
-            for plan in _proposed(profile, found, asked, part):
-                if plan.peak <= request.mem_limit and (best is None or plan.trace.makespan < best.trace.makespan):
-                    best = plan
-    return best
+        tries += [(part, _quick(request, 1), profile.chains) for part in _parts(request.mode)]
+    return _fastest(profile, request, tries)
+
+
+def _fastest(
+    profile: TapeProfile, request: Request, tries: Iterable[tuple[str, Request, list[TapeChain]]]
+) -> StepPlan | None:
+    """Return the fastest plan within the request's limit of the first of `tries` that has one."""
+    for part, asked, chains in tries:
+        plans = (plan for found in chains for plan in _proposed(profile, found, asked, part))
+        fitting = [plan for plan in plans if plan.peak <= request.mem_limit]
+        if fitting:
+            return min(fitting, key=lambda plan: plan.trace.makespan)
+    return None
+
+
+def _searches(request: Request) -> bool:
+    return request.policy is None and bool(request.options.get("refine", True))
 
 
 def _quick(request: Request, limit: int) -> Request:
@@ -212,7 +225,7 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
     searched for."""
     chain, limit = found.chain, request.mem_limit + profile.batch_bytes
     request, asked, raised = replace(request, mode=mode), limit, False
-    searches = request.policy is None and bool(request.options.get("refine", True))
+    searches = _searches(request)
     quick = _quick(request, request.mem_limit) if searches else request
     for n in range(ROUNDS):
         if request.policy is None:

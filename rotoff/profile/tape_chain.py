@@ -111,14 +111,15 @@ def _between(uses: _Uses, ends: Callable[[Ran, Ran, list[int]], bool]) -> list[i
     return cuts
 
 
-def finest(trace: Trace) -> tuple[int, ...]:
-    """Return the positions at which stages begin if they end wherever only what autograd saves crosses."""
+def finest(trace: Trace, only_saved: bool) -> tuple[int, ...]:
+    """Return the positions at which stages begin if they end wherever something new crosses, or only what autograd
+    saves."""
     uses, before = _Uses(trace), set[int]()
 
     def ends(_: Ran, __: Ran, crossing: list[int]) -> bool:
         new = {c for c in crossing if c not in before}
         before.update(new)
-        return bool(new) and all(trace.latest(c) in uses.saved for c in new)
+        return bool(new) and (not only_saved or all(trace.latest(c) in uses.saved for c in new))
 
     return (0, *_between(uses, ends))
 

@@ -65,8 +65,8 @@ class TapeProfile:
         first = begins_of(self.trace, self.stages)
         if len(first) >= COARSE or not isinstance(self.stages, int):
             return (first,)
-        other = finest(self.trace)
-        return (first, other) if len(first) < len(other) <= self.stages else (first,)
+        others = (finest(self.trace, only_saved) for only_saved in (True, False))
+        return (first, *(one for one in others if len(first) < len(one) <= self.stages))
 
     def _chain(self, begins: tuple[int, ...], far: float, number: int) -> TapeChain:
         names = () if isinstance(self.stages, int) else self.stages
