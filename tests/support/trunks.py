@@ -93,6 +93,23 @@ def along(act: Callable[[Any, torch.Tensor, int], torch.Tensor], of: type[Trunk]
     return type("Along", (of,), {"along": act}, **has)
 
 
+Has = dict[str, Callable[[], Any]]
+
+
+def adds(
+    name: str, change: Any = nothing, call: Any = batch, of: type[Trunk] = Trunk, has: Has | None = None, **more: Any
+) -> Any:
+    """Enters a trunk that does what the decorated ``act(net, x, n)`` does after block `n`."""
+    return lambda act: row(name, change, call, **more)(along(act, of, **(has or {})))
+
+
+def runs(
+    name: str, change: Any = nothing, call: Any = batch, of: type[Trunk] = Trunk, has: Has | None = None, **more: Any
+) -> Any:
+    """Enters a trunk whose forward is the decorated ``forward(net, x)``."""
+    return lambda forward: row(name, change, call, **more)(type("Runs", (of,), {"forward": forward}, **(has or {})))
+
+
 def made_of(block: type[nn.Module], of: type[Trunk] = Trunk) -> type[Trunk]:
     return type("MadeOf", (of,), {"made_of": block})
 
@@ -109,3 +126,8 @@ def sets(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]
 
 def of_blocks(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]:
     return lambda net, n: [setattr(block, name, value(n)) for block in net.blocks]
+
+
+def large(n: int) -> Call:
+    """So large that the states of generators that a plan keeps weigh little."""
+    return (drawn(n, 4 * LENGTH, WIDTH),), {}
