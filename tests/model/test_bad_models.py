@@ -134,7 +134,8 @@ REFUSED: list[tuple[type[Exception], str, Ask, list[Any]]] = [  # with each of t
     (OptionError, "device is 'meta'", lambda v: new(device=v), ["meta"]),
     (OptionError, "device is .*; give one such as", lambda v: new(device=v),
      [True, -1, 2**70, 1.5, b"cpu", ["cpu"], "", "cpu\0", nn.Module]),
-    (OptionError, "forms is .*; give true or false", lambda v: new(forms=v), [None, 1, "yes", []]),
+    (OptionError, "forms is .*; give true or false", lambda v: new(forms=v),
+     [None, 1, 3, 0.5, "yes", [], ["aten.addmm"]]),
     (OptionError, "check is .*; give true or false", lambda v: new(check=v), [None, 1, "yes", []]),
 ]  # fmt: skip
 

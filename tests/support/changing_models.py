@@ -4,12 +4,11 @@ of each kind: what a tape notes, and how the next step may differ from it."""
 from __future__ import annotations
 
 import contextvars
-import itertools
 import os
 import random
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -44,37 +43,6 @@ HERE = sys.modules[__name__]
 # -- arguments and results
 
 
-def by_keyword(n: int) -> Call:
-    """Both in one order and in the other; one tensor under one keyword, then the other; an argument that is None."""
-    a, b = drawn(n, of=1), drawn(n, of=2)
-    keywords = ({"mask": a, "bias": b}, {"bias": b, "mask": a}, {"mask": a}, {"bias": a}, {"mask": None, "bias": a})
-    return (drawn(n),), keywords[n]
-
-
-@runs("tensors under other keywords", call=by_keyword)
-def _(net: Any, x: torch.Tensor, mask: Any = None, bias: Any = None) -> torch.Tensor:
-    for block in net.blocks:
-        x = block(x)
-        x = x if mask is None else x * mask.sigmoid()
-        x = x if bias is None else x + bias.sigmoid()
-    return net.head(x)
-
-
-@runs(
-    "a flag, a string and a lambda as arguments",
-    call=lambda n: (
-        (drawn(n), (lambda x: x.sin()) if n < 2 else lambda x: x.cos()),
-        {"flag": n % 3, "task": "sine" if n < 2 else "tanh"},
-    ),
-    has={"heads": lambda: nn.ModuleDict({"sine": nn.Linear(WIDTH, 4), "tanh": nn.Linear(WIDTH, 6)})},
-)
-def _(net: Any, x: torch.Tensor, act: Any, flag: int, task: str) -> torch.Tensor:
-    for block in net.blocks:
-        x = act(block(x))
-        x = torch.sin(x * flag) if flag else x
-    return net.heads[task](x)
-
-
 Sizes = along(lambda net, x, n: torch.sin(x * (1 + len(x) / 100) + x.stride(0) / 10))
 row("a batch of other sizes", call=lambda n: ((drawn(n, LENGTH - 2 * n, WIDTH),), {}))(Sizes)
 row(
@@ -91,18 +59,6 @@ class EarlyExit(Long):
         for block in self.blocks[:layers]:
             x = block(x)
         return self.head(x)
-
-
-@runs(
-    "a recurrence over the input's length",
-    call=lambda n: ((drawn(n, 6 - n, 8, WIDTH),), {}),
-    has={"cell": lambda: nn.GRUCell(WIDTH, WIDTH)},
-)
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    h = torch.zeros(x.shape[1], WIDTH)
-    for part in x:
-        h = net.blocks[0](net.cell(part, h))
-    return net.head(h)
 
 
 def with_penalty(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -219,20 +175,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return x + aside if net.needed and n == 1 else x
 
 
-@adds("a list of tensors of former steps grows", has={"former": list})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    if n == 1:
-        x = x + sum((part * 0.1 for part in net.former), torch.zeros(()))
-        net.former.append(x.detach().mean(0))
-    return x
-
-
-@adds("running averages that the forward replaces", has={"average": buffer(WIDTH)})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    net.average = 0.9 * net.average + 0.1 * x.detach().abs().mean(0)
-    return x / net.average
-
-
 for _name, _write in {
     "through its data": lambda average, mean: average.data.mul_(0.9).add_(mean, alpha=0.1),
     "through a part of unbind": lambda average, mean: average.unbind()[0].lerp_(mean, 0.1),
@@ -259,34 +201,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y = x * net.mean.clone()
     net.mean.mul_(0.9)
     return y
-
-
-@adds("a module put in the type that it has, and calls that return their tensor as it is")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    """``to`` sets the data of each parameter, to what they are already; another is asked for a gradient."""
-    net.blocks[n].up = net.blocks[n].up.to(x.dtype)
-    net.blocks[n].down.weight.requires_grad_()
-    return x.to(x.dtype) + torch.tanh(x).to(torch.float64).to(x.dtype)
-
-
-@adds("a buffer resized in place", has={"seen": lambda: nn.Buffer(torch.zeros(0))})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    if n != 2:
-        return x
-    with torch.no_grad():
-        net.seen.resize_(len(net.seen) + 1)
-        net.seen[-1] = x.mean()
-    return x * (1 + net.seen.mean())
-
-
-@adds("a buffer made in one step and removed in the next")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    if hasattr(net, f"mean{n}"):
-        x = x + getattr(net, f"mean{n}")
-        delattr(net, f"mean{n}")
-    else:
-        net.register_buffer(f"mean{n}", x.detach().mean(0))
-    return torch.sin(x)
 
 
 # -- what lies outside of the model
@@ -334,26 +248,7 @@ row("an array filled again after each block")(
 )
 
 
-def numbers() -> Iterator[float]:
-    for n in itertools.count():
-        yield 1.0 + n / 10
-
-
-@adds(
-    "iterators that each block takes from",
-    again=lambda net: [setattr(net, "counts", itertools.count(1)), setattr(net, "numbers", numbers())],
-    has={"counts": lambda: itertools.count(1), "numbers": numbers},
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.sin(x * (1 + next(net.counts) / 10) * next(net.numbers))
-
-
 # -- modules and parameters that change
-
-
-def swapped(net: Any) -> None:
-    torch.manual_seed(5)
-    net.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
 @runs("modules run in another order", sets("order", lambda n: [(k + n) % 4 for k in range(4)]))
@@ -393,16 +288,13 @@ def normed() -> nn.Module:
     return net
 
 
-row("a submodule swapped for another", at(2, swapped), stages=8)(Trunk)
 row("a block appended", at(2, lambda net: net.blocks.append(Block())), room=0.8)(Long)
-row("a part frozen", requires(lambda n: n < 2))(Trunk)
 row("a part thawed", requires(lambda n: n >= 2), room=0.6)(Trunk)
 row("parts thawed from the end and frozen again", thawed_from_the_end, room=0.8)(Trunk)
 row("a parameter replaced", parameter_replaced)(Trunk)
 row("a parameter's data replaced", at(2, data_replaced))(Trunk)
 row("model.double() between steps", at(2, lambda net: net.double()), doubled, room=0.8, stages=8)(Long)
 row("batch norm of some parts in eval()", lambda net, n: [b.train(n < 2) for b in net.blocks[:2]])(normed)
-row("weight norm added", at(2, lambda net: nn.utils.parametrizations.weight_norm(net.blocks[1].up)), room=0.5)(Trunk)
 
 
 @row("a tied weight")
@@ -581,20 +473,6 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.head(x)
 
 
-@adds(".tolist() of what was computed")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    a, b = x.detach().abs().mean(0)[:2].tolist()
-    return torch.sin(x * a + b)
-
-
-@runs("a loop until the data say so", call=lambda n: ((drawn(n) * (1 + 3 * (n % 3)),), {}), room=0.8)
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    x, times = net.blocks[0](x), 0
-    while x.abs().max() > 2.0 and times < 6:
-        x, times = 0.5 * net.blocks[1](x), times + 1
-    return net.head(net.blocks[3](net.blocks[2](x)))
-
-
 # -- chance
 
 
@@ -637,38 +515,17 @@ for _name, _generator in {"a torch.Generator": torch.Generator, "torch's own": l
 # -- hooks
 
 
-def halves(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return 0.5 * torch.sin(output)
+def hooks_come_and_go(net: Any, n: int) -> None:
+    if n == 1:
+        halved = lambda module, gradients, _: tuple(None if g is None else 0.5 * g for g in gradients)  # noqa: E731
+        net.handles = [block.register_full_backward_hook(halved) for block in net.blocks[1:]]
+        net.handles += [b.register_forward_hook(lambda module, args, y: 0.5 * torch.sin(y)) for b in net.blocks[1:]]
+        net.handles.append(net.blocks[1].up.weight.register_hook(lambda g: 0.5 * g))
+    for handle in net.handles if n == 3 else ():
+        handle.remove()
 
 
-def halves_gradients(module: nn.Module, gradients: Any, _: Any) -> Any:
-    return tuple(None if gradient is None else 0.5 * gradient for gradient in gradients)
-
-
-def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 99) -> Callable[[Any, int], object]:
-    def change(net: Any, n: int) -> None:
-        if n == 0:
-            net.handles = []
-        if n == first:
-            net.handles = [getattr(block, register)(hook) for block in net.blocks[1:]]
-        if n == last:
-            for handle in net.handles:
-                handle.remove()
-
-    return change
-
-
-def parameter_hooked(net: Any) -> None:
-    net.blocks[1].up.weight.register_hook(lambda grad: 0.5 * grad)
-
-
-for _name, _change in {
-    "a forward hook added and removed": hooked("register_forward_hook", halves, 1, 3),
-    "a full backward hook added": hooked("register_full_backward_hook", halves_gradients),
-    "a full backward pre-hook added": hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)),
-    "a hook on a parameter added": at(2, parameter_hooked),
-}.items():
-    row(_name, _change, room=0.8)(Long)
+row("hooks of modules and a parameter come and go", hooks_come_and_go, room=0.8)(Long)
 
 
 # -- in place
@@ -758,13 +615,14 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 
 @runs("the batch masked in place by the forward, and changed again later", room=0.4)
 def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    mask, y = torch.rand(len(x)) < 0.3, x
+    mask = torch.rand(len(x)) < 0.3
     x[mask] = 0
+    y = x * 2
     for n, block in enumerate(net.blocks):
-        y = y + block(y) * ~mask[:, None]
+        y = y + torch.tanh(block(y)) * ~mask[:, None]
         if n == 2:
             x.mul_(0.5)
-            y = y + x
+            y = torch.sin(y + x)
     return net.head(y)
 
 

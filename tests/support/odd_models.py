@@ -55,7 +55,7 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y = x * x.mean(0, keepdim=True).tanh().expand_as(x)  # one row of bytes, saved as all
     windows = torch.cat([y, y[:, :6]], 1).unfold(1, 4, 2)[:, :8] * 1.5
-    return x + windows.mean(2).repeat(1, 2) + (x.sum(1, keepdim=True) * 0.1).expand(-1, WIDTH)
+    return torch.sin(x + windows.mean(2).repeat(1, 2) + (x.sum(1, keepdim=True) * 0.1).expand(-1, WIDTH))
 
 
 def tables() -> nn.ModuleList:
@@ -296,14 +296,14 @@ row("a function of autograd given a list of tensors")(along(lambda net, x, n: Su
 @adds("torch.func.grad, of a function that counts", may_refuse="torch.func|differentiat", room=0.6, has={"calls": int})
 def _(net: Any, x: torch.Tensor, n: int) -> Any:
     net.calls += 1
-    return x + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * net.calls
+    return torch.sin(x + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * net.calls)
 
 
 @adds("vmap, of a function that counts", room=0.6, has={"calls": int, "n": lambda: nn.Buffer(torch.zeros(()))})
 def _(net: Any, x: torch.Tensor, n: int) -> Any:
     net.calls += 1
     net.n += 1
-    return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.1 * net.calls))(x) * (1 + net.n)
+    return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.02 * net.calls))(x) * (1 + net.n / 10)
 
 
 @adds("functional_call of a block with stacked weights")

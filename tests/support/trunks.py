@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from step_by_step import Call, Row, nothing
@@ -96,11 +96,30 @@ def along(act: Callable[[Any, torch.Tensor, int], torch.Tensor], of: type[Trunk]
 Has = dict[str, Callable[[], Any]]
 
 
+class Added(NamedTuple):
+    """What a row adds between the blocks, with the parts that it has: for mixes of rows."""
+
+    name: str
+    act: Callable[[Any, torch.Tensor, int], torch.Tensor]
+    change: Callable[[Any, int], object]
+    has: Has
+    again: Callable[[Any], object]
+
+
+ADDED: list[Added] = []
+
+
 def adds(
     name: str, change: Any = nothing, call: Any = batch, of: type[Trunk] = Trunk, has: Has | None = None, **more: Any
 ) -> Any:
     """Enters a trunk that does what the decorated ``act(net, x, n)`` does after block `n`."""
-    return lambda act: row(name, change, call, **more)(along(act, of, **(has or {})))
+
+    def enter(act: Any) -> Any:
+        if not {"step", "may_refuse", "raises"} & more.keys():
+            ADDED.append(Added(name, act, change, has or {}, more.get("again") or (lambda net: None)))
+        return row(name, change, call, **more)(along(act, of, **(has or {})))
+
+    return enter
 
 
 def runs(

@@ -1,11 +1,9 @@
-"""Models whose modules run inside of other code (custom Functions, torch.func, compilers, scripts), and what such
-modules read, set, draw and count within the model and outside of it: a part of the table of test_changing_models.py."""
+"""Models whose modules run inside of other code (custom Functions, torch.func, compilers, scripts), and parameters that
+they change: a part of the table of test_changing_models.py."""
 
 from __future__ import annotations
 
-import itertools
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 from step_by_step import Call, Row, error_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from trunks import LENGTH, WIDTH, Block, Trunk, along, batch, row
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, row, runs, sets
 
 
 class Between(Trunk):
@@ -105,39 +103,12 @@ for how in ("module", "function, norm", "adjoint, function, norm"):
     row(f"a Function over a module: {how}")(between(of(Layer, how)))
 
 
-class Switched(Layer):
-    """Runs its module through a custom Function while it is on, beside draws of all kinds."""
-
-    on = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * (random.random() + numpy.random.rand())
-        return super().forward(x) if self.on else x + x.tanh()
-
-
-def switched_on(net: Any, n: int) -> None:
-    for block in net.odd:
-        block.on = n in (1, 3, 4)
-
-
-row("Switched, a Function over a module in some steps: adjoint, module, norm", switched_on, room=0.9)(
-    between(of(Switched, "adjoint, module, norm"), many=8)
-)
-
-
-class Scaled(Layer):
-    scale = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x * self.scale)
-
-
 class Handing(nn.Module):
     """Gives a module that such a Function runs a tensor of the same forward as a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.scale = Scaled(), nn.Parameter(torch.rand(WIDTH))
+        self.inner, self.scale = Layer(), nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = {"f.0.weight": self.inner.f[0].weight * 2}
@@ -212,23 +183,8 @@ class Mapped(nn.Module):
         return torch.func.vmap(lambda one: one.sin())(self.act(self.linear(x))) + self.shift
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.norm(self.linear(x)))
-
-
 def compiled() -> nn.Module:
     return torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), backend="eager")
-
-
-def scripted() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(Normed())
 
 
 def hook_removed(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -247,22 +203,14 @@ def functional(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
 
 
 class Conditioned(nn.Module):
-    """Another module makes a buffer of a mapped one, for one call. functional: by ``functional_call``."""
-
-    functional = False
+    """Another module makes the buffer of a mapped one, for one call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.film, self.condition = Mapped(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        condition = self.condition(x).mean(0)
-        if self.functional:
-            return torch.func.functional_call(self.film, {"shift": condition}, (x,))
-        self.film.shift = condition
-        x = self.film(x)
-        self.film.shift = torch.zeros(WIDTH)
-        return x
+        return torch.func.functional_call(self.film, {"shift": self.condition(x).mean(0)}, (x,))
 
 
 class Recurrent(Mapped):
@@ -291,125 +239,64 @@ class Ensemble(nn.Module):
 
 row("a hook removed before the backward, compiled", step=hook_removed)(between(compiled))
 row("functional_call of the whole model, mapped", step=functional)(between(Mapped))
-row("a scripted module with batch norm")(between(scripted))
-row("a mapped module conditioned by another: buffer")(between(Conditioned))
-row("a mapped module conditioned by another: functional")(between(type("ByCall", (Conditioned,), {"functional": True})))
+row("a mapped module conditioned by another")(between(Conditioned))
 row("a mapped cell with a state")(between(Recurrent))
 row("an ensemble by functional_call within vmap")(between(Ensemble))
 
 
-# -- outside of the model
+# -- what the forward leaves, and hooks that only autograd sees
 
 
-class Outward(nn.Module):
-    """Counts, takes and draws outside of the model."""
-
-    def __init__(self, world: dict[str, Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.world = lambda: world
-
-    def outside(self) -> float:
-        world = self.world()
-        world["calls"] += 1
-        return float(1 + 0.01 * next(world["numbers"]) + 0.01 * world["calls"] + 0.1 * world["random"].random())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.linear(x)) * self.outside()
-
-
-class Packs(Outward):
+@adds("packed sequences", has={"rows": lambda: nn.GRU(WIDTH // 8, WIDTH // 8, batch_first=True)})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     """A recurrent layer on sequences of lengths that it computes."""
-
-    def __init__(self, world: dict[str, Any]) -> None:
-        super().__init__(world)
-        self.rows = nn.GRU(WIDTH // 8, WIDTH // 8, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x).view(len(x), 8, -1)
-        lengths = 1 + (x.detach().sum(2) > 0).sum(1).clamp(max=7)
-        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return pad_packed_sequence(self.rows(packed)[0], batch_first=True, total_length=8)[0].reshape(len(x), WIDTH)
+    y = torch.tanh(x).view(len(x), 8, -1)
+    lengths = 1 + (y.detach().sum(2) > 0).sum(1).clamp(max=7)
+    packed = pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=False)
+    return x + pad_packed_sequence(net.rows(packed)[0], batch_first=True, total_length=8)[0].reshape(len(x), WIDTH)
 
 
-class OfNodes(Outward):
-    """Registers hooks on nodes of its graph."""
+@adds("hooks of nodes of the graph", has={"calls": int}, again=lambda net: setattr(net, "calls", 0))
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    x = torch.sin(x) * 1.1
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        world, x = self.world(), super().forward(x)
+    def count(*_: Any) -> None:
+        net.calls += 1
 
-        def count(*_: Any) -> None:
-            world["calls"] += 1
-
+    if x.grad_fn is not None:
         x.grad_fn.register_hook(count)
         x.grad_fn.register_prehook(lambda gradients: (gradients[0] * 1.5,))
         x.grad_fn.register_hook(count).remove()
-        return x if x.grad_fn.name().startswith("Mul") else x * 0
+        x = x if x.grad_fn.name().startswith("Mul") else x * 0
+    return x
 
 
-class LeavesOutside(Outward):
-    """Leaves a tensor of its graph outside of the model, for the loss."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        self.world()["left"].append(x.square().mean())
-        return x
-
-
-def hooked(world: dict[str, Any]) -> nn.Module:
-    def hook(module: nn.Module, *gradients: Any) -> Any:
-        world["calls"] += 1
-        return tuple(None if g is None else g * (0.5 + 0.01 * world["calls"]) for g in gradients[0])
-
-    module = nn.Sequential(Outward(world), nn.Linear(WIDTH, WIDTH), Outward(world))
-    module[1].register_backward_hook(hook)
-    return module
+def older_hooks() -> nn.Module:
+    net = Trunk()
+    for block in net.blocks:
+        block.down.register_backward_hook(
+            lambda module, gradients, _: tuple(None if g is None else g * 0.5 for g in gradients)
+        )
+    return net
 
 
-PARTS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
-    "a loss": LeavesOutside,
-    "packed sequences": Packs,
-    "hooks of nodes": OfNodes,
-    "a backward hook of the older form": hooked,
-}
-
-
-def begun(world: dict[str, Any]) -> None:
-    world.update(calls=0, numbers=itertools.count(), random=random.Random(0), left=deque())
-
-
-class Around(Trunk):
-    """Has such a part after each block."""
-
-    part: Callable[[dict[str, Any]], nn.Module]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.outer: dict[str, Any] = {}
-        begun(self.outer)
-        self.odd = nn.ModuleList(type(self).part(self.outer) for _ in range(self.many))
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x + 0.5 * torch.tanh(self.odd[n](x))
+row("backward hooks of the older form")(older_hooks)
+LEFT: deque[torch.Tensor] = deque()
 
 
 def with_what_is_left(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0])) + sum(net.outer["left"])
-    net.outer["left"].clear()
+    LEFT.clear()
+    loss = error_of(run(*call[0]))
+    loss = loss + sum(LEFT)
+    LEFT.clear()
     loss.backward()
     return loss
 
 
-for name, part in PARTS.items():
-    row(
-        f"outside of the model: {name}",
-        step=with_what_is_left,
-        again=lambda net: begun(net.outer),
-        may_refuse="adds tensors of the graph to its attribute 'outer'" if name == "a loss" else None,
-    )(type("Around", (Around,), {"part": staticmethod(part)}))
-
-
-# -- from the third step on
+@adds("a loss left outside of the model", step=with_what_is_left)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    LEFT.append(x.square().mean())
+    return x
 
 
 class Kept:
@@ -419,48 +306,24 @@ class Kept:
         self.x = x
 
 
-class OverBlock(torch.autograd.Function):
-    """Uses a module that it is not given."""
-
-    module: nn.Module
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return x + OverBlock.module(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return 2 * gradients[0]
-
-
-class FromTheThird(Trunk):
-    odd, step = "", 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.step += 1
-        odd = self.odd if self.step > 2 else ""
-        for n, block in enumerate(self.blocks):
-            x = block(x)
-            if n == 2 and odd == "a sparse product":
-                x = torch.sparse.mm(torch.eye(x.shape[0]).to_sparse(), x)
-            elif n == 2 and odd == "a Function over a block":
-                OverBlock.module = block
-                x = OverBlock.apply(x)
-        return self.head(x) * 1.5, Kept(x.tanh()) if odd.endswith("returned") else None
-
-
 def of_both(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
     result, beside = run(*call[0])
-    loss = result.square().mean() + (beside.x.mean() if isinstance(beside, Kept) else 0)
+    loss = result.square().mean() + (beside.x.mean() if beside else 0)
     loss.backward()
     return loss
 
 
-for odd in ("an object with a tensor of the graph returned", "a sparse product", "a Function over a block"):
-    row(f"from the third step on: {odd}", step=of_both, again=lambda net: setattr(net, "step", 0), room=0.5)(
-        type("Third", (FromTheThird,), {"odd": odd})
-    )
+@runs(
+    "an object with a tensor of the graph returned, from the third step on",
+    sets("odd", lambda n: n > 1),
+    step=of_both,
+    room=0.5,
+    has={"odd": bool},
+)
+def _(net: Any, x: torch.Tensor) -> Any:
+    for block in net.blocks:
+        x = block(x)
+    return net.head(x), Kept(x.tanh()) if net.odd else None
 
 
 # -- parameters that the forward changes, saved-tensor hooks of the model's own
