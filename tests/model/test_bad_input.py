@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import os
 import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,56 +38,78 @@ MODES = ("joint", "remat", "offload")
 CHAIN = Chain(tuple(Stage(f"s{i}", 1.0, 2.0, 10 * i, 30 * i) for i in (1, 2, 3)), 50.0, 50.0, input_bytes=10)
 KEEP_ALL_BYTES = 10 + 30 + 60 + 90 + 30 + 20  # a_0, all ā, δ_3 and δ_2
 
-BAD_LIMITS = [
-    (0, "must be above 0"),
-    (-1, "must be above 0"),
-    (math.nan, "is nan"),
-    (math.inf, "is inf"),
-    (0.5, "looks like a fraction"),
-    (True, "is True"),
-    (None, "is None"),
-    ("6 GiBs", "unknown unit 'GiBs'"),
-    ("", "is ''"),
-    ("most of it", "is 'most of it'"),
-]
-
 
 def one_sentence(error: BaseException) -> bool:
     text = str(error)
     return 20 <= len(text) <= 300 and "\n" not in text
 
 
-# -- limits, modes and options, in planning
+# -- what is refused, in a sentence
+
+Ask = Callable[[Any], object]
 
 
-@pytest.mark.parametrize(("limit", "sentence"), BAD_LIMITS, ids=repr)
-def test_solve_refuses_what_is_no_limit(limit: Any, sentence: str) -> None:
-    with pytest.raises(LimitError, match=re.escape(sentence)) as caught:
-        rotoff.solve(CHAIN, limit)
+def stage(**options: Any) -> Stage:
+    return Stage(
+        **{"name": "x", "forward_time": 1.0, "backward_time": 2.0, "output_bytes": 10, "saved_bytes": 30} | options
+    )
+
+
+SOLVE: Ask = lambda v: rotoff.solve(CHAIN, v)  # noqa: E731
+BOUND: Ask = lambda v: rotoff.lower_bound(CHAIN, v)  # noqa: E731
+MODE: tuple[Ask, ...] = (lambda v: rotoff.solve(CHAIN, 200, mode=v), lambda v: rotoff.min_mem_limit(CHAIN, v))
+OF_CHAIN: tuple[Ask, ...] = (
+    lambda v: rotoff.solve(v, 100),
+    lambda v: rotoff.simulate(v, []),
+    lambda v: rotoff.lower_bound(v, 200),
+    lambda v: rotoff.min_mem_limit(v, "joint"),
+    keep_all,
+    rotoff.sweep,
+)
+REFUSED: list[tuple[type[Exception], str, tuple[Ask, ...], list[Any]]] = [  # by each of the calls, each of the values
+    (LimitError, "must be above 0", (SOLVE, BOUND), [0, -1]),
+    (LimitError, "is VALUE", (SOLVE, BOUND), [math.nan, math.inf]),
+    (LimitError, "looks like a fraction", (SOLVE, BOUND), [0.5]),
+    (LimitError, "is VALUE", (SOLVE, BOUND), [True, None]),
+    (LimitError, "unknown unit 'GiBs'", (SOLVE, BOUND), ["6 GiBs"]),
+    (LimitError, "is VALUE", (SOLVE, BOUND), ["", "most of it"]),
+    (LimitError, ".", (SOLVE,), [np.array([178]), np.array([178.5])]),
+    (OptionError, "mode is VALUE; modes are 'joint', 'remat', 'offload'", MODE, ["", "Joint", "checkpoint", "keep-all", None, 3, ["joint"]]),
+    (OptionError, "mem_slots", tuple(lambda v, m=mode: rotoff.solve(CHAIN, 200, m, mem_slots=v) for mode in MODES),
+     [0, -1, 1.5, math.nan, True, None, "50"]),
+    (ChainError, r"the chain is .* give a rotoff.Chain, such as Chain.load\(path\)", OF_CHAIN,
+     [None, "chain.json", 5, {"format": "rotoff.chain"}]),
+    (ChainError, "name of a stage is", (lambda v: stage(name=v),), [None, 5, ["x"], {"a": 1}, "half a pair \ud800"]),
+    (ChainError, "name of the chain is", (lambda v: replace(CHAIN, name=v),), [None, 5, ["x"], "half a pair \ud800"]),
+    (ChainError, "forms of stage 'x' is 5", (lambda v: stage(forms=v),), [5]),
+    (ChainError, "stages of the chain is 5", (lambda v: Chain(v, 1.0, 1.0),), [5]),
+    (SequenceFormatError, "the mode is", (lambda v: rotoff.Sequence((), mode=v),), [None, 5, ["x"], "half a pair \ud800"]),
+    (SequenceFormatError, "the operations are 5", (rotoff.Sequence,), [5]),
+    (SequenceFormatError, "a form one from 1", (lambda v: rotoff.Op(rotoff.OpKind.F_SEL, 1, v),), [-1, 0, "1"]),
+    (rotoff.InvalidSequenceError, "the sequence is None", (lambda v: rotoff.simulate(CHAIN, v),), [None]),
+    (rotoff.InvalidSequenceError, r"op 0 \(F_all 1\): is not a rotoff.Op; make one with rotoff.parse",
+     (lambda v: rotoff.simulate(CHAIN, v),), [["F_all 1", "F_all 2"]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "sentence", "asks", "values"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_what_is_refused(error: type[Exception], sentence: str, asks: tuple[Ask, ...], values: list[Any]) -> None:
+    for ask, value in itertools.product(asks, values):
+        with pytest.raises(error, match=sentence.replace("VALUE", re.escape(repr(value)))) as caught:
+            ask(value)
+        assert one_sentence(caught.value), (str(caught.value), value)
+
+
+def test_text_of_any_length_is_refused_as_an_operation() -> None:
+    with pytest.raises(SequenceFormatError, match="is not an operation"):
+        rotoff.parse("F_all " + "1" * 5000)
+
+
+def test_limits_may_be_numbers_of_numpy_and_none_of_any_length_below_zero() -> None:
+    with pytest.raises(LimitError) as caught:
+        rotoff.solve(CHAIN, -(10**5000))
     assert one_sentence(caught.value)
-
-
-@pytest.mark.parametrize(("limit", "sentence"), BAD_LIMITS, ids=repr)
-def test_lower_bound_refuses_what_is_no_limit(limit: Any, sentence: str) -> None:
-    with pytest.raises(LimitError, match=re.escape(sentence)):
-        rotoff.lower_bound(CHAIN, limit)
-
-
-@pytest.mark.parametrize("mode", ["", "Joint", "checkpoint", "keep-all", None, 3, ["joint"]])
-def test_an_unknown_mode_names_the_modes(mode: Any) -> None:
-    for ask in (lambda: rotoff.solve(CHAIN, 200, mode=mode), lambda: rotoff.min_mem_limit(CHAIN, mode)):
-        with pytest.raises(OptionError, match=re.escape(repr(mode))) as caught:
-            ask()
-        assert all(name in str(caught.value) for name in MODES)
-        assert one_sentence(caught.value)
-
-
-@pytest.mark.parametrize("slots", [0, -1, 1.5, math.nan, True, None, "50"], ids=repr)
-@pytest.mark.parametrize("mode", MODES)
-def test_slots_are_a_whole_number_of_at_least_one(slots: Any, mode: str) -> None:
-    with pytest.raises(OptionError, match="mem_slots") as caught:
-        rotoff.solve(CHAIN, 200, mode=mode, mem_slots=slots)
-    assert one_sentence(caught.value)
+    assert rotoff.solve(CHAIN, np.float64(250.5)).mem_limit == rotoff.solve(CHAIN, np.array(250)).mem_limit == 250
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -96,27 +120,10 @@ def test_few_slots_still_give_a_plan(slots: int, mode: str) -> None:
     assert rotoff.simulate(CHAIN, sequence, limit).peak_bytes <= limit
 
 
-@pytest.mark.parametrize("ask", [lambda x: rotoff.lower_bound(x, 200), lambda x: rotoff.min_mem_limit(x, "joint")])
-def test_what_is_no_chain_is_named(ask: Any) -> None:
-    with pytest.raises(ChainError, match="the chain is 'chain.json'") as caught:
-        ask("chain.json")
-    assert one_sentence(caught.value)
-
-
 def test_a_bound_at_more_bytes_than_a_float_holds_is_that_of_plenty() -> None:
     assert rotoff.lower_bound(CHAIN, 10**400) == rotoff.lower_bound(CHAIN, 10**12) == CHAIN.compute_time
     placed = replace(CHAIN, parameters=(rotoff.ParameterGroup((1,), 5, 5, 10, update_time=0.5),))
     assert rotoff.lower_bound(placed, 10**400) == pytest.approx(placed.compute_time + 0.5)
-
-
-def test_text_in_place_of_operations_is_refused() -> None:
-    with pytest.raises(
-        rotoff.InvalidSequenceError, match=r"op 0 \(F_all 1\): is not a rotoff.Op; make one with rotoff.parse"
-    ) as caught:
-        rotoff.simulate(CHAIN, ["F_all 1", "F_all 2"])  # type: ignore[list-item]
-    assert one_sentence(caught.value)
-    with pytest.raises(rotoff.SequenceFormatError, match="is not an operation"):
-        rotoff.parse("F_all " + "1" * 5000)
 
 
 def test_a_link_that_hardly_moves_has_a_bound_without_a_warning() -> None:
@@ -229,13 +236,6 @@ def test_more_slots_than_the_arithmetic_holds() -> None:
         assert rotoff.simulate(chain, plan, 2**53).peak_bytes > 2**52
 
 
-@pytest.mark.parametrize("chain", [None, "chain.json", {"format": "rotoff.chain"}])
-def test_what_is_no_chain_says_how_to_get_one(chain: Any) -> None:
-    for use in (lambda: rotoff.solve(chain, 100), lambda: rotoff.simulate(chain, [])):
-        with pytest.raises(ChainError, match=r"the chain is .* give a rotoff.Chain, such as Chain.load\(path\)"):
-            use()
-
-
 def test_a_model_in_place_of_a_chain_is_not_printed() -> None:
     class Model:
         def __repr__(self) -> str:
@@ -278,35 +278,6 @@ def test_no_time_or_link_makes_a_warning(bandwidth: float, seconds: float) -> No
                 rotoff.solve(chain, 7 * 10**9, policy=policy)
 
 
-@pytest.mark.parametrize("wrong", [None, "abc", 5])
-def test_what_is_no_chain_is_refused(wrong: Any) -> None:
-    for call in (keep_all, rotoff.sweep):
-        with pytest.raises(ChainError, match="give a rotoff.Chain") as caught:
-            call(wrong)
-        assert one_sentence(caught.value)
-
-
-@pytest.mark.parametrize("name", [None, 5, ["x"], {"a": 1}, "half a pair \ud800"])
-def test_names_are_text(name: Any) -> None:
-    with pytest.raises(ChainError, match="name of a stage is"):
-        Stage(name, 1.0, 2.0, 10, 30)
-    with pytest.raises(ChainError, match="name of the chain is"):
-        replace(CHAIN, name=name)
-    with pytest.raises(SequenceFormatError, match="the mode is"):
-        rotoff.Sequence((), mode=name)
-
-
-def test_what_is_no_sequence_of_things_is_refused() -> None:
-    with pytest.raises(ChainError, match="forms of stage 'x' is 5"):
-        Stage("x", 1.0, 2.0, 10, 30, forms=5)  # type: ignore[arg-type]
-    with pytest.raises(ChainError, match="stages of the chain is 5"):
-        Chain(5, 1.0, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(rotoff.InvalidSequenceError, match="the sequence is None"):
-        rotoff.simulate(CHAIN, None)  # type: ignore[arg-type]
-    with pytest.raises(SequenceFormatError, match="the operations are 5"):
-        rotoff.Sequence(5)  # type: ignore[arg-type]
-
-
 NESTED = {
     "lists": "[" * 100_000,
     "lists, whole": "[" * 900 + "]" * 900,
@@ -337,30 +308,9 @@ def test_what_is_nested_a_little_is_kept(tmp_path: Path) -> None:
     assert Chain.load(tmp_path / "chain.json").meta == {"deep": deep}
 
 
-@pytest.mark.parametrize("limit", [np.array([178]), np.array([178.5]), -(10**5000)], ids=["1", "2", "3"])
-def test_arrays_and_endless_negative_numbers_are_no_limits(limit: Any) -> None:
-    with pytest.raises(LimitError) as caught:
-        rotoff.solve(CHAIN, limit)
-    assert one_sentence(caught.value)
-    assert rotoff.solve(CHAIN, np.float64(250.5)).mem_limit == rotoff.solve(CHAIN, np.array(250)).mem_limit == 250
-
-
-@pytest.mark.parametrize("form", [-1, 0, "1"])
-def test_smaller_forms_count_from_1(form: Any) -> None:
-    with pytest.raises(SequenceFormatError, match="a form one from 1"):
-        rotoff.Op(rotoff.OpKind.F_SEL, 1, form)
-
-
 def test_a_sequence_with_an_endless_limit_is_shown() -> None:
     endless = rotoff.Sequence.from_dict({**keep_all(CHAIN).to_dict(), "mem_limit": 10**400})
     assert "TiB" in rotoff.render(CHAIN, endless, width=80)
-
-
-@pytest.mark.parametrize("repeats", [0, -1, 2.5, True])
-def test_repeats_are_a_whole_number_of_at_least_one(repeats: object) -> None:
-    torch = pytest.importorskip("torch")
-    with pytest.raises(rotoff.MeasureError, match=re.escape(f"repeats is {repeats!r}; give a whole number")):
-        rotoff.Checkpointable(torch.nn.Linear(4, 4)).measure(torch.randn(2, 4), repeats=repeats)
 
 
 @pytest.mark.slow

@@ -143,6 +143,11 @@ def losses(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+def alike(trainer: Any, plain: Any) -> bool:
+    """Losses and parameters."""
+    return losses(trainer) == losses(plain) and same([*trainer.model.parameters()], [*plain.model.parameters()])
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_trainer(tmp_path: Path, bf16: bool, plainly: Callable[..., Any]) -> None:
     plain = plainly(bf16=bf16)
@@ -196,8 +201,7 @@ def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool, pla
     assert (moves_parameters if placed else works_hard)(callback.planned)
     assert placed or not any(op.kind is rotoff.OpKind.OFFLOAD for op in callback.planned.sequence)
     assert len(callback.planned.chain) in (4, 5)  # what makes the logits and the loss may be one
-    assert losses(trainer) == losses(plain)
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert alike(trainer, plain)
 
 
 class Text(torch.utils.data.Dataset):
@@ -231,8 +235,7 @@ def test_trainer_of_a_language_model(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(64))
     trainer.train()
     assert works_hard(callback.planned)
-    assert losses(trainer) == losses(plain)
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert alike(trainer, plain)
     trainer.save_model(str(tmp_path / "saved"))
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
     assert same(list(again.parameters()), list(plain.model.parameters()))
@@ -268,8 +271,7 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: f
     trainer.train()
     planned = callback.planned
     assert works_hard(planned)
-    assert losses(trainer) == losses(plain)
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert alike(trainer, plain)
     if smoothing:
         assert planned.chain.grad_bytes(len(planned.chain)) >= batch["labels"].numel() * 3000 * 4
     else:
@@ -310,8 +312,7 @@ def test_trainer_that_makes_its_model(tmp_path: Path, placed: bool, plainly: Cal
     trainer.train()
     assert callback.planned is attached(trainer.model)
     assert (moves_parameters if placed else works_hard)(callback.planned)
-    assert losses(trainer) == losses(plain)
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert alike(trainer, plain)
     if not placed:
         trainer = hugging_face(tmp_path, RotoffCallback(**limit), model_init=build, bf16=True)
         with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) where the model is made"):
@@ -330,8 +331,7 @@ def test_trainer_that_makes_a_planned_model_under_mixed_precision(tmp_path: Path
     trainer.train()
     assert attached(trainer.model) is planned[-1]
     assert works_hard(planned[-1])
-    assert losses(trainer) == losses(plain)
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert alike(trainer, plain)
 
 
 def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: Callable[..., Any]) -> None:
@@ -346,8 +346,7 @@ def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: 
     assert works_hard(callback.planned)
     plain = hugging_face(tmp_path / "plain", model=copy.deepcopy(plainly(bf16=False).model))
     plain.train()
-    assert losses(second) == losses(plain)
-    assert same(list(second.model.parameters()), list(plain.model.parameters()))
+    assert alike(second, plain)
 
 
 @pytest.mark.parametrize("shared", ["callback", "model"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -39,85 +37,32 @@ class Layer(nn.Module):
 
 
 class LayerDrop(nn.Module):
-    """Skips each layer with probability `chance`, as wav2vec 2.0 does; `scaled`: with a call of its own after each
-    layer that runs."""
+    """Skips each layer with probability `chance`, as wav2vec 2.0 does."""
 
-    def __init__(self, layers: int, chance: float, width: int = 64, scaled: bool = False) -> None:
+    def __init__(self, layers: int, chance: float, width: int = 64) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.head = nn.Linear(width, 10)
-        self.chance, self.scaled = chance, scaled
+        self.chance = chance
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             if torch.rand([]) < self.chance:
                 continue
             x = layer(x)
-            if self.scaled:
-                x = x * 1.1
         return self.head(x).mean(1)
 
 
-class Branches(nn.Module):
-    """Goes one of two ways by chance, in the middle of its own code."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right, self.last = (nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x).relu()
-        h = self.left(h).relu() if torch.rand([]) < 0.5 else self.right(h).tanh() + h
-        return self.last(h).sin().mean(1)
-
-
-def steps(model: nn.Module, x: torch.Tensor, seeds: range) -> tuple[list[float], list[torch.Tensor], list[int]]:
-    """Losses, gradients and peaks of steps that each begin from a seed."""
-    losses, peaks = [], []
+def most(model: nn.Module, x: torch.Tensor, seeds: range) -> int:
+    """The highest peak of steps that each begin from a seed."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
 
     def step(seed: int) -> None:
         torch.manual_seed(seed)
-        loss = model(x).pow(2).sum()
-        loss.backward()
-        losses.append(loss.item())
+        model(x).pow(2).sum().backward()
 
-    for seed in seeds:
-        peaks.append(peak_bytes(lambda seed=seed: step(seed)))
-    return losses, [p.grad for p in model.parameters() if p.grad is not None], peaks
-
-
-PLANS = list(product(("remat", "offload", "joint"), (0.0, 0.3, 0.7)))  # mode, and share of the way to keeping all
-
-
-@pytest.mark.parametrize(
-    ("make", "plans"),
-    [
-        pytest.param(lambda: LayerDrop(10, 0.5), PLANS, id="half", marks=pytest.mark.slow),
-        pytest.param(lambda: LayerDrop(10, 0.1, scaled=True), PLANS[::4], id="tenth"),
-        pytest.param(lambda: LayerDrop(10, 0.1, scaled=True), PLANS, id="all of tenth", marks=pytest.mark.slow),
-        pytest.param(Branches, PLANS, id="branches"),
-    ],
-)
-@pytest.mark.slow
-def test_one_plan_holds_for_every_course(
-    make: Callable[[], nn.Module], plans: list[tuple[str, float]], caplog: pytest.LogCaptureFixture, rotoff: Any
-) -> None:
-    torch.manual_seed(1)
-    plain, x = make(), torch.randn(8, 64, 64)
-    model, seeds = make(), range(12)
-    model.load_state_dict(plain.state_dict())
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    expected, their_gradients, _ = steps(plain, x, seeds)
-    for mode, room in plans:
-        least, everything = wrapped.min_mem_limit(mode), wrapped.keep_all_memory
-        wrapped.compute_sequence(int(least + (everything - least) * room), mode=mode)
-        losses, gradients, peaks = steps(wrapped, x, seeds)
-        assert losses == expected, (mode, room)
-        assert all(map(torch.equal, gradients, their_gradients)), (mode, room)
-        assert max(peaks) <= wrapped.get_expected_memory(), (mode, room)
-    assert not caplog.records  # nothing to say
+    return max(peak_bytes(lambda seed=seed: step(seed)) for seed in seeds)
 
 
 def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
@@ -137,15 +82,18 @@ def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptu
 
     assert all(map(torch.equal, trained(wrapped, model), trained(plain, plain)))
     caplog.clear()
-    _, _, peaks = steps(wrapped, x, range(12, 20))
-    assert max(peaks) <= wrapped.get_expected_memory() <= wrapped.mem_limit
+    assert most(wrapped, x, range(12, 20)) <= wrapped.get_expected_memory() <= wrapped.mem_limit
     assert not caplog.records
 
 
-class Phases(Branches):
-    """Goes one of two ways, as its caller says."""
+class Phases(nn.Module):
+    """Goes one of two ways, as its caller says, in the middle of its own code."""
 
     phase = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right, self.last = (nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.first(x).relu()
@@ -165,8 +113,7 @@ def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCapture
     caplog.clear()
     for phase in (0, 1):
         model.phase = phase
-        _, _, peaks = steps(wrapped, x, range(1))
-        assert peaks[0] <= wrapped.get_expected_memory() <= wrapped.mem_limit
+        assert most(wrapped, x, range(1)) <= wrapped.get_expected_memory() <= wrapped.mem_limit
     assert not caplog.records
 
 

@@ -162,14 +162,6 @@ def test_queued_copies_are_timed_together(clock: Clock, nbytes: int, rate: float
     assert (FileLink.queues, CudaLink.queues) == (False, True)
 
 
-def test_queueing_link_copies_at_most_256_mib(clock: Clock) -> None:
-    for nbytes, reserved in ((100 << 20, 100 << 20), (3 << 30, 256 << 20)):
-        link = CachedLink(clock)
-        link.queues = True
-        measure_bandwidth(link, nbytes)
-        assert link.capacity == reserved
-
-
 def test_pinned_memory_is_released_after_measuring_bandwidth(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who only recomputes has none at all, and a link whose memory steps have used keeps it."""
     made: list[Closing] = []

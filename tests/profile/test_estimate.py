@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -190,32 +189,6 @@ def test_estimated_times_follow_the_data_sheet() -> None:
     assert half.forward_time == pytest.approx(seconds * 15.7 / 125, rel=0.2)
 
 
-def test_equal_stages_are_estimated_once() -> None:
-    model, batch = fresh("residual")
-    x = batch()
-    shared = rotoff.estimate(model, x, device="CPU").stages
-    one = [rotoff.estimate(nn.Sequential(model[0], model[1]), x, device="CPU").stages[1]]
-    assert [shared[i].saved_bytes for i in (1, 2, 3, 4)] == [one[0].saved_bytes] * 4
-    assert [s.name for s in shared] == ["0", "1", "2", "3", "4", "5"]
-
-
-def test_stages_differing_in_a_constant_are_estimated_separately() -> None:
-    class Repeat(nn.Module):
-        def __init__(self, times: int) -> None:
-            super().__init__()
-            self.times = times
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(self.times):
-                x = torch.tanh(x)
-            return x
-
-    stages = rotoff.estimate(
-        nn.Sequential(nn.Linear(8, 8), Repeat(1), Repeat(3), Repeat(1)), torch.randn(16, 8), device="CPU"
-    ).stages
-    assert [s.saved_bytes for s in stages] == [512, 512, 3 * 512, 512]
-
-
 def test_estimated_chain_records_its_provenance(tmp_path: Path) -> None:
     chain = rotoff.estimate(nn.Sequential(nn.Linear(3, 5)), torch.randn(2, 3), device="RTX 4090")
     chain.save(tmp_path / "chain.json")
@@ -281,21 +254,6 @@ def test_invalid_device_is_refused(change: dict[str, Any], sentence: str) -> Non
         rotoff.Device(**{**fields, **change})
 
 
-@pytest.mark.slow
-def test_networks_of_the_papers_are_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("needs torchvision")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    from benchmarks import paper_models
-
-    chain = paper_models.chain("resnet50", image=224, batch=1, device="Titan X")
-    assert len(chain) == 18
-    # conv1's output, its norm's output (the ReLU overwrites it), the maximum and its indices; the batch is the caller's
-    side, narrow = 112, 56
-    stem = 4 * 64 * side**2 * 2 + (4 + 8) * 64 * narrow**2 + 2 * 512
-    assert chain.stages[0].saved_bytes == stem
-
-
 def test_estimate_cuts_other_models_as_measuring_does() -> None:
     class Skip(nn.Module):
         def __init__(self) -> None:
@@ -313,16 +271,12 @@ def test_estimate_cuts_other_models_as_measuring_does() -> None:
 
 
 def test_estimate_of_forward_that_reads_contents_is_refused() -> None:
-    class Reader(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
+    class Reader(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x) if x.sum() > 0 else x
+            return super().forward(x) if x.sum() > 0 else x
 
     with pytest.raises(rotoff.MeasureError, match="cannot run on fake tensors: DataDependent"):
-        rotoff.estimate(Reader(), torch.randn(2, 4), device="V100")
+        rotoff.estimate(Reader(4, 4), torch.randn(2, 4), device="V100")
 
 
 def test_blocked_copies_of_convolutions_are_counted() -> None:

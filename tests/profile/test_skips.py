@@ -3,12 +3,9 @@ bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from allocated import peak_bytes
-from models import fresh
 from torch import nn
 from torch.nn import functional as F
 
@@ -67,38 +64,6 @@ class Translator(nn.Module):
         for layer in self.decoder:
             y = layer(y, memory)
         return y
-
-
-class Collecting(nn.Module):
-    """Returns the hidden state of every layer, so that some of what it keeps is the caller's too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        states = []
-        for layer in self.layers:
-            x = torch.tanh(layer(x)) * torch.sigmoid(x)
-            states.append(x)
-        return states[-1] if not self.training else sum(state.square().mean() for state in states)
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]] = {
-    "unet": lambda: (UNet(), lambda: torch.randn(2, 3, 16, 16)),
-    "translator": lambda: (Translator(), lambda: torch.randint(0, 20, (4, 12))),
-    "collecting": lambda: (Collecting(), lambda: torch.randn(32, 16)),
-    "handed_on": lambda: fresh("handed_on"),
-}
-
-
-def step(model: nn.Module, batch: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
-    """What one training step makes: the loss, gradients, buffers and the generator's state."""
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=True)
-    loss = model(batch()).square().mean()
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters()), *model.buffers(), torch.get_rng_state()]
 
 
 # -- what is found

@@ -84,20 +84,3 @@ def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(mon
         one(x, torch.tensor(-0.1)).backward()
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     run.close()
-
-
-class Table(nn.Module):
-    """A tensor that is no buffer, cast to what it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.linear = torch.arange(4.0), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.table.to(torch.float32)
-
-
-def test_constant_returned_by_a_call_stays_a_constant() -> None:
-    model, x = Table(), torch.ones(2, 4)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x).compute_sequence("1 MiB")
-    assert torch.equal(wrapped(x), model(x))

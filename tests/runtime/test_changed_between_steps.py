@@ -84,32 +84,3 @@ def test_a_gradient_of_an_intermediate_result(how: str, mode: str) -> None:
         gradients += [p.grad for p in [hidden[1], *one.parameters()] if p.is_leaf or how != "register_hook"]
         seen.append([gradient for gradient in gradients if gradient is not None])
     assert same(*seen)
-
-
-class Strides(Net):
-    """Does nothing where its input is contiguous already, and asks whether it is."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        plain = x.is_contiguous()
-        return super().forward(x.contiguous().view(-1, 16)) * (1 if plain else 2)
-
-
-def test_a_batch_that_lies_otherwise_in_memory() -> None:
-    """What follows from the strides is found by measuring, so that each layout has a course of its own."""
-    torch.manual_seed(0)
-    plain = Strides()
-    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).compute_sequence("64 KiB")
-    batches = [
-        torch.randn(8, 4, 16),
-        torch.randn(4, 8, 16).transpose(0, 1),
-        torch.randn(8, 5, 16)[:, :4],
-        torch.randn(8, 1, 16).expand(8, 4, 16),
-    ]
-    for x in (*batches, *reversed(batches)):
-        outputs = []
-        for model in (wrapped, plain):
-            torch.manual_seed(1)
-            outputs.append(model(x))
-            outputs[-1].sum().backward()
-        assert torch.equal(*outputs)
-    assert same([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])

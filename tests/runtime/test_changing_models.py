@@ -8,20 +8,19 @@ from typing import Any
 import changing_models  # noqa: F401 - fills the table
 import odd_models  # noqa: F401
 import pytest
-import state_models  # noqa: F401
 from step_by_step import MODES, Row, is_right, verdict
 from trunks import TABLE
 from whole_models import UNSEEN
 
 
 def cases() -> list[Any]:
-    """Every fourth row in one of the modes; slowly, its neighbours, which are like it, too, and each in the others. In
-    joint, after others, the first step measures."""
+    """Every third row in one of the modes; slowly, the others, too, and each in the other modes. In joint, after others,
+    the first step measures."""
     found = []
     for n, row in enumerate([*TABLE, *UNSEEN]):
         one = MODES[n // 3 % len(MODES)]
         others = [mode for mode in MODES if mode == "joint" or mode != one]
-        found.append(pytest.param(row, [one], id=row.name, marks=[pytest.mark.slow] if n % 4 else []))
+        found.append(pytest.param(row, [one], id=row.name, marks=[pytest.mark.slow] if n % 3 else []))
         found.append(pytest.param(row, others, id=f"{row.name}, in the other modes", marks=pytest.mark.slow))
     return found
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
@@ -60,111 +59,6 @@ def test_a_limit_that_is_too_small_leaves_the_model_as_it_was() -> None:
     assert whole.steps == 1
     assert torch.equal(torch.get_rng_state(), drawn)
     assert all(torch.equal(before[name], tensor) for name, tensor in whole.state_dict().items())
-
-
-LITTLE = 80_000  # bytes; `Odd` keeps about 118,000, and needs 63,000
-
-
-class Cell(nn.Module):
-    """Counts its calls, and those of a batch norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.calls = nn.Linear(64, 64), nn.BatchNorm1d(64), 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return torch.tanh(self.norm(self.linear(x)))
-
-
-class Odd(nn.Module):
-    """Does after its third cell what `does` says; `left` is not the module's."""
-
-    def __init__(self, does: str) -> None:
-        super().__init__()
-        self.cells, self.does = nn.ModuleList(Cell() for _ in range(6)), does
-        self.left: list[Any] = []
-        self.world = lambda: self.left
-        if does == "scripted":
-            self.cells[2] = torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        for n, cell in enumerate(self.cells):
-            x = cell(x)
-            if n == 2 and self.does == "hook removed":
-                x.register_hook(lambda gradient: gradient * 3).remove()
-            if n == 2 and self.does == "hook kept":
-                self.world().append(x.register_hook(lambda gradient: gradient * 3))
-            if n == 2 and self.does == "told of a tensor elsewhere":
-                mean = x.mean()
-                mean.told = "mean"
-                self.world().append(mean)
-        out = x.sum()
-        if self.does == "told of the result":
-            out.told = [1, 2]
-        return (out, [out]) if self.does == "the same twice" else out
-
-
-def steps_of(model: Odd, run: nn.Module) -> list[Any]:
-    """What each of four steps shows of itself, and the parameters and buffers after them."""
-    shown: list[Any] = []
-    for n in range(4):
-        torch.manual_seed(n)
-        loss = run(torch.randn(32, 64))
-        if model.does == "the same twice":
-            shown.append(loss[0] is loss[1][0])
-            loss = loss[0]
-        shown += [loss.detach(), getattr(loss, "told", None)]
-        while model.left:
-            one = model.left.pop()
-            if isinstance(one, torch.Tensor):
-                shown.append(one.told)
-                loss = loss + one
-            else:
-                one.remove()
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.1 * p.grad
-                p.grad = None
-    return [*shown, *model.parameters(), *model.buffers(), *(getattr(cell, "calls", None) for cell in model.cells)]
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize(
-    "does",
-    ["scripted", "hook removed", "hook kept", "told of the result", "told of a tensor elsewhere", "the same twice"],
-)
-def test_handles_attributes_and_scripted_modules_are_as_in_the_plain_model(does: str) -> None:
-    torch.manual_seed(0)
-    model = Odd(does)
-    torch.manual_seed(0)
-    plain = steps_of(other := Odd(does), other)
-    run = rotoff.Checkpointable(model).compute_sequence(LITTLE)
-    for ours, theirs in zip(steps_of(model, run), plain, strict=True):
-        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
-    assert works(run.sequence)
-
-
-def test_a_leaf_made_by_setting_requires_grad_is_freed() -> None:
-    leaves: list[weakref.ref[torch.Tensor]] = []
-
-    class Leaf(Odd):
-        def forward(self, x: torch.Tensor) -> Any:
-            x = x[None]
-            x.requires_grad = True
-            leaves.append(weakref.ref(x))
-            return super().forward(x[0])
-
-    torch.manual_seed(0)
-    plain = steps_of(other := Leaf(""), other)
-    torch.manual_seed(0)
-    model = Leaf("")
-    run = rotoff.Checkpointable(model).compute_sequence(LITTLE)
-    for ours, theirs in zip(steps_of(model, run), plain, strict=True):
-        assert torch.equal(ours, theirs) if isinstance(ours, torch.Tensor) else ours == theirs
-    assert works(run.sequence)
-    assert [one() for one in leaves] == [None] * len(leaves)
 
 
 class Tied(nn.Module):

@@ -72,6 +72,7 @@ def rows() -> torch.Tensor:
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.grid(every=3)
 def test_a_zero_gradient_of_what_a_step_does_not_use_is_one(name: str, updates: str) -> None:
     """Momentum and weight decay go on."""
     x, pairs = rows(), made(name, updates, 2)
@@ -100,7 +101,8 @@ def turned_states(parameters: list[nn.Parameter], states: list[torch.Tensor]) ->
 
 
 @pytest.mark.parametrize("change", [turned, turned_data, turned_states])
-@pytest.mark.parametrize("share", [1, 1.7, 3])
+@pytest.mark.parametrize("share", [1, 2])
+@pytest.mark.grid(every=3)
 def test_numbers_that_change_places_are_seen(change: Callable[..., None], share: float) -> None:
     x, pairs = rows(), made("AdamW", "after", share)
     for _ in range(4):
@@ -113,7 +115,7 @@ def test_numbers_that_change_places_are_seen(change: Callable[..., None], share:
     assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
 
 
-@pytest.mark.parametrize("share", [1, 1.7, 2, 3])
+@pytest.mark.parametrize("share", [1, 2])
 def test_a_new_optimizer_may_take_over_the_states(share: float) -> None:
     """`load_state_dict` does not copy them."""
     x, pairs = rows(), made("AdamW", "after", share)
@@ -162,6 +164,7 @@ def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.grid(every=3)
 def test_steps_in_eval_mode_come_between(name: str, set_to_none: bool, updates: str) -> None:
     x, pairs = rows(), made(name, updates, 1.7)
     for n in range(4):
@@ -174,11 +177,10 @@ def test_steps_in_eval_mode_come_between(name: str, set_to_none: bool, updates: 
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("name", ["AdamW"])
 @pytest.mark.parametrize("thaws", [True, False])
-def test_parameters_may_be_frozen_or_thawed_before_the_backward(name: str, updates: str, thaws: bool) -> None:
+def test_parameters_may_be_frozen_or_thawed_before_the_backward(updates: str, thaws: bool) -> None:
     """As a GAN does with its discriminator around the loss of its generator."""
-    x, pairs = rows(), made(name, updates, 1.05)
+    x, pairs = rows(), made("AdamW", updates, 1.05)
     for n in range(4):
         for run, model, optimizer in pairs:
             model.trunk[2:].requires_grad_(n % 2 == 0 or not thaws)

@@ -11,13 +11,13 @@ import pytest
 import torch
 import whole_models  # noqa: F401 - fills the table
 from allocated import peak_bytes
-from step_by_step import Row, fresh, same, value_of
+from step_by_step import Row, fresh, same
 from torch import nn
 from trunks import TABLE
 
 import rotoff
 
-NAMES = ("a Function over a module:", "Switched, a Function", "outside of the model", "a mapped cell", "an ensemble")
+NAMES = ("a Function over a module:", "a mapped cell", "an ensemble")
 ROWS = [row for row in TABLE if row.name.startswith(NAMES) and row.may_refuse is None]
 
 
@@ -32,13 +32,12 @@ def trained(run: nn.Module, net: Any, row: Row, optimizer: torch.optim.Optimizer
         found.append(row.step(run, net, row.call(n), n).detach())
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, *net.parameters(), *net.buffers(), value_of(getattr(net, "outer", None)), torch.get_rng_state()]
+    return [*found, *net.parameters(), *net.buffers(), torch.get_rng_state()]
 
 
-@pytest.mark.filterwarnings("ignore:.*non-full backward hook:FutureWarning")
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-@pytest.mark.grid(every=12)
+@pytest.mark.grid(every=3)
 def test_parameters_of_modules_within_other_code_may_move(row: Row, updates: str) -> None:
     probe = fresh(row)
     for n in range(4):

@@ -83,20 +83,11 @@ def left_bytes(run: Callable[[], object]) -> int:
     return left
 
 
-def most_held(run: Callable[[], object]) -> int:
-    """The most bytes of storages made in `run` that were alive after one of its operations; goes with profilers in
-    `run`."""
-    with _Made() as made:
-        run()
-    return made.most
-
-
 class _Made(TorchDispatchMode):
-    """The storages that operations make within. most: bytes that were alive at once after one of them."""
+    """The storages that operations make within."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def alive(self) -> dict[int, int]:
@@ -119,7 +110,6 @@ class _Made(TorchDispatchMode):
                 continue
             if (storage := t.untyped_storage())._cdata not in given:
                 self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._held.values()))
         return result
 
 

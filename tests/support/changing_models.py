@@ -1,15 +1,14 @@
-"""Models whose behaviour changes between steps, each with the change: rows of the table in test_changing_models.py."""
+"""Models whose behaviour changes between steps, each with the change: rows of the table in test_changing_models.py. One
+of each kind: what a tape notes, and how the next step may differ from it."""
 
 from __future__ import annotations
 
 import contextvars
-import functools
-import itertools
 import os
 import random
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -20,101 +19,99 @@ from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMi
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
-from trunks import LENGTH, WIDTH, Block, Long, Trunk, along, at, drawn, made_of, of_blocks, row, sets
+from trunks import (
+    LENGTH,
+    WIDTH,
+    Block,
+    Long,
+    Trunk,
+    adds,
+    along,
+    at,
+    drawn,
+    large,
+    made_of,
+    of_blocks,
+    row,
+    runs,
+    sets,
+)
 
 HERE = sys.modules[__name__]
 
 
-# -- arguments
+# -- arguments and results
 
 
-class ByKeyword(Trunk):
-    def forward(self, x: torch.Tensor, mask: Any = None, bias: Any = None) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            x = x if mask is None else x * mask.sigmoid()
-            x = x if bias is None else x + bias.sigmoid()
-        return self.head(x)
-
-
-def by_keyword(n: int) -> Call:
-    """Both in one order and in the other; one tensor under one keyword, then the other; an argument that is None."""
-    a, b = drawn(n, of=1), drawn(n, of=2)
-    keywords = ({"mask": a, "bias": b}, {"bias": b, "mask": a}, {"mask": a}, {"bias": a}, {"mask": None, "bias": a})
-    return (drawn(n),), keywords[n]
-
-
-row("tensors under other keywords", call=by_keyword)(ByKeyword)
-
-
-def nested(n: int) -> Call:
-    a, b, c = (drawn(n, of=k) for k in (1, 2, 3))
-    return (drawn(n), [a, b], [c], {"a": a}) if n < 2 else (drawn(n), [a], [b, c], {"b": b}), {}
-
-
-@row("arguments nested otherwise, and a dict of other keys", call=nested)
-class Nested(Trunk):
-    def forward(
-        self, x: torch.Tensor, added: list[torch.Tensor], factors: list[torch.Tensor], given: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            for part in added:
-                x = x + part.tanh()
-            for part in factors:
-                x = x * part.sigmoid()
-            x = x * given["a"].sigmoid() if "a" in given else x + given["b"]
-        return self.head(x)
-
-
-class Power:
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-
-    def __repr__(self) -> str:
-        return "Power()"
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(x * self.factor)
-
-
-def numbers_of_all_kinds(n: int) -> Call:
-    """And a callable that looks like another."""
-    scales = (0.9 - 0.1 * n, numpy.float32(0.9 - 0.1 * n), torch.tensor(0.9 - 0.1 * n), (1.0, 2)[n % 2])
-    return (drawn(n), Power(1.0 + n // 2), scales), {"flag": n + 1, "on": True}
-
-
-@row("numbers as arguments", call=numbers_of_all_kinds)
-@row(
-    "flags, a string and a lambda as arguments",
-    call=lambda n: (
-        (drawn(n), (lambda x: x.sin()) if n < 2 else lambda x: x.cos(), ()),
-        {"flag": n % 3, "on": n >= 2, "task": "sine" if n < 2 else "tanh"},
-    ),
-)
-class Called(Trunk, heads=lambda: nn.ModuleDict({"sine": nn.Linear(WIDTH, 4), "tanh": nn.Linear(WIDTH, 6)})):
-    def forward(self, x: torch.Tensor, act: Any, scales: Any, flag: int, on: bool, task: str = "sine") -> torch.Tensor:
-        for block in self.blocks:
-            x = act(block(x))
-            for scale in scales:
-                x = torch.sin(x * scale)
-            if flag and on:
-                x = torch.sin(x * flag)
-        return self.heads[task](x)
-
-
-@row("a batch of other sizes", call=lambda n: ((drawn(n, LENGTH - 2 * n, WIDTH),), {}))
-@row(
+Sizes = along(lambda net, x, n: torch.sin(x * (1 + len(x) / 100) + x.stride(0) / 10))
+row("a batch of other sizes", call=lambda n: ((drawn(n, LENGTH - 2 * n, WIDTH),), {}))(Sizes)
+row(
     "a batch that lies otherwise",
     call=lambda n: ((drawn(n).t().contiguous().t() if n % 2 else drawn(n),), {}),
     room=0.6,
-)
-class Sizes(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * (1 + len(x) / 100) + x.stride(0) / 10)
+)(Sizes)
 
 
-# -- buffers and counts
+@row("fewer layers by an argument", call=lambda n: ((drawn(n),), {"layers": 8 - n % 3}))
+@row("more layers by an argument", call=lambda n: ((drawn(n),), {"layers": (6, 8, 6, 5, 10)[n]}), room=0.7)
+class EarlyExit(Long):
+    def forward(self, x: torch.Tensor, layers: int) -> torch.Tensor:
+        for block in self.blocks[:layers]:
+            x = block(x)
+        return self.head(x)
+
+
+def with_penalty(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0])) + 0.1 * net.penalty
+    loss.backward()
+    net.penalty = None
+    return loss
+
+
+@runs("a tensor of the graph in an attribute, in the loss", step=with_penalty, room=0.6, has={"penalty": lambda: None})
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    net.penalty = torch.zeros(())
+    for block in net.blocks:
+        x = block(x)
+        net.penalty = net.penalty + x.square().mean()
+    return net.head(x)
+
+
+Named = namedtuple("Named", "y x")
+
+
+@runs("outputs of another structure", sets("kind", lambda n: ("one", "tuple", "dict", "named", "one")[n]), room=0.6)
+def _(net: Any, x: torch.Tensor) -> Any:
+    for block in net.blocks:
+        x = block(x)
+    y = net.head(x)
+    return {"one": y, "tuple": (y, [x]), "dict": {"y": y, "x": x, "n": 3}, "named": Named(y, x)}[net.kind]
+
+
+def part_of(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    hidden = run(*call[0])
+    loss = error_of(hidden[: 1 + n])
+    loss.backward()
+    return loss
+
+
+@runs("a loss of another part of the outputs", step=part_of, room=0.6)
+def _(net: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    hidden = [net.blocks[0](x)]
+    for block in net.blocks[1:]:
+        hidden.append(block(hidden[-1]))
+    return [net.head(hidden[-1]), *hidden]
+
+
+@runs("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    first = net.blocks[0](x)
+    second = net.blocks[1](first)
+    y = net.blocks[3](net.blocks[2](second) + second)
+    return net.head(y + first if net.skip else y)
+
+
+# -- what the forward counts, sets, changes in place and draws from
 
 
 @row("counts in a buffer, a dict, an attribute and lists")
@@ -135,35 +132,11 @@ class Counts(
         return torch.sin(x * (float(self.step) / 3) * counted) / (1 + self.means[-1])
 
 
-class CountingBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.step += 1
-        return torch.sin(super().forward(x) * (1 + self.step.item() / 3))
-
-
-row("a buffer of each block that counts and is read as a number")(made_of(CountingBlock))
-
-
-def another_table(net: Any, n: int) -> None:
-    if n >= 2:
-        net.table = drawn(n, *((1, WIDTH), (LENGTH, WIDTH))[n % 2])
-
-
-row("a buffer replaced by one of another shape", another_table)(
-    along(lambda net, x, n: x * net.table.sigmoid(), table=lambda: nn.Buffer(torch.ones(WIDTH)))
-)
-
-
-class CounterAttribute(Trunk, count=int):
-    def begin(self) -> None:
-        self.count += 1
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * (1 + self.count / 3))
+@adds("a count whose threshold changes the course", has={"count": int})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    """From the third step on, which measuring does not see."""
+    net.count += 1
+    return torch.sin(x * (3.0 if net.count > 8 else 1.0))
 
 
 class CallsBlock(Block):
@@ -176,136 +149,90 @@ class CallsBlock(Block):
         return torch.sin(super().forward(x) * self.calls)
 
 
-@row("what was computed for nothing is needed", sets("needed", lambda n: n >= 2))
-class ForNothing(Trunk):
-    """As a head whose output enters the loss from some step on."""
-
-    needed = False
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        aside = torch.tanh(x * 2).sigmoid()
-        return x + aside if self.needed and n == 1 else x
-
-
 @row("a counter attribute of each block")
 class CallsBlocks(Trunk):
     made_of, many = CallsBlock, 6
 
 
-row("a counter attribute of each part of an nn.Sequential")(lambda: nn.Sequential(*[CallsBlock() for _ in range(5)]))
+def another_table(net: Any, n: int) -> None:
+    if n >= 2:
+        net.table = drawn(n, *((1, WIDTH), (LENGTH, WIDTH))[n % 2])
 
 
-@row("a list of tensors of former steps grows")
-class Queue(Trunk, former=list):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        if n == 1:
-            x = x + sum((part * 0.1 for part in self.former), torch.zeros(()))
-            self.former.append(x.detach().mean(0))
-        return x
+def buffer(*shape: int) -> Callable[[], nn.Buffer]:
+    return lambda: nn.Buffer(torch.ones(shape))
 
 
-@row("running averages that the forward replaces")
-class Averages(Trunk, average=lambda: nn.Buffer(torch.ones(WIDTH))):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.average = 0.9 * self.average + 0.1 * x.detach().abs().mean(0)
-        return x / self.average
+row("a buffer replaced by one of another shape", another_table)(
+    along(lambda net, x, n: x * net.table.sigmoid(), table=buffer(WIDTH))
+)
+
+
+@adds("what was computed for nothing is needed", sets("needed", lambda n: n >= 2), has={"needed": bool})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    """As a head whose output enters the loss from some step on."""
+    aside = torch.tanh(x * 2).sigmoid()
+    return x + aside if net.needed and n == 1 else x
+
+
+for _name, _write in {
+    "through its data": lambda average, mean: average.data.mul_(0.9).add_(mean, alpha=0.1),
+    "through a part of unbind": lambda average, mean: average.unbind()[0].lerp_(mean, 0.1),
+}.items():
+
+    @adds(f"a buffer written {_name}", has={"average": buffer(2, WIDTH)})
+    def _(net: Any, x: torch.Tensor, n: int, write: Any = _write) -> torch.Tensor:
+        y = x * net.average[0].clone()
+        with torch.no_grad():
+            write(net.average, x.detach().mean(0))
+        return y
+
+
+row("a buffer that a call changes unannounced")(
+    along(
+        lambda net, x, n: x + F.embedding(torch.arange(LENGTH), net.table, max_norm=0.5),
+        table=lambda: nn.Buffer(torch.randn(LENGTH, WIDTH)),
+    )
+)
+
+
+@adds("a tensor that is no buffer changed in place", has={"mean": lambda: torch.ones(WIDTH)})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = x * net.mean.clone()
+    net.mean.mul_(0.9)
+    return y
 
 
 # -- what lies outside of the model
 
 SCALE = 1.0
 SCALE_HERE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE_HERE", default=1.0)
+OfGlobal = along(lambda net, x, n: torch.sin(x * SCALE))
 
 
 def activation(x: torch.Tensor) -> torch.Tensor:
     return torch.sin(x)
 
 
-OfGlobal = along(lambda net, x, n: torch.sin(x * SCALE))
-
-
-def with_cell() -> nn.Module:
-    """Reads a closure's cell, a context variable, an environment variable, another module's namespace and globals."""
-    scale = 1.0
-
-    def act(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-        factor = SCALE * scale * SCALE_HERE.get() * float(os.environ.get("SCALE_OF_TESTS", "1"))
-        return torch.sin(x * factor * getattr(F, "rotoff_scale", 1.0))
-
-    def tell(to: float) -> None:
-        nonlocal scale
-        scale = to
-
-    return along(act, tell=lambda: tell)()
-
-
-def change_outside(net: Any, n: int) -> None:
+def changed_outside(net: Any, n: int) -> None:
     """One thing a step."""
     changes: tuple[Callable[[], object], ...] = (
         lambda: PATCH.setattr(HERE, "SCALE", 1.1),
-        lambda: PATCH.setattr(F, "rotoff_scale", 1.2, raising=False),
-        lambda: net.tell(1.3),
+        lambda: PATCH.setattr(HERE, "activation", torch.tanh),
+        lambda: PATCH.setattr(F, "softsign", torch.tanh),
         lambda: SCALE_HERE.set(1.4),
         lambda: PATCH.setenv("SCALE_OF_TESTS", "1.5"),
     )
     changes[n]()
 
 
-row("a global, a namespace, a closure's cell, a context variable, an environment variable", change_outside)(with_cell)
-
-
-def functions_replaced(net: Any, n: int) -> None:
-    if n == 2:
-        PATCH.setattr(HERE, "activation", torch.tanh)
-    if n == 3:
-        PATCH.setattr(F, "softsign", torch.tanh)
-
-
-row("functions of the namespace and of torch replaced", functions_replaced)(
-    along(lambda net, x, n: F.softsign(activation(x)))
+row("a global, functions of the namespace and of torch, a context variable, an environment variable", changed_outside)(
+    along(
+        lambda net, x, n: F.softsign(
+            activation(x * SCALE * SCALE_HERE.get() * float(os.environ.get("SCALE_OF_TESTS", "1")))
+        )
+    )
 )
-
-
-def method_replaced(net: Any) -> None:
-    for block in net.blocks:
-        inner = block.forward
-        block.forward = lambda x, inner=inner: 0.5 * torch.sin(inner(x))
-
-
-def class_method_replaced(net: Any) -> None:
-    inner = Block.forward
-    PATCH.setattr(Block, "forward", lambda self, x: torch.sin(inner(self, x)))
-
-
-row("the forward of blocks replaced", at(2, method_replaced))(Trunk)
-row(
-    "a method of the model replaced",
-    at(2, lambda net: setattr(net, "along", lambda x, n: torch.sin(x * (n + 1)))),
-)(Trunk)
-row("a method of a class replaced", at(2, class_method_replaced))(Trunk)
-
-
-class ActBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.act: Any = torch.sin
-        self.scale = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.act(x * self.scale))
-
-
-ActBlocks = made_of(ActBlock)
-row("a lambda replaced", of_blocks("act", lambda n: (lambda x: x.sin()) if n < 2 else (lambda x: x.cos())))(ActBlocks)
-
-
-def numbers_of_blocks(net: Any, n: int) -> None:
-    for block in net.blocks:
-        block.act = functools.partial(torch.mul, other=1.0 + n // 2)
-        block.scale = 1.0 - 0.1 * n
-
-
-row("a functools.partial and an attribute of each block, of other numbers", numbers_of_blocks)(ActBlocks)
 
 
 def filled(array: numpy.ndarray, n: int) -> numpy.ndarray:
@@ -313,95 +240,32 @@ def filled(array: numpy.ndarray, n: int) -> numpy.ndarray:
     return array
 
 
-def refills(as_tensor: Callable[[numpy.ndarray], torch.Tensor]) -> type[Trunk]:
-    return along(
-        lambda net, x, n: torch.sin(x + as_tensor(filled(net.room, n))),
+row("an array filled again after each block")(
+    along(
+        lambda net, x, n: torch.sin(x + torch.from_numpy(filled(net.room, n))),
         room=lambda: numpy.zeros(WIDTH, dtype=numpy.float32),
     )
-
-
-row("an array filled again after each block, as_tensor")(refills(lambda array: torch.as_tensor(array)))
-row("an array filled again after each block, from_numpy")(refills(lambda array: torch.from_numpy(array)))
-
-
-def five_numbers() -> Iterator[float]:
-    return iter([1.0, 0.5, 2.0, 1.5, 3.0])
-
-
-def numbers() -> Iterator[float]:
-    for n in itertools.count():
-        yield 1.0 + n / 10
-
-
-def rewound(net: Any) -> None:
-    net.of_forward, net.of_blocks, net.generator = five_numbers(), itertools.count(1), numbers()
-
-
-@row("iterators that each forward and each block take from", again=rewound)
-class Iterates(
-    Trunk, scale=lambda: 1.0, of_forward=five_numbers, of_blocks=lambda: itertools.count(1), generator=numbers
-):
-    def begin(self) -> None:
-        self.scale = next(self.of_forward, 7.0)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x * self.scale * (1 + next(self.of_blocks) / 10) * next(self.generator))
+)
 
 
 # -- modules and parameters that change
 
 
-def swapped(net: Any) -> None:
-    torch.manual_seed(5)
-    net.blocks[1] = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-
-
-def reordered(net: Any) -> None:
-    net.blocks = nn.ModuleList([net.blocks[k] for k in (2, 0, 3, 1)])
-
-
-row("a submodule swapped for another", at(2, swapped), stages=8)(Trunk)
-row("a list of modules put in another order", at(2, reordered))(Trunk)
-
-
-@row("modules run in another order", sets("order", lambda n: [(k + n) % 4 for k in range(4)]))
-class Ordered(Trunk, order=lambda: [0, 1, 2, 3]):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k in self.order:
-            x = self.blocks[k](x)
-        return self.head(x)
-
-
-def parts_exchanged(net: Any) -> None:
-    net[1], net[3] = net[3], net[1]
-
-
-row("parts of an nn.Sequential put in another order", at(2, parts_exchanged))(
-    lambda: nn.Sequential(*[Block() for _ in range(5)])
-)
+@runs("modules run in another order", sets("order", lambda n: [(k + n) % 4 for k in range(4)]))
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for k in getattr(net, "order", range(4)):
+        x = net.blocks[k](x)
+    return net.head(x)
 
 
 def requires(when: Callable[[int], bool]) -> Callable[[Any, int], object]:
     return lambda net, n: [block.requires_grad_(when(n)) for block in net.blocks[:2]]
 
 
-row("a part frozen", requires(lambda n: n < 2))(Trunk)
-row("a part thawed", requires(lambda n: n >= 2), room=0.6)(Trunk)
-row("a bias frozen", lambda net, n: net.blocks[1].up.bias.requires_grad_(n % 2 == 0))(Trunk)
-
-
-@row("a tied weight")
-class Tied(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].up.weight = self.blocks[0].up.weight
-
-
-def untied(net: Any) -> None:
-    net.blocks[2].up.weight = nn.Parameter(net.blocks[0].up.weight.detach().clone())
-
-
-row("a tied weight untied", at(2, untied))(Tied)
+def thawed_from_the_end(net: nn.Module, n: int) -> None:
+    """As in fine-tuning, and frozen again."""
+    for k, p in enumerate(net.parameters()):
+        p.requires_grad_(k >= (14, 7, 0, 7, 14)[n])
 
 
 def parameter_replaced(net: Any, n: int) -> None:
@@ -409,61 +273,35 @@ def parameter_replaced(net: Any, n: int) -> None:
         net.blocks[1].up.weight = nn.Parameter(0.1 * drawn(n, 4 * WIDTH, WIDTH))
 
 
+def data_replaced(net: Any) -> None:
+    net.blocks[1].up.weight.data = 0.1 * drawn(2, 4 * WIDTH, WIDTH)
+
+
+def doubled(n: int) -> Call:
+    return (drawn(n).double() if n >= 2 else drawn(n),), {}
+
+
+def normed() -> nn.Module:
+    net = Trunk()
+    for block in net.blocks:
+        block.norm = nn.BatchNorm1d(WIDTH)
+    return net
+
+
+row("a block appended", at(2, lambda net: net.blocks.append(Block())), room=0.8)(Long)
+row("a part thawed", requires(lambda n: n >= 2), room=0.6)(Trunk)
+row("parts thawed from the end and frozen again", thawed_from_the_end, room=0.8)(Trunk)
 row("a parameter replaced", parameter_replaced)(Trunk)
-row("a parameter's data replaced", at(
-    2, lambda net: setattr(net.blocks[1].up.weight, "data", 0.1 * drawn(2, 4 * WIDTH, WIDTH))
-))(Trunk)  # fmt: skip
-row(
-    "model.double() between steps",
-    at(2, lambda net: net.double()),
-    call=lambda n: ((drawn(n).double() if n >= 2 else drawn(n),), {}),
-    room=0.8,
-    stages=8,
-)(Long)
+row("a parameter's data replaced", at(2, data_replaced))(Trunk)
+row("model.double() between steps", at(2, lambda net: net.double()), doubled, room=0.8, stages=8)(Long)
+row("batch norm of some parts in eval()", lambda net, n: [b.train(n < 2) for b in net.blocks[:2]])(normed)
 
 
-@row(
-    "the default dtype changed",
-    lambda net, n: torch.set_default_dtype(torch.float32 if n < 2 else torch.float64),
-    room=0.7,
-)
-class DefaultType(Long):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return torch.sin(x.double() + torch.full((WIDTH,), 0.1)).float()
-
-
-class NormBlock(Block):
+@row("a tied weight")
+class Tied(Trunk):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)  # type: ignore[assignment]
-
-
-@row("batch norm")
-@row(
-    "batch norm of another momentum",
-    lambda net, n: [setattr(b.norm, "momentum", (0.1, 0.5)[n >= 2]) for b in net.blocks],
-)
-@row(
-    "batch norm without momentum, which counts", lambda net, n: [setattr(b.norm, "momentum", None) for b in net.blocks]
-)
-@row("batch norm of some parts in eval()", lambda net, n: [b.train(n < 2) for b in net.blocks[:2]])
-class BatchNorms(Trunk):
-    made_of = NormBlock
-
-
-def normed(norm: Callable[[nn.Module], nn.Module]) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        net = Trunk()
-        for block in net.blocks:
-            block.up = norm(block.up)
-        return net
-
-    return make
-
-
-row("spectral norm")(normed(nn.utils.parametrizations.spectral_norm))
-row("weight norm")(normed(nn.utils.parametrizations.weight_norm))
-row("weight norm added", at(2, lambda net: nn.utils.parametrizations.weight_norm(net.blocks[1].up)), room=0.5)(Trunk)
+        self.blocks[2].up.weight = self.blocks[0].up.weight
 
 
 # -- how it computes
@@ -498,16 +336,12 @@ class Attends(Trunk):
     made_of = Attention
 
 
-@row("autocast inside the forward turned on", sets("low", lambda n: n >= 3), room=0.6)
-@row("autocast inside the forward", sets("low", lambda n: True), room=0.6)
-class Autocast(Long):
-    low = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.low):
-                x = block(x).float()
-        return self.head(x)
+@runs("autocast inside the forward turned on", sets("low", lambda n: n >= 3), of=Long, has={"low": bool}, room=0.6)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in net.blocks:
+        with torch.autocast("cpu", torch.bfloat16, enabled=net.low):
+            x = block(x).float()
+    return net.head(x)
 
 
 def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -520,77 +354,91 @@ def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
 row("autocast around the model turned on", step=under_autocast, room=0.8)(Long)
 
 
-class PartlyLow(Block):
-    """Switches off what may be on around the model."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = super().forward(x)
-        with torch.autocast("cpu", enabled=False):
-            return torch.tanh(x.float() @ self.up.weight.T @ self.down.weight.T)
+@adds("autocast inside the forward turned off", step=under_autocast, of=Long, room=0.8)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    """Which may be on around the model."""
+    with torch.autocast("cpu", enabled=False):
+        return torch.tanh(x.float() @ net.blocks[n].up.weight.T @ net.blocks[n].down.weight.T)
 
 
-row("autocast inside the forward turned off", step=under_autocast, room=0.8)(made_of(PartlyLow, Long))
+@adds(
+    "the default dtype changed",
+    lambda net, n: torch.set_default_dtype(torch.float32 if n < 2 else torch.float64),
+    of=Long,
+    room=0.7,
+)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.sin(x.double() + torch.full((WIDTH,), 0.1)).float()
 
 
-class Switched(Trunk):
-    """Runs its second block in another way, while that is on."""
-
-    on = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, block in enumerate(self.blocks):
-            x = self.way(block, x) if n == 1 else block(x)
-        return self.head(x)
-
-    def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+def between_dtypes(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    torch.set_default_dtype(torch.float64)
+    loss.backward()
+    torch.set_default_dtype(torch.float32)
+    return loss
 
 
-@row("a part without gradients")
-@row("a part without gradients, turned on and off", sets("on", lambda n: n % 2 == 0), room=0.5)
-class NoGrad(Switched):
-    def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        with torch.set_grad_enabled(not self.on):
-            y = block(x)
-        return x + y
+@adds("the default dtype changed within the forward, and before the backward", step=between_dtypes)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    torch.set_default_dtype(torch.float64)
+    table = torch.linspace(0, 1, x.shape[-1]) / 3
+    torch.set_default_dtype(torch.float32)
+    return torch.sin(x.double() * table).float() * (torch.linspace(0, 1, x.shape[-1]) / 3)
 
 
-@row("a detached part")
-@row("a part detached, then not", sets("on", lambda n: n < 2), room=0.5)
-class Detached(Switched):
-    def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def without_gradients(net: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.set_grad_enabled(not net.on):
         y = block(x)
-        return x + (y.detach() if self.on else y)
+    return x + y
 
 
-@row("torch.utils.checkpoint inside the model")
-@row("torch.utils.checkpoint turned off", sets("on", lambda n: n < 2), room=0.5)
-class Checkpointed(Switched):
-    def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=False) if self.on else block(x)
+def detached(net: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = block(x)
+    return x + (y.detach() if net.on else y)
 
 
-@row("torch.utils.checkpoint inside the model, the reentrant one")
-class Reentrant(Switched):
-    def way(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=True)
+def checkpointed(net: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False) if net.on else block(x)
+
+
+for _name, _on, _way in (
+    ("a part without gradients, turned on and off", lambda n: n % 2 == 0, without_gradients),
+    ("a part detached, then not", lambda n: n < 2, detached),
+    ("torch.utils.checkpoint turned off", lambda n: n < 2, checkpointed),
+    ("a reentrant checkpoint", bool, lambda net, block, x: checkpoint(block, x, use_reentrant=True)),
+):
+
+    @runs(_name, sets("on", _on), room=0.5, has={"on": lambda: True})
+    def _(net: Any, x: torch.Tensor, way: Any = _way) -> torch.Tensor:
+        for n, block in enumerate(net.blocks):
+            x = way(net, block, x) if n == 1 else block(x)
+        return net.head(x)
+
+
+def quantizers() -> nn.Module:
+    whole = {"observer": MovingAverageMinMaxObserver, "quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
+    made = nn.ModuleList(FusedMovingAvgObsFakeQuantize(**whole) for _ in range(4))
+    for one in made:
+        one.disable_observer()
+        one.disable_fake_quant()
+    return made
+
+
+row(
+    "fake quantization switched on, whose statistics PyTorch changes uncounted",
+    lambda net, n: [
+        switch(n >= 1) for one in net.quantizers for switch in (one.enable_observer, one.enable_fake_quant)
+    ],
+)(along(lambda net, x, n: net.quantizers[n](torch.sin(x)), quantizers=quantizers))
 
 
 # -- courses that data choose
 
 
-def of_both_signs(n: int) -> Call:
-    return (drawn(n) + (1, -1)[n % 2],), {}
-
-
-@row("a branch on data", call=of_both_signs)
-class Branch(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-            if x.mean() > 0:
-                x = torch.sin(x)
-        return self.head(x)
+@adds("a branch on data", call=lambda n: ((drawn(n) + (1, -1)[n % 2],), {}))
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.sin(x) if x.mean() > 0 else x
 
 
 class Experts(nn.Module):
@@ -616,314 +464,80 @@ class Experts(nn.Module):
 row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6, stages=8)(made_of(Experts))
 
 
-row("sizes that data choose, by masked_select", room=0.6)(
-    along(lambda net, x, n: x + torch.masked_select(x, x > 0).sin().mean())
-)
-
-
-@row("sizes that data choose, by a mask as index", room=0.6)
-class Indexed(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        x = x[x.mean(1) > -0.2]
-        for block in self.blocks[1:]:
-            x = block(x)
-        return self.head(x)
-
-
-@row(".tolist() of what was computed")
-class ToList(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        a, b = x.detach().abs().mean(0)[:2].tolist()
-        return torch.sin(x * a + b)
-
-
-@row("a loop until the data say so", call=lambda n: ((drawn(n) * (1 + 3 * (n % 3)),), {}), room=0.8)
-class Until(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, times = self.blocks[0](x), 0
-        while x.abs().max() > 2.0 and times < 6:
-            x, times = 0.5 * self.blocks[1](x), times + 1
-        return self.head(self.blocks[3](self.blocks[2](x)))
-
-
-@row("an error of torch that the forward catches", call=lambda n: ((drawn(n, LENGTH - 4 * (n % 2), WIDTH),), {}))
-class CaughtOfTorch(Trunk, table=lambda: nn.Parameter(torch.ones(LENGTH, WIDTH))):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        try:
-            return torch.sin(x * self.table)
-        except RuntimeError:
-            return torch.tanh(x)
+@runs("sizes that data choose, by a mask as index", room=0.6)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = net.blocks[0](x)
+    x = x[x.mean(1) > -0.2]
+    for block in net.blocks[1:]:
+        x = block(x)
+    return net.head(x)
 
 
 # -- chance
 
 
-def large(n: int) -> Call:
-    """So large that the random states that replays keep weigh little."""
-    return (drawn(n, 4 * LENGTH, WIDTH),), {}
-
-
 Dropout = along(lambda net, x, n: net.drops[n](x), drops=lambda: nn.ModuleList(nn.Dropout(0.3) for _ in range(4)))
-row("parts in train() that were in eval()", lambda net, n: [d.train(n >= 3) for d in net.drops], call=large, room=0.8)(
-    Dropout
-)
 row("dropout in eval()", lambda net, n: [d.train(n < 3) for d in net.drops], call=large)(Dropout)
-row("dropout of another rate", lambda net, n: [setattr(d, "p", 0.1 * (n + 1)) for d in net.drops], call=large)(Dropout)
-row("dropout", call=large)(Dropout)
 
 
-def dropped_by(chance: Callable[[], float]) -> type[Trunk]:
-    class Drops(Long):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                if chance() > 0.3:
-                    x = block(x)
-            return self.head(x)
-
-    return Drops
-
-
-# the sample's draws may leave out more than a later step does
-row("layers dropped by Python's chance", room=0.7)(dropped_by(random.random))
-row("layers dropped by torch's chance", room=0.7)(dropped_by(lambda: torch.rand(()).item()))
-row("layers dropped by NumPy's chance", room=0.7)(dropped_by(lambda: numpy.random.uniform()))
-
-
-def factor_by(chance: Callable[[], float]) -> type[Trunk]:
-    return along(lambda net, x, n: torch.sin(x * (0.5 + chance())))
+@runs("layers dropped by chance", of=Long, room=0.7)  # the sample's draws may leave out more than a later step does
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in net.blocks:
+        if random.random() > 0.3:
+            x = block(x)
+    return net.head(x)
 
 
 row("factors drawn by torch, Python and NumPy")(
-    factor_by(lambda: torch.rand(()).item() + random.random() + numpy.random.random())
+    along(lambda net, x, n: torch.sin(x * (0.5 + torch.rand(()).item() + random.random() + numpy.random.random())))
 )
 
 
-@row("torch.manual_seed of a count inside the forward")
-class SeedsOfCount(CounterAttribute):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        torch.manual_seed(self.count)
-        return F.dropout(x, 0.3)
+@adds("chance of its own for each step and block, by manual_seed and fork_rng", call=large, has={"count": int})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    net.count += 1
+    torch.manual_seed(net.count)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(n)
+        x = F.dropout(x, 0.3)
+    return F.dropout(x, 0.1)
 
 
-@row("chance of its own for each block, by fork_rng")
-class Forks(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.random.fork_rng([]):
-            torch.manual_seed(n)
-            x = F.dropout(x, 0.3)
-        return F.dropout(x, 0.1)
+for _name, _generator in {"a torch.Generator": torch.Generator, "torch's own": lambda: torch.default_generator}.items():
+    row(f"draws from {_name}", at(0, lambda net: net.generator.manual_seed(5)))(
+        along(
+            lambda net, x, n: x * torch.bernoulli(torch.full_like(x, 0.5), generator=net.generator),
+            generator=_generator,
+        )
+    )
 
 
 # -- hooks
 
 
-def halves(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-    return 0.5 * torch.sin(output)
+def hooks_come_and_go(net: Any, n: int) -> None:
+    if n == 1:
+        halved = lambda module, gradients, _: tuple(None if g is None else 0.5 * g for g in gradients)  # noqa: E731
+        net.handles = [block.register_full_backward_hook(halved) for block in net.blocks[1:]]
+        net.handles += [b.register_forward_hook(lambda module, args, y: 0.5 * torch.sin(y)) for b in net.blocks[1:]]
+        net.handles.append(net.blocks[1].up.weight.register_hook(lambda g: 0.5 * g))
+    for handle in net.handles if n == 3 else ():
+        handle.remove()
 
 
-def halves_gradients(module: nn.Module, gradients: Any, _: Any) -> Any:
-    return tuple(None if gradient is None else 0.5 * gradient for gradient in gradients)
-
-
-def hooked(register: str, hook: Callable[..., Any], first: int = 2, last: int = 99) -> Callable[[Any, int], object]:
-    def change(net: Any, n: int) -> None:
-        if n == 0:
-            net.handles = []
-        if n == first:
-            net.handles = [getattr(block, register)(hook) for block in net.blocks[1:]]
-        if n == last:
-            for handle in net.handles:
-                handle.remove()
-
-    return change
-
-
-for _name, _change in {
-    "a forward hook added": hooked("register_forward_hook", halves),
-    "a forward hook added and removed": hooked("register_forward_hook", halves, 1, 3),
-    "a forward pre-hook added": hooked("register_forward_pre_hook", lambda module, args: (torch.sin(args[0]),)),
-    "a full backward hook added": hooked("register_full_backward_hook", halves_gradients),
-    "a full backward hook from the first step": hooked("register_full_backward_hook", halves_gradients, 0),
-    "a full backward pre-hook added": hooked("register_full_backward_pre_hook", lambda module, grad: (0.5 * grad[0],)),
-}.items():
-    row(_name, _change, room=0.8)(Long)
-
-
-def counting_hook(net: Any) -> None:
-    net.calls = 0
-
-    def count(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
-        net.calls += 1
-        return torch.sin(output * (1 + net.calls / 10))
-
-    for block in net.blocks:
-        block.register_forward_hook(count)
-
-
-row("a forward hook that counts", at(0, counting_hook))(Trunk)
-
-
-@row("a hook on a tensor inside the forward, of another factor", sets("factor", lambda n: 1.0 - 0.2 * n))
-class TensorHookOf(Trunk):
-    factor = 1.0
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        factor = self.factor
-        if x.requires_grad:
-            x.register_hook(lambda grad: factor * grad)
-        return torch.sin(x)
-
-
-row("a hook on a parameter added", at(
-    2, lambda net: net.blocks[1].up.weight.register_hook(lambda grad: 0.5 * grad)
-))(Trunk)  # fmt: skip
-
-
-# -- what the forward leaves and returns
-
-
-def with_penalty(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0])) + 0.1 * net.penalty
-    loss.backward()
-    net.penalty = None
-    return loss
-
-
-@row("a tensor of the graph in an attribute, in the loss", step=with_penalty, room=0.6)
-class Penalty(Trunk):
-    penalty: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.penalty = torch.zeros(())
-        for block in self.blocks:
-            x = block(x)
-            self.penalty = self.penalty + x.square().mean()
-        return self.head(x)
-
-
-Named = namedtuple("Named", "y x")
-
-
-@row("outputs of another structure", sets("kind", lambda n: ("one", "tuple", "dict", "named", "one")[n]), room=0.6)
-class Structures(Trunk):
-    kind = "one"
-
-    def forward(self, x: torch.Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        y = self.head(x)
-        return {"one": y, "tuple": (y, [x]), "dict": {"y": y, "x": x, "n": 3}, "named": Named(y, x)}[self.kind]
-
-
-def part_of(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    hidden = run(*call[0])
-    loss = error_of(hidden[: 1 + n])
-    loss.backward()
-    return loss
-
-
-@row("a loss of another part of the outputs", step=part_of, room=0.6)
-class Hidden(Trunk):
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        hidden = []
-        for block in self.blocks:
-            x = block(x)
-            hidden.append(x)
-        return [self.head(x), *hidden]
-
-
-@row("fewer layers by an argument", call=lambda n: ((drawn(n),), {"layers": 8 - n % 3}))
-@row("more layers by an argument", call=lambda n: ((drawn(n),), {"layers": (6, 8, 6, 5, 10)[n]}), room=0.7)
-class EarlyExit(Long):
-    def forward(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        for block in self.blocks[:layers]:
-            x = block(x)
-        return self.head(x)
-
-
-@row("a recurrence over the input's length", call=lambda n: ((drawn(n, 6 - n, 8, WIDTH),), {}))
-class OverLength(Trunk, cell=lambda: nn.GRUCell(WIDTH, WIDTH)):
-    many = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = torch.zeros(x.shape[1], WIDTH)
-        for part in x:
-            h = self.blocks[0](self.cell(part, h))
-        return self.head(h)
-
-
-@row("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6)
-@row("a long skip connection disabled", sets("skip", lambda n: n < 2))
-class Skips(Trunk):
-    skip = True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.blocks[0](x)
-        second = self.blocks[1](first)
-        y = self.blocks[2](second) + second
-        y = self.blocks[3](y)
-        return self.head(y + first if self.skip else y)
-
-
-# -- autograd's own
-
-
-class Clipped(torch.autograd.Function):
-    """Goes by a number of its class, in its forward and in its backward."""
-
-    level = 1.0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.level = Clipped.level
-        return torch.sin(x * Clipped.level)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grad * torch.cos(x * ctx.level) * ctx.level
-
-
-row("a function of autograd whose number changes", lambda net, n: PATCH.setattr(Clipped, "level", 1.0 + n // 2))(
-    along(lambda net, x, n: Clipped.apply(torch.tanh(x)))
-)
-
-
-@row("a gradient by the input inside the forward", room=0.8, may_refuse="differentiates")
-class Force(Trunk):
-    """As models of molecules do, whose forces are a derivative of their energy."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            energy = super().forward(x)
-            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-        return energy, force
+row("hooks of modules and a parameter come and go", hooks_come_and_go, room=0.8)(Long)
 
 
 # -- in place
 
 
-@row("what was computed changed in place, in some steps", sets("on", lambda n: n >= 2))
-class InPlaceSometimes(Trunk):
-    on = False
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x)
-        if self.on:
-            y += x
-            y.mul_(0.7)
-        return y * 0.7 if self.on else y.relu_()
-
-
-@row("a skip connection changed in place")
-class SkipInPlace(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.blocks[1](self.blocks[0](x))
-        h += torch.tanh(self.blocks[2](h.clone()))
-        return self.head(self.blocks[3](h))
+@adds("what was computed changed in place, in some steps", sets("on", lambda n: n >= 2), has={"on": bool})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.sin(x)
+    if net.on:
+        y += x
+        y.mul_(0.7)
+    return y * 0.7 if net.on else y.relu_()
 
 
 class Wide(nn.Linear):
@@ -936,104 +550,80 @@ row("an activation in place, in some steps", sets("on", lambda n: n % 2 == 1), s
 )
 
 
-@row("residuals added in place, others in each step", sets("odd", lambda n: n % 2), stages=8)
-class ResidualInPlace(Trunk):
-    many = 8
-    made_of = Wide
-    odd = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        for k, block in enumerate(self.blocks[1:]):
-            y = torch.tanh(block(x * 1.0))
-            if k % 2 == self.odd:
-                x += y
-            else:
-                x = x + y
-        return self.head(x)
-
-
-class Earlier(Trunk):
-    """Changes the first block's output in place, in some steps, after later blocks have read it."""
-
-    on = False
-
-    def change(self, whole: torch.Tensor, view: torch.Tensor, k: int) -> None: ...
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        view, y = x[:, :8], x * 2.0
-        for k, block in enumerate(self.blocks[1:]):
-            y = block(y)
-            if self.on:
-                self.change(x, view, k)
-            y = y + x + view.mean()
-        return self.head(y)
-
-
-for how, change in {
-    "itself": lambda net, whole, view, k: whole.mul_(0.5),
-    "by a view": lambda net, whole, view, k: view.mul_(0.5),
-    "by a view of a view": lambda net, whole, view, k: view.t()[k].zero_(),
-    "the whole and a view": lambda net, whole, view, k: (view if k % 2 else whole).mul_(0.5),
-    "by what is detached": lambda net, whole, view, k: whole.detach().mul_(0.5),
-    "without gradients": torch.no_grad()(lambda net, whole, view, k: whole.clamp_(-0.1, 0.1)),
-    "by a mask": lambda net, whole, view, k: whole.__setitem__(whole.detach() > 0.2, 0.0),
-}.items():
-    row(f"an earlier result changed in place, in some steps: {how}", sets("on", lambda n: n % 2 == 1), room=0.3)(
-        type("Changes", (Earlier,), {"change": change})
-    )
-
-
-@row("a view changed in place", sets("width", lambda n: 4 + n))
-class View(Trunk):
-    width = 4
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = x * 1.5
-        y[:, : self.width].mul_(0.5)
-        y.t()[0].add_(1.0)
-        y[:, self.width :].tanh_()
-        return y
-
-
-@row("views changed in place and read when their base is needed no more")
-class ViewsOutlive(Trunk):
-    many = 6
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        rows, column = x.unflatten(0, (-1, 4))[1], x[:, 3]
-        rows.add_(1.0)
-        y = self.blocks[1](x * 2.0) + x
-        column.mul_(0.2)
-        y = torch.sin(y + x + rows.mean() + column.mean())
-        for block in self.blocks[2:]:
-            y = block(y)
-        return self.head(y)
-
-
-row("scatter_ into what was computed")(
-    along(lambda net, x, n: torch.zeros_like(x).scatter_(1, x.detach().argsort(1), torch.sin(x)) + x)
+@runs(
+    "residuals added in place, others in each step",
+    sets("odd", lambda n: n % 2),
+    of=made_of(Wide, Long),
+    has={"odd": int},
+    stages=8,
 )
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = net.blocks[0](x)
+    for k, block in enumerate(net.blocks[1:]):
+        y = torch.tanh(block(x * 1.0))
+        if k % 2 == net.odd:
+            x += y
+        else:
+            x = x + y
+    return net.head(x)
 
 
-@row("index_put_ into what was computed", sets("rows", lambda n: [n, n + 1]))
-class IndexPut(Trunk):
-    rows = [0, 1]
+for _name, _change in {
+    "by a view of a view": lambda whole, view, k: view.t()[k].zero_(),
+    "by what is detached": lambda whole, view, k: whole.detach().mul_(0.5),
+    "by a mask": lambda whole, view, k: whole.__setitem__(whole.detach() > 0.2, 0.0),
+}.items():
 
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x)
-        y[self.rows] = x[: len(self.rows)] * 0.5
-        y[x > 1.5] = 0.0
-        return y
+    @runs(
+        f"an earlier result changed in place, in some steps: {_name}",
+        sets("on", lambda n: n % 2 == 1),
+        has={"on": bool},
+        room=0.3,
+    )
+    def _(net: Any, x: torch.Tensor, change: Any = _change) -> torch.Tensor:
+        """After later blocks have read it."""
+        x = net.blocks[0](x)
+        view, y = x[:, :8], x * 2.0
+        for k, block in enumerate(net.blocks[1:]):
+            y = block(y)
+            if net.on:
+                change(x, view, k)
+            y = y + x + view.mean()
+        return net.head(y)
 
 
-@row("the batch changed in place by the forward", room=0.4)
-class InPlaceBatch(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mul_(0.5)
-        return super().forward(x)
+@runs("views changed in place and read when their base is needed no more")
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    x = net.blocks[0](x)
+    rows, column = x.unflatten(0, (-1, 4))[1], x[:, 3]
+    rows.add_(1.0)
+    y = net.blocks[1](x * 2.0) + x
+    column.mul_(0.2)
+    y = torch.sin(y + x + rows.mean() + column.mean())
+    for block in net.blocks[2:]:
+        y = block(y)
+    return net.head(y)
+
+
+@adds("index_put_ into what was computed", sets("rows", lambda n: [n, n + 1]), has={"rows": lambda: [0, 1]})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.sin(x)
+    y[net.rows] = x[: len(net.rows)] * 0.5
+    y[x > 1.5] = 0.0
+    return y
+
+
+@runs("the batch masked in place by the forward, and changed again later", room=0.4)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    mask = torch.rand(len(x)) < 0.3
+    x[mask] = 0
+    y = x * 2
+    for n, block in enumerate(net.blocks):
+        y = y + torch.tanh(block(y)) * ~mask[:, None]
+        if n == 2:
+            x.mul_(0.5)
+            y = torch.sin(y + x)
+    return net.head(y)
 
 
 # -- caches
@@ -1043,87 +633,70 @@ def rotary(length: int) -> torch.Tensor:
     return torch.outer(torch.arange(length, dtype=torch.float32), torch.linspace(1, 0.1, WIDTH)).cos()
 
 
-@row("a table made in the first forward")
-class Rotary(Trunk, cache=lambda: None):
-    many = 8
-
-    def begin(self) -> None:
-        if self.cache is None:
-            self.cache = rotary(LENGTH)
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x * self.cache[: len(x)]
-
-
-@row("a table that grows", call=lambda n: ((drawn(n, (10, 12, 10, 16, 9)[n], WIDTH),), {}), room=0.7, stages=8)
-class GrowingTable(Rotary):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.cache is None or len(self.cache) < len(x):
-            self.cache = rotary(len(x))
-        return super().forward(x)
+@adds(
+    "a table that grows",
+    call=lambda n: ((drawn(n, (10, 12, 10, 16, 9)[n], WIDTH),), {}),
+    of=Long,
+    has={"cache": lambda: torch.empty(0)},
+    room=0.7,
+    stages=8,
+)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    if len(net.cache) < len(x):
+        net.cache = rotary(len(x))
+    return x * net.cache[: len(x)]
 
 
-@row("a memory of the step before", again=lambda net: setattr(net, "memory", None), room=0.8)
-class Memory(Trunk):
-    memory: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        if self.memory is not None:
-            x = x + 0.5 * self.memory
-        self.memory = x.detach()
-        for block in self.blocks[1:]:
-            x = block(x)
-        return self.head(x)
-
-
-class OfTheGraphBefore(Trunk, table=lambda: nn.Parameter(0.1 * torch.ones(WIDTH)), count=int, memory=lambda: None):
-    """Keeps a result with its graph; the next step reads its numbers alone."""
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return x if n else self.first(x)
-
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        old, self.memory = self.memory, x * self.table
-        return x if old is None else x + self.numbers(old)
-
-    def numbers(self, old: torch.Tensor) -> torch.Tensor:
-        return old.detach()
+@adds(
+    "a memory of the step before",
+    again=lambda net: setattr(net, "memory", None),
+    room=0.8,
+    has={"memory": lambda: None},
+)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    if n:
+        return x
+    x = x if net.memory is None else x + 0.5 * net.memory
+    net.memory = x.detach()
+    return x
 
 
 def forgets(net: Any) -> None:
     net.memory, net.count = None, 0
 
 
-@row("a result of the step before, detached", again=forgets, room=0.8)
-class DetachedBefore(OfTheGraphBefore):
-    pass
+OF_THE_GRAPH = {
+    "table": lambda: nn.Parameter(0.1 * torch.ones(WIDTH)),
+    "count": int,
+    "memory": lambda: None,
+    "on": bool,
+}
 
 
-@row("a result of the step before, read without gradients", again=forgets, room=0.8)
-class SmoothedBefore(OfTheGraphBefore):
-    def numbers(self, old: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            return 0.5 * old + 0.1
+@adds("a table made by every second step, and read detached by the others", again=forgets, has=OF_THE_GRAPH, room=0.5)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    if n:
+        return x
+    net.count += 1
+    made = net.memory is None or net.count % 2
+    net.memory = torch.softmax(net.table, 0) if made else net.memory.detach()
+    return x + net.memory
 
 
-@row("a table made by every second step, and read detached by the others", again=forgets, room=0.5)
-class EverySecond(OfTheGraphBefore):
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        made = self.memory is None or self.count % 2
-        self.memory = torch.softmax(self.table, 0) if made else self.memory.detach()
-        return x + self.memory
-
-
-@row("a result with its graph that later steps read, too", sets("on", lambda n: n > 0), again=forgets, room=0.8)
-class WithItsGraph(OfTheGraphBefore, on=bool):
+@adds(
+    "a result with its graph that later steps read, too",
+    sets("on", lambda n: n > 0),
+    again=forgets,
+    has=OF_THE_GRAPH,
+    room=0.8,
+)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     """Plain PyTorch lets it, since an addition saves nothing; it cannot be recorded, so steps go on as they are."""
-
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        if self.on and self.memory is None:
-            self.memory = self.table + 0
-        return x + self.memory if self.on else x
+    if n or not net.on:
+        return x
+    if net.memory is None:
+        net.memory = net.table + 0
+    return x + net.memory
 
 
 # -- steps of other kinds
@@ -1167,11 +740,31 @@ def evaluates(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return loss
 
 
+def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    if n != 2:
+        loss.backward()
+    return loss
+
+
 row("two forwards before one backward", step=two_forwards)(Trunk)
-row("two forwards before one backward, that count", step=two_forwards)(CallsBlocks)
 row("two forwards before two backwards", step=crossed, call=large)(Dropout)
 row("two forwards before two backwards, the global between them", step=between)(OfGlobal)
 row("an evaluation between steps, that counts", step=evaluates)(CallsBlocks)
+row("a forward that no backward follows", step=left)(CallsBlocks)
+
+
+@adds(
+    "an error that the forward raises in a step",
+    sets("fails", lambda n: n == 2),
+    raises="no such step",
+    of=CallsBlocks,
+    has={"fails": bool},
+)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    if n == 2 and net.fails:
+        raise RuntimeError("no such step")
+    return x
 
 
 def changed_before_backward(change: Callable[[Any, Call], object], steps: tuple[int, ...] = (2,)) -> Any:
@@ -1188,39 +781,50 @@ def changed_before_backward(change: Callable[[Any, Call], object], steps: tuple[
 
 BY_OTHERS = r"modified by an inplace operation|modified in.?place|changed in place"
 batch_zeroed = changed_before_backward(lambda net, call: call[0][0].zero_())
+weight_changed = changed_before_backward(lambda net, call: net.blocks[1].up.weight.mul_(0.5))
+bias_changed = changed_before_backward(lambda net, call: net.blocks[1].up.bias.add_(1.0))
+in_eval = changed_before_backward(lambda net, call: net.eval(), (0, 2, 4))
 
 
-@row("the batch changed in place before the backward", step=batch_zeroed, raises=BY_OTHERS)
-class FirstOfAll(Trunk, first=lambda: nn.Linear(WIDTH, WIDTH)):
-    """Its first layer saves the batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.first(x))
-
-
-@row("a batch that nothing saves changed in place before the backward", step=batch_zeroed, may_refuse=BY_OTHERS)
-class AddsAtFirst(Trunk):
-    """Saves nothing of the batch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x + 1.0)
+@runs(
+    "the batch changed in place before the backward",
+    step=batch_zeroed,
+    raises=BY_OTHERS,
+    has={"first": lambda: nn.Linear(WIDTH, WIDTH)},
+)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return Trunk.forward(net, net.first(x))
 
 
-row("a weight changed in place before the backward", step=changed_before_backward(
-    lambda net, call: net.blocks[1].up.weight.mul_(0.5)
-), raises=BY_OTHERS)(Trunk)  # fmt: skip
-row("a bias changed in place before the backward", step=changed_before_backward(
-    lambda net, call: net.blocks[1].up.bias.add_(1.0)
-), may_refuse=rf"{BY_OTHERS}|bias")(Trunk)  # fmt: skip
-row("a buffer changed in place before the backward", step=changed_before_backward(
-    lambda net, call: net.step.add_(3.0)
-))(Counts)  # fmt: skip
-row("an attribute changed before the backward", step=changed_before_backward(
-    lambda net, call: setattr(net, "count", net.count + 3)
-))(CounterAttribute)  # fmt: skip
-row("parts put in eval() before the backward", step=changed_before_backward(
-    lambda net, call: net.eval(), (0, 2, 4)
-), call=large, change=lambda net, n: net.train())(Dropout)  # fmt: skip
+@runs("a batch that nothing saves changed in place before the backward", step=batch_zeroed, may_refuse=BY_OTHERS)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return Trunk.forward(net, x + 1.0)
+
+
+row(
+    "a buffer changed in place before the backward", step=changed_before_backward(lambda net, call: net.step.add_(3.0))
+)(Counts)
+row("a weight changed in place before the backward", step=weight_changed, raises=BY_OTHERS)(Trunk)
+row("a bias changed in place before the backward", step=bias_changed, may_refuse=rf"{BY_OTHERS}|bias")(Trunk)
+row("parts put in eval() before the backward", lambda net, n: net.train(), large, step=in_eval)(Dropout)
+
+
+def emptied(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    for result in net.left:
+        result.detach().zero_()
+    loss.backward()
+    return loss
+
+
+@row("results left in an attribute, changed before the backward", step=emptied, may_refuse="changed in place between")
+class Leaves(Trunk, left=list):
+    def begin(self) -> None:
+        self.left = []
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        self.left = [*self.left, x]
+        return x * 1.5
 
 
 def twice(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -1254,9 +858,55 @@ def gradient_of_each(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tens
     return losses[0] + losses[1]
 
 
+def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    losses = []
+    for part in call[0][0].chunk(3):
+        losses.append(error_of(run(part)) / 3)
+        losses[-1].backward()
+    return torch.stack(losses).sum()
+
+
+def updated_in_backward(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    """Weights change as soon as their gradient is whole, while values of earlier stages have yet to be made again."""
+
+    def update(p: torch.Tensor) -> None:
+        with torch.no_grad():
+            p -= 0.05 * p.grad
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(update) for p in net.parameters()]
+    loss = error_of(run(*call[0]))
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return loss
+
+
+def noisy(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    """Noise for each gradient, as private training draws it: between what is made again."""
+    hooks = [p.register_hook(lambda g: g + torch.randn_like(g)) for p in net.parameters()]
+    loss = error_of(run(*call[0]))
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return loss
+
+
+def of_all(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    x = call[0][0].requires_grad_()
+    loss = error_of(run(x))
+    given = torch.autograd.grad(loss, [x, *net.parameters()])
+    return torch.stack([loss, *(g.double().sum() for g in given)])
+
+
 row("a double backward", step=twice)(Trunk)
-row("a second and a third backward through the same graph", step=again_backward)(Trunk)
-row("a second backward through batch norm and dropout", step=again_backward, call=large)(Dropout)
+row("gradients accumulated over parts of a batch", step=accumulated, call=lambda n: ((drawn(n, 48, WIDTH),), {}))(
+    Dropout
+)
+row("updates within the backward", step=updated_in_backward)(Tied)
+row("gradients to which hooks add noise", step=noisy, call=large)(Dropout)
+row("gradients of the input and of all parameters", step=of_all)(Trunk)
+row("a second and a third backward through the same graph", step=again_backward, call=large)(Dropout)
 row("a backward for each of two losses", step=gradient_of_each)(Trunk)
 
 
@@ -1295,94 +945,16 @@ class Towers(nn.Module):
         return [tower(x) for tower in self.towers]
 
 
-def emptied(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    for result in net.left:
-        result.detach().zero_()
-    loss.backward()
-    return loss
+@runs("a gradient by the input inside the forward", room=0.8, may_refuse="differentiates")
+def _(net: Any, x: torch.Tensor) -> Any:
+    """As models of molecules have, whose forces are a derivative of their energy."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        energy = Trunk.forward(net, x)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    return energy, force
 
 
-@row("results left in an attribute, changed before the backward", step=emptied, may_refuse="changed in place between")
-class Leaves(Trunk, left=list):
-    def begin(self) -> None:
-        self.left = []
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.left = [*self.left, x]
-        return x * 1.5
-
-
-def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    if n != 2:
-        loss.backward()
-    return loss
-
-
-row("a forward that no backward follows", step=left)(CallsBlocks)
-
-
-@row("an error that the forward raises in a step", sets("fails", lambda n: n == 2), raises="no such step")
-class Raises(CallsBlocks):
-    fails = False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, block in enumerate(self.blocks):
-            x = block(x)
-            if n == 2 and self.fails:
-                raise RuntimeError("no such step")
-        return self.head(x)
-
-
-row("AdamW, a factor in each step another", of_blocks("scale", lambda n: 1.0 - 0.1 * n), adam=True)(ActBlocks)
-row("AdamW, thawed parts", requires(lambda n: n >= 2), room=0.6, adam=True, call=large)(Dropout)
-
-
-@row("the default dtype changed in the middle of the forward")
-@row("the default dtype changed between forward and backward", step=lambda *given: between_dtypes(*given))
-class TablesInDouble(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        torch.set_default_dtype(torch.float64)
-        table = torch.linspace(0, 1, x.shape[-1]) / 3
-        torch.set_default_dtype(torch.float32)
-        return torch.sin(x.double() * table).float() * (torch.linspace(0, 1, x.shape[-1]) / 3)
-
-
-def between_dtypes(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    torch.set_default_dtype(torch.float64)
-    loss.backward()
-    torch.set_default_dtype(torch.float32)
-    return loss
-
-
-def quantizers() -> nn.Module:
-    whole = {"observer": MovingAverageMinMaxObserver, "quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
-    made = nn.ModuleList(FusedMovingAvgObsFakeQuantize(**whole) for _ in range(4))
-    for one in made:
-        one.disable_observer()
-        one.disable_fake_quant()
-    return made
-
-
-@row(
-    "fake quantization switched on, whose statistics PyTorch changes uncounted",
-    lambda net, n: [
-        switch(n >= 1) for one in net.quantizers for switch in (one.enable_observer, one.enable_fake_quant)
-    ],
+row("AdamW, a factor in each step another", sets("scale", lambda n: 1.0 - 0.1 * n), adam=True)(
+    along(lambda net, x, n: torch.sin(x * net.scale), scale=lambda: 1.0)
 )
-class Quantized(Trunk, quantizers=quantizers):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        return self.quantizers[n](torch.sin(x))
-
-
-@row("a buffer made in one step and removed in the next")
-class NowAndThen(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        if hasattr(self, f"mean{n}"):
-            x = x + getattr(self, f"mean{n}")
-            delattr(self, f"mean{n}")
-        else:
-            self.register_buffer(f"mean{n}", x.detach().mean(0))
-        return torch.sin(x)

@@ -1,5 +1,5 @@
-"""More models whose behaviour changes between steps, or is odd in each: the rest of the table of
-test_changing_models.py."""
+"""Models that are odd in each step: views, types, functions of autograd, hooks, and what of PyTorch is none of its usual
+operations. The rest of the table of test_changing_models.py."""
 
 from __future__ import annotations
 
@@ -14,183 +14,180 @@ import torch
 from step_by_step import Call, error_of
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Trunk, along, at, drawn, made_of, row, sets
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, at, drawn, made_of, row, runs, sets
 
 WORLD: dict[str, Any] = {"seen": []}
 
 
-class Keyworded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0, bias: Any = None) -> torch.Tensor:
-        x = self.block(x) * scale
-        return x if bias is None else x + 0.1 * bias
+# -- views and kinds of tensors
 
 
-@row("forward pre-hooks with kwargs that change them", sets("k", lambda n: 1.0 + 0.1 * n))
-class KwHooks(Trunk):
-    made_of = Keyworded
-    k = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        for b in self.blocks:
-            b.register_forward_pre_hook(
-                lambda m, a, kw: (a, {**kw, "scale": self.k, "bias": a[0].mean(1, keepdim=True)}), with_kwargs=True
-            )
-            b.register_forward_hook(lambda m, a, kw, out: torch.tanh(out * kw.get("scale", 1.0)), with_kwargs=True)
-
-
-@row("a forward hook that is always called and keeps what it sees", again=lambda net: net.seen.clear())
-class AlwaysCalled(Trunk, seen=list):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].register_forward_hook(
-            lambda m, a, out: self.seen.append(float(out.detach().mean())), always_call=True
-        )
-
-
-class Symmetric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-
-    def forward(self, w: torch.Tensor) -> torch.Tensor:
-        return w * self.scale + 0.1 * w.roll(1, 0)
-
-
-@row(
-    "a parametrization whose factor changes",
-    lambda net, n: [setattr(b.up.parametrizations.weight[0], "scale", 1 + 0.1 * n) for b in net.blocks],
+@adds(
+    "a cache of a no_grad result by key",
+    sets("key", lambda n: n // 2),
+    again=lambda net: net.cache.clear(),
+    has={"cache": dict},
 )
-class Parametrized(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
-        for b in self.blocks:
-            nn.utils.parametrize.register_parametrization(b.up, "weight", Symmetric())
-
-
-@row("a parametrization within cached()")
-class CachedParametrization(Parametrized):
-    def forward(self, x: torch.Tensor) -> Any:
-        with nn.utils.parametrize.cached():
-            for b in self.blocks:
-                x = b(b(x))
-            return self.head(x)
-
-
-def with_older(norm: Any) -> nn.Module:
-    net = Trunk()
-    for b in net.blocks:
-        norm(b.up)
-    return net
-
-
-def weight_norm_removed(net: Any) -> None:
-    for b in net.blocks:
-        nn.utils.remove_weight_norm(b.up)
-
-
-row("weight norm of the older form")(lambda: with_older(nn.utils.weight_norm))
-row("spectral norm of the older form")(lambda: with_older(nn.utils.spectral_norm))
-row("weight norm of the older form removed", at(2, weight_norm_removed), room=0.6)(
-    lambda: with_older(nn.utils.weight_norm)
-)
-
-
-@functools.lru_cache(None)
-def table(n: int) -> torch.Tensor:
-    return torch.linspace(0.5, 1, n)
-
-
-row("a table behind lru_cache")(along(lambda net, x, n: x * table(x.shape[1])))
-
-
-@row("a cache of a no_grad result by key", sets("key", lambda n: n // 2), again=lambda net: net.cache.clear())
-class KeyCache(Trunk, cache=dict):
-    key = 0
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        if (self.key, n) not in self.cache:
-            with torch.no_grad():
-                self.cache[self.key, n] = x.mean(0) * 0.1
-        return torch.sin(x + self.cache[self.key, n])
-
-
-@row("a view of a view changed in place after a use")
-class ViewOfView(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x) + 0.0
-        z = y.view(-1, 2, WIDTH // 2)
-        w = z[:, 0]
-        u = w * 2
-        w.add_(0.5)
-        return y + F.pad(u, (0, WIDTH // 2))
-
-
-@row("as_strided windows")
-class Strided(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        windows = x.contiguous().as_strided((LENGTH, WIDTH), (WIDTH, 1)).unfold(1, 4, 2)
-        return torch.tanh(x) + windows.mean(2).repeat_interleave(2, 1)[:, :1]
-
-
-@row("out= given")
-class Out(Trunk, room=lambda: nn.Buffer(torch.zeros(LENGTH, WIDTH), persistent=False)):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    if (net.key, n) not in net.cache:
         with torch.no_grad():
-            torch.mul(x, 0.1, out=self.room)
-        return torch.sin(x) + self.room.clone()
+            net.cache[net.key, n] = x.mean(0) * 0.1
+    return torch.sin(x + net.cache[net.key, n])
 
 
-@row("complex numbers")
-class Complex(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        z = torch.fft.rfft(x)
-        z = z * torch.polar(torch.ones_like(z.real), z.real * 0.1)
-        return torch.tanh(x + torch.fft.irfft(z.conj() * z.abs(), n=WIDTH) * 0.1)
+@adds("a view of a view changed in place after a use")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.sin(x) + 0.0
+    w = y.view(-1, 2, WIDTH // 2)[:, 0]
+    u = w * 2
+    w.add_(0.5)
+    return y + F.pad(u, (0, WIDTH // 2))
 
 
-@row("view_as_real and conj changed in place")
-class Conj(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        z = torch.complex(x, x.flip(1))
-        v = torch.view_as_real(z).clone()
-        v[..., 1] *= -0.5
-        return x + (torch.view_as_complex(v).conj().imag * torch.resolve_conj(z.conj()).real) * 0.1
+@adds("as_strided windows")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    windows = x.contiguous().as_strided((LENGTH, WIDTH), (WIDTH, 1)).unfold(1, 4, 2)
+    return torch.tanh(x) + windows.mean(2).repeat_interleave(2, 1)[:, :1]
+
+
+@adds("an expanded tensor that is saved, and overlapping windows")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = x * x.mean(0, keepdim=True).tanh().expand_as(x)  # one row of bytes, saved as all
+    windows = torch.cat([y, y[:, :6]], 1).unfold(1, 4, 2)[:, :8] * 1.5
+    return torch.sin(x + windows.mean(2).repeat(1, 2) + (x.sum(1, keepdim=True) * 0.1).expand(-1, WIDTH))
+
+
+def tables() -> nn.ModuleList:
+    parts = [nn.Module() for _ in range(4)]
+    for n, part in enumerate(parts):
+        table = torch.randn(20, WIDTH)
+        part.table = (nn.Buffer(table), nn.Parameter(table, requires_grad=False), table)[n % 3]
+    return nn.ModuleList(parts)
+
+
+row("tables without gradients, of which the forward reads views", room=0.3)(
+    along(
+        lambda net, x, n: x + F.interpolate(net.tables[n].table[:16].reshape(1, 1, 16, WIDTH), scale_factor=1.0)[0, 0],
+        tables=tables,
+    )
+)
+
+
+@adds("a list of views")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    vs = [x[:, i] for i in range(WIDTH)]
+    vs[0] = vs[0] * 2
+    return torch.tanh(torch.stack(vs, 1))
+
+
+@adds("out= given", has={"room": lambda: nn.Buffer(torch.zeros(LENGTH, WIDTH), persistent=False)})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    with torch.no_grad():
+        torch.mul(x, 0.1, out=net.room)
+    return torch.sin(x) + net.room.clone()
+
+
+@adds("complex numbers")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    z = torch.fft.rfft(x)
+    z = z * torch.polar(torch.ones_like(z.real), z.real * 0.1)
+    return torch.tanh(x + torch.fft.irfft(z.conj() * z.abs(), n=WIDTH) * 0.1)
+
+
+@adds("nested tensors inside", may_refuse="NestedTensor|nested", room=0.6)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    nt = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
+    return torch.cat([t * 1.1 for t in nt.unbind()])
+
+
+row("a sparse matrix inside", may_refuse="sparse|storage", room=0.6)(
+    along(lambda net, x, n: torch.sparse.mm(torch.eye(LENGTH).to_sparse(), x) * 1.01)
+)
+row("numpy in the midst", room=0.6)(
+    along(lambda net, x, n: torch.sin(x) + torch.from_numpy(numpy.cumsum(x.detach().numpy(), 1) * 0.01))
+)
+
+
+def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+class Saves(Trunk, saves=lambda: False):
+    """Reads the first block's result from a file at the end: as a tensor, or a number of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = kept = self.blocks[0](x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        if self.saves == "number":
+            x = x * saved_and_loaded(kept.detach()).sum().sin().item()
+        return self.head(x + saved_and_loaded(kept.detach()) if self.saves == "tensor" else x)
+
+
+row(
+    "a result saved to a file and loaded, of which a number is read in two steps",
+    sets("saves", lambda n: "number" if n in {2, 3} else ""),
+)(Saves)
+row("a result saved to a file and loaded", refused="Tensor.set_ or torch.load")(
+    type("SavesAlways", (Saves,), {}, saves=lambda: "tensor")
+)
 
 
 # -- types, and what is not differentiated
 
 
-@row(
-    "autocast of another type in each step",
-    sets("kind", lambda n: (torch.bfloat16, torch.float16)[n % 2]),
-    room=0.6,
-)
-class Kinds(Trunk):
-    kind = torch.bfloat16
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.autocast("cpu", self.kind):
-            x = torch.tanh(self.blocks[n].up(x))[:, :WIDTH]
-        return x.float()
+@adds("autocast of another type in each step", sets("kind", lambda n: (torch.bfloat16, torch.float16)[n % 2]), room=0.6)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    with torch.autocast("cpu", getattr(net, "kind", torch.bfloat16)):
+        x = torch.tanh(net.blocks[n].up(x))[:, :WIDTH]
+    return x.float()
 
 
-@row(
+@runs(
     "a weight that an autocast region uses twice, in steps of other sizes",
     call=lambda n: ((drawn(n, 16 - 2 * n, WIDTH),), {}),
     room=0.6,
 )
-class TwiceCast(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            for block in (*self.blocks, *self.blocks):
-                x = block(x)
-            return self.head(x).float()
+def _(net: Any, x: torch.Tensor) -> Any:
+    with torch.autocast("cpu", torch.bfloat16):
+        for block in (*net.blocks, *net.blocks):
+            x = block(x)
+        return net.head(x).float()
+
+
+@adds("requires_grad_ on what was made within no_grad")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    with torch.no_grad():
+        y = x * 0.5
+    y.requires_grad_()
+    return torch.sin(x) * (1 + torch.tanh(y))
+
+
+@adds("a stop by detach_ in some steps", sets("stop", lambda n: n % 2 == 1), room=0.6, has={"stop": bool})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = x * 1.5
+    if net.stop and n == 1:
+        y = y.detach_()
+    return torch.sin(y) + x
+
+
+@adds("inference_mode inside")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    with torch.inference_mode():
+        k = float(x.mean())
+    return torch.sin(x) + k
+
+
+row("a buffer of another dtype assigned", at(2, lambda net: setattr(net, "b", net.b.double())), room=0.6)(
+    along(lambda net, x, n: x * net.b.float(), b=lambda: nn.Buffer(torch.ones(WIDTH)))
+)
+
+
+# -- functions of autograd, and of torch.func
 
 
 class Cast(torch.autograd.Function):
@@ -204,44 +201,6 @@ class Cast(torch.autograd.Function):
     @torch.amp.custom_bwd(device_type="cpu")
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         return g * ctx.saved_tensors[0].cos()
-
-
-@row("custom_fwd casts")
-class CustomFwd(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return Cast.apply(x)
-
-
-@row("requires_grad_ on what was made within no_grad")
-class RequiresInside(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.no_grad():
-            y = x * 0.5
-        y.requires_grad_()
-        return torch.sin(x) * (1 + torch.tanh(y))
-
-
-@row("a stop by detach_ in some steps", sets("stop", lambda n: n % 2 == 1), room=0.6)
-class DetachesInside(Trunk):
-    stop = False
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = x * 1.5
-        if self.stop and n == 1:
-            y = y.detach_()
-        return torch.sin(y) + x
-
-
-@row("inference_mode inside")
-class Inference(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        with torch.inference_mode():
-            k = float(x.mean())
-        return torch.sin(x) + k
-
-
-# -- functions of autograd, and of torch.func
 
 
 class Stateful(torch.autograd.Function):
@@ -312,20 +271,21 @@ class Sums(torch.autograd.Function):
         return None, *(p * x.exp() * 0.1 for p, x in zip(g.chunk(2, 1), ctx.saved_tensors, strict=True))
 
 
+@adds("custom_fwd casts")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return Cast.apply(x)
+
+
+@adds("a function of autograd with setup_context and two outputs", sets("k", lambda n: 1 + n), has={"k": lambda: 1})
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y, i = NewStyle.apply(x, net.k)
+    return y + x.gather(1, i) * 0.1
+
+
 row("a function of autograd with state on ctx", sets("level", lambda n: 1 + 0.1 * n), room=0.5)(
     along(lambda net, x, n: Stateful.apply(x, net.level), level=lambda: 1.0)
 )
-
-
-@row("a function of autograd with setup_context and two outputs", sets("k", lambda n: 1 + n))
-class OfNewStyle(Trunk):
-    k = 1
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y, i = NewStyle.apply(x, self.k)
-        return y + x.gather(1, i) * 0.1
-
-
 row("a function of autograd that changes its input in place")(along(lambda net, x, n: torch.sin(Dirty.apply(x * 0.5))))
 row("a function of autograd that counts in a buffer", may_refuse="changed in place a tensor", room=0.5)(
     along(lambda net, x, n: torch.sin(DirtyBuffer.apply(x, net.count) * 0.1), count=lambda: nn.Buffer(torch.ones(())))
@@ -333,47 +293,28 @@ row("a function of autograd that counts in a buffer", may_refuse="changed in pla
 row("a function of autograd given a list of tensors")(along(lambda net, x, n: Sums.apply(2, *x.chunk(2, 1))))
 
 
-class Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-        self.calls = 0
+@adds("torch.func.grad, of a function that counts", may_refuse="torch.func|differentiat", room=0.6, has={"calls": int})
+def _(net: Any, x: torch.Tensor, n: int) -> Any:
+    net.calls += 1
+    return torch.sin(x + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * net.calls)
 
 
-class GradInside(Calls):
-    def forward(self, x: torch.Tensor) -> Any:
-        self.calls += 1
-        return self.block(x) + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * self.calls
+@adds("vmap, of a function that counts", room=0.6, has={"calls": int, "n": lambda: nn.Buffer(torch.zeros(()))})
+def _(net: Any, x: torch.Tensor, n: int) -> Any:
+    net.calls += 1
+    net.n += 1
+    return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.02 * net.calls))(x) * (1 + net.n / 10)
 
 
-class VmapInside(Calls):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("n", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.calls += 1
-        self.n += 1
-        return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.1 * self.calls))(self.block(x)) * (1 + self.n)
-
-
-row("torch.func.grad in a block that counts", may_refuse="torch.func|differentiat", room=0.6)(made_of(GradInside))
-row("vmap in a block that counts", room=0.6, stages=8)(made_of(VmapInside))
-
-
-@row("functional_call of a block with stacked weights")
-class Stacked(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        p = {k: v * 0.5 for k, v in self.blocks[n].named_parameters()}
-        return torch.func.functional_call(self.blocks[n], p, (x,))
+@adds("functional_call of a block with stacked weights")
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    p = {k: v * 0.5 for k, v in net.blocks[n].named_parameters()}
+    return torch.func.functional_call(net.blocks[n], p, (x,))
 
 
 row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.6)(
     along(lambda net, x, n: torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1] + x)
 )
-
-
-# -- the world
 
 
 def in_thread(what: Any) -> Any:
@@ -389,29 +330,32 @@ row("a thread that runs a part of the forward", may_refuse="thread|cannot see|ou
 )
 
 
-def deep_copied(net: Any) -> None:
-    net.blocks[1] = copy.deepcopy(net.blocks[1])
-
-
-def copied_whole(net: Any, n: int) -> None:
-    WORLD["copy"] = copy.deepcopy(net)
-
-
-def state_dicts(net: Any, n: int) -> None:
-    if n in (1, 2):
-        net.load_state_dict({k: (v * 0.9).clone() for k, v in net.state_dict().items()}, assign=n == 2)
-    if n == 3:
-        torch.save(net.state_dict(), io.BytesIO())
-        for block in net.blocks:
-            nn.init.constant_(block.down.weight, 0.01)
-
-
-row("a block deep-copied between steps", at(2, deep_copied))(Trunk)
-row("the model deep-copied between steps", copied_whole)(Trunk)
-row("a state_dict loaded, assigned and saved, and weights set anew between steps", state_dicts)(Trunk)
-
-
 # -- hooks
+
+
+class Keyworded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0, bias: Any = None) -> torch.Tensor:
+        x = self.block(x) * scale
+        return x if bias is None else x + 0.1 * bias
+
+
+@row("forward hooks with kwargs, one of which is always called", sets("k", lambda n: 1.0 + 0.1 * n))
+class KwHooks(Trunk, seen=list):
+    made_of = Keyworded
+    k = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        for b in self.blocks:
+            b.register_forward_pre_hook(
+                lambda m, a, kw: (a, {**kw, "scale": self.k, "bias": a[0].mean(1, keepdim=True)}), with_kwargs=True
+            )
+            b.register_forward_hook(lambda m, a, kw, out: torch.tanh(out * kw.get("scale", 1.0)), with_kwargs=True)
+            b.register_forward_hook(lambda m, a, out: self.seen.append(float(out.detach().mean())), always_call=True)
 
 
 def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -422,23 +366,22 @@ def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return loss
 
 
-@row(
+@adds(
     "hooks on tensors that change gradients by a count, and by a flag that only the backward reads",
     step=flagged,
     again=lambda net: setattr(net, "count", 0),
+    has={"count": int, "flag": lambda: 1.0},
 )
-class HookCount(Trunk):
-    count, flag = 0, 1.0
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.sin(x)
 
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x)
+    def hook(g: torch.Tensor) -> torch.Tensor:
+        net.count += 1
+        return g * (1 + 0.01 * net.count) * net.flag
 
-        def hook(g: torch.Tensor) -> torch.Tensor:
-            self.count += 1
-            return g * (1 + 0.01 * self.count) * self.flag
-
+    if y.requires_grad:
         y.register_hook(hook)
-        return y
+    return y
 
 
 def retained(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -450,55 +393,35 @@ def retained(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return loss
 
 
-@row("retain_grad in the forward", step=retained, room=0.8)
-class Retain(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        y = torch.sin(x)
-        if n == 1:
-            y.retain_grad()
-            self.__dict__["kept"] = y
-        return y
+@adds("retain_grad in the forward", step=retained, room=0.8)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.sin(x)
+    if n == 1:
+        y.retain_grad()
+        net.__dict__["kept"] = y
+    return y
 
 
-@row("register_multi_grad_hook in the forward", room=0.6)
-class Multi(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        a, b = torch.sin(x), torch.cos(x)
-        torch.autograd.graph.register_multi_grad_hook(
-            (a, b), lambda gs: WORLD["seen"].append(sum(float(g.sum()) for g in gs))
-        )
-        return a + b
+@adds("register_multi_grad_hook in the forward", room=0.6)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    a, b = torch.sin(x), torch.cos(x)
+    torch.autograd.graph.register_multi_grad_hook(
+        (a, b), lambda gs: WORLD["seen"].append(sum(float(g.sum()) for g in gs))
+    )
+    return a + b
 
 
-@row("a hook on the whole model's gradient")
+@row("hooks on the whole model's gradient, and on parameters' own", room=0.6)
 class HookedWhole(Trunk):
     def __init__(self) -> None:
         super().__init__()
         self.register_full_backward_hook(lambda m, gi, go: tuple(g if g is None else g * 2 for g in gi))
         self.blocks[0].register_full_backward_pre_hook(lambda m, go: (go[0] * 0.7,))
-
-
-@row("a post-accumulate hook that updates in backward", room=0.6)
-class PostAccumulate(Trunk):
-    def __init__(self) -> None:
-        super().__init__()
         for p in self.parameters():
             p.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
 
 
-# -- sparse, nested, checkpointed
-
-
-@row("nested tensors inside", may_refuse="NestedTensor|nested", room=0.6)
-class Nested(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        nt = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
-        return torch.cat([t * 1.1 for t in nt.unbind()])
-
-
-row("a sparse matrix inside", may_refuse="sparse|storage", room=0.6)(
-    along(lambda net, x, n: torch.sparse.mm(torch.eye(LENGTH).to_sparse(), x) * 1.01)
-)
+# -- checkpoints
 
 
 @row("checkpoint with a generator's preserve")
@@ -510,155 +433,86 @@ class Checkpoints(Trunk, drop=lambda: nn.Dropout(0.2)):
         return checkpoint(self.piece, x, 1.0 + 0.1 * n, use_reentrant=False)
 
 
-@row("checkpoint_sequential")
-class CheckpointsInParts(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.head(checkpoint_sequential(list(self.blocks), 2, x, use_reentrant=False))
-
-
 selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 row("selective checkpoint contexts")(
     along(lambda net, x, n: checkpoint(torch.tanh, x, use_reentrant=False, context_fn=selective))
 )
 
 
+def piece(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    y = torch.tanh(x)
+    if net.fails and n == 2:
+        raise RuntimeError("no such piece")
+    return y * x
+
+
+for reentrant in (False, True):
+    row(
+        f"an error within a checkpoint in a step, use_reentrant={reentrant}",
+        sets("fails", lambda n: n == 2),
+        raises="no such piece",
+    )(along(lambda net, x, n, kind=reentrant: checkpoint(piece, net, x, n, use_reentrant=kind), fails=bool))
+
+
 # -- modules
 
 
-row("a module made in the forward")(along(lambda net, x, n: nn.LayerNorm(WIDTH)(x)))
+class Symmetric(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, w: torch.Tensor) -> torch.Tensor:
+        return w * self.scale + 0.1 * w.roll(1, 0)
+
+
+def parametrized(of: type[Trunk] = Trunk) -> nn.Module:
+    net = of()
+    for b in net.blocks:
+        nn.utils.parametrize.register_parametrization(b.up, "weight", Symmetric())
+    return net
+
+
+class Cached(Trunk):
+    def forward(self, x: torch.Tensor) -> Any:
+        with nn.utils.parametrize.cached():
+            for b in self.blocks:
+                x = b(b(x))
+            return self.head(x)
+
+
+def weight_normed() -> nn.Module:
+    net = Trunk()
+    for b in net.blocks:
+        nn.utils.weight_norm(b.up)
+    return net
+
+
+row(
+    "a parametrization whose factor changes",
+    lambda net, n: [setattr(b.up.parametrizations.weight[0], "scale", 1 + 0.1 * n) for b in net.blocks],
+)(parametrized)
+row("a parametrization within cached()")(lambda: parametrized(Cached))
+row(
+    "weight norm of the older form removed",
+    at(2, lambda net: [nn.utils.remove_weight_norm(b.up) for b in net.blocks]),
+    room=0.6,
+)(weight_normed)
 row("a module called twice with state")(
     along(lambda net, x, n: net.bn(net.bn(x)) + x, bn=lambda: nn.BatchNorm1d(WIDTH))
 )
-
-
-@row("a block called by its forward")
-class ByForward(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        for b in self.blocks:
-            x = b.forward(x)
-        return self.head(x)
-
-
-@row("an input returned as it is", room=0.6)
-class Same(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        return super().forward(x), x
-
-
-@row(
-    "an input that needs a gradient and is changed in place",
-    may_refuse="in-place operation",
-    call=lambda n: ((drawn(n).requires_grad_() * 1.0,), {}),
-    room=0.6,
-)
-class GradIn(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        x.mul_(1.5)
-        return super().forward(x)
-
-
-row("torch.where over nan")(along(lambda net, x, n: torch.where(x > 0, x.clamp(min=1e-3).sqrt(), x)))
 row("rnn")(
     along(
         lambda net, x, n: net.rnn(x.unsqueeze(1))[0].squeeze(1) + x,
         rnn=lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2),
     )
 )
-
-
 row("multihead attention")(
     along(
         lambda net, x, n: net.att(x, x, x, need_weights=n == 1)[0] + x,
         att=lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
     )
 )
-row("an encoder layer of torch")(
-    along(
-        lambda net, x, n: net.enc(x.unsqueeze(0)).squeeze(0),
-        enc=lambda: nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True),
-    )
-)
-
-
-row("a buffer of another dtype assigned", at(2, lambda net: setattr(net, "b", net.b.double())), room=0.6)(
-    along(lambda net, x, n: x * net.b.float(), b=lambda: nn.Buffer(torch.ones(WIDTH)))
-)
-row("numpy in the midst", room=0.6)(
-    along(lambda net, x, n: torch.sin(x) + torch.from_numpy(numpy.cumsum(x.detach().numpy(), 1) * 0.01))
-)
-
-
-@row("a list of views")
-class Views(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        vs = [x[:, i] for i in range(WIDTH)]
-        vs[0] = vs[0] * 2
-        return torch.tanh(torch.stack(vs, 1))
-
-
-TENSOR = torch.ones(())
-
-
-@row(
-    "a tensor of a global changed in place",
-    at(0, lambda net: TENSOR.fill_(1.0)),
-    again=lambda net: TENSOR.fill_(1.0),
-    room=0.0,
-)
-class OfGlobal(Trunk):
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        TENSOR.add_(0.1)
-        return torch.sin(x) * TENSOR.clone()
-
-
-def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-class Saves(Trunk, saves=lambda: False):
-    """Reads the first block's result from a file at the end: as a tensor, or a number of it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = kept = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = block(x)
-        if self.saves == "number":
-            x = x * saved_and_loaded(kept.detach()).sum().sin().item()
-        return self.head(x + saved_and_loaded(kept.detach()) if self.saves == "tensor" else x)
-
-
-row(
-    "a result saved to a file and loaded, of which a number is read in two steps",
-    sets("saves", lambda n: "number" if n in {2, 3} else ""),
-)(Saves)
-row("a result saved to a file and loaded", refused="Tensor.set_ or torch.load")(
-    type("SavesAlways", (Saves,), {}, saves=lambda: "tensor")
-)
-
-
-@row("a dict and a list of the caller's that the forward adds to", call=lambda n: (({"x": drawn(n)}, [drawn(n)]), {}))
-class Adds(Trunk):
-    def forward(self, batch: dict[str, torch.Tensor], rest: list[torch.Tensor]) -> torch.Tensor:
-        x = batch.pop("x")
-        for n, block in enumerate(self.blocks):
-            batch[str(n)] = x = block(x) + 0.1 * rest[-1]
-            rest.append(x)
-        return self.head(x)
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm, self.drop = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.norm(self.block(x)))
-
-
-row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0)(made_of(Dropped))
 
 
 def without_nnpack(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -691,6 +545,77 @@ row("a frozen encoder in eval mode, with a mask of what is padded")(Encoded)
 row("an encoder in eval mode under no_grad")(type("Ungraded", (Encoded,), {"frozen": False}))
 
 
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.norm, self.drop = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.norm(self.block(x)))
+
+
+row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0)(made_of(Dropped))
+
+
+# -- what the caller does
+
+
+def copied_whole(net: Any, n: int) -> None:
+    WORLD["copy"] = copy.deepcopy(net)
+
+
+def state_dicts(net: Any, n: int) -> None:
+    if n in (1, 2):
+        net.load_state_dict({k: (v * 0.9).clone() for k, v in net.state_dict().items()}, assign=n == 2)
+    if n == 3:
+        torch.save(net.state_dict(), io.BytesIO())
+        for block in net.blocks:
+            nn.init.constant_(block.down.weight, 0.01)
+
+
+row("the model deep-copied between steps", copied_whole)(Trunk)
+row("a state_dict loaded, assigned and saved, and weights set anew between steps", state_dicts)(Trunk)
+
+
+@runs("an input returned as it is", room=0.6)
+def _(net: Any, x: torch.Tensor) -> Any:
+    return Trunk.forward(net, x), x
+
+
+@runs(
+    "an input that needs a gradient and is changed in place",
+    may_refuse="in-place operation",
+    call=lambda n: ((drawn(n).requires_grad_() * 1.0,), {}),
+    room=0.6,
+)
+def _(net: Any, x: torch.Tensor) -> Any:
+    x.mul_(1.5)
+    return Trunk.forward(net, x)
+
+
+TENSOR = torch.ones(())
+
+
+@adds(
+    "a tensor of a global changed in place",
+    at(0, lambda net: TENSOR.fill_(1.0)),
+    again=lambda net: TENSOR.fill_(1.0),
+    room=0.0,
+)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    TENSOR.add_(0.1)
+    return torch.sin(x) * TENSOR.clone()
+
+
+@runs("a dict and a list of the caller's that the forward adds to", call=lambda n: (({"x": drawn(n)}, [drawn(n)]), {}))
+def _(net: Any, batch: dict[str, torch.Tensor], rest: list[torch.Tensor]) -> torch.Tensor:
+    x = batch.pop("x")
+    for n, block in enumerate(net.blocks):
+        batch[str(n)] = x = block(x) + 0.1 * rest[-1]
+        rest.append(x)
+    return net.head(x)
+
+
 # -- what needs no gradient is made late, of parts of the batch and of tables
 
 
@@ -703,37 +628,20 @@ class Adapted(nn.Module):
         return self.block(x) + self.up(self.down(x))
 
 
-class Rotary(Trunk):
-    """Adapters over a frozen embedding, and a table that all blocks read: what rotary positions do."""
-
-    made_of = Adapted
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(50, WIDTH).requires_grad_(False)
-
-    def positions(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.arange(LENGTH)[:, None].float().mul(0.1).cos()
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.table(ids).requires_grad_(True)
-        table = self.positions(ids)
-        for n, block in enumerate(self.blocks):
-            x = x + torch.sin(block(x) * table.unsqueeze(0)[0]) * (1.0 if n % 2 else table[:, 0][:, None])
-        return self.head(x)
-
-
-class Positions(Rotary):
-    def positions(self, ids: torch.Tensor) -> torch.Tensor:
-        return ids[:, None].float().mul(0.01).sin().expand(-1, WIDTH)
-
-
-def ids(n: int) -> Call:
-    return (torch.arange(LENGTH).mul(3 + n).remainder(50),), {}
-
-
-row("adapters over a frozen embedding with rotary positions", call=ids, room=0.0, stages=12)(Rotary)
-row("adapters over a frozen embedding with positions of the batch", call=ids, room=0.0, stages=12)(Positions)
+@runs(
+    "adapters over a frozen embedding with rotary positions",
+    call=lambda n: ((torch.arange(LENGTH).mul(3 + n).remainder(50),), {}),
+    of=made_of(Adapted),
+    has={"table": lambda: nn.Embedding(50, WIDTH).requires_grad_(False)},
+    room=0.0,
+    stages=12,
+)
+def _(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    x = net.table(ids).requires_grad_(True)
+    table = torch.arange(LENGTH)[:, None].float().mul(0.1).cos()
+    for n, block in enumerate(net.blocks):
+        x = x + torch.sin(block(x) * table.unsqueeze(0)[0]) * (1.0 if n % 2 else table[:, 0][:, None])
+    return net.head(x)
 
 
 @row("blocks in a tree over views of views of the batch", room=0.0, stages=12)
@@ -751,48 +659,22 @@ class Tree(Trunk):
         return self.head(self.of(x, 0))
 
 
-@row("a frame of the batch for each block", room=0.0, stages=12)
-class Video(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        frames = x.view(4, 4, WIDTH).transpose(0, 1)
-        state = torch.zeros(4, WIDTH)
-        for n, block in enumerate(self.blocks):
-            state = block(state + frames[n].contiguous())
-        return self.head(state)
-
-
-@row("a part of a mask of the batch for each block", room=0.0, stages=12)
-class Masked(Trunk):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, masks = x, (x > 0).view(4, 4, WIDTH)
-        for n, block in enumerate(self.blocks):
-            y = block(y) * masks[n].float().repeat(4, 1).add(1)
-        return self.head(y)
-
-
-@row("contrastive views of the batch, of which steps take others", sets("first", lambda n: n % 2), room=0.0, stages=12)
-class Contrastive(Trunk):
-    first = 0
-
-    def forward(self, x: torch.Tensor) -> Any:
-        found, two = [], x.view(2, 8, WIDTH)
-        for n, block in enumerate(self.blocks):
-            part = two[(n + self.first) % 2][::2]
-            found.append(block(block(part)))
-        return self.head(found[0] * found[1]), self.head(found[2] + found[3])
+@runs("a part of a mask of the batch for each block", room=0.0, stages=12)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    y, masks = x, (x > 0).view(4, 4, WIDTH)
+    for n, block in enumerate(net.blocks):
+        y = block(y) * masks[n].float().repeat(4, 1).add(1)
+    return net.head(y)
 
 
 # -- scripted and traced parts
 
 
-def traced(n: int) -> nn.Module:
-    return torch.jit.trace(nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh()), torch.zeros(2, WIDTH))
-
-
 class WithTraced(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.after = Block(), traced(0)
+        traced = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.block, self.after = Block(), torch.jit.trace(traced, torch.zeros(2, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.after(self.block(x))
@@ -816,11 +698,9 @@ def gated(x: torch.Tensor, scale: float) -> torch.Tensor:
 for _ in range(3):  # PyTorch compiles it for all models in the process, to other bits than those of its first call
     gated(torch.zeros(2, WIDTH, requires_grad=True), 1.0)
 
-row("traced parts")(made_of(WithTraced))
-row("traced parts of half the rows", call=lambda n: ((drawn(n, LENGTH // (1 + n % 2), WIDTH),), {}))(
+row("traced parts, of half the rows", call=lambda n: ((drawn(n, LENGTH // (1 + n % 2), WIDTH),), {}))(
     made_of(WithTraced)
 )
-row("scripted parts")(made_of(WithScripted))
 row(
     "scripted parts that are frozen in steps",
     lambda net, n: [p.requires_grad_(n % 2 == 0) for p in net.blocks[1].after.parameters()],
@@ -830,7 +710,7 @@ row("scripted functions with a number that changes", sets("k", lambda n: 1 + 0.1
 )
 
 
-# -- errors that the forward catches, and those that leave a checkpoint
+# -- errors that the forward catches
 
 
 class Caught(Trunk, k=int):
@@ -887,25 +767,7 @@ def caught(name: str, of: type[Caught] = Caught, room: float = 0.0, **has: Any) 
 
 
 caught("of wrong shapes")
-caught("of wrong shapes, from the first step on", fails=(0, 1, 2, 4))
-caught("of a singular matrix", attempt=factor)
 caught("of a singular matrix, in every step", attempt=factor, fails=tuple(range(5)))
 caught("of a singular matrix that nobody needs", attempt=factor, used=False)
 caught("of a custom Function", attempt=lambda net, x, fails: Fallible.apply(x * 0.1, fails))
-caught("of a custom Function that nobody needs", attempt=lambda net, x, fails: Fallible.apply(x, fails), used=False)
 caught("beside what was made for nothing before", of=UsedLater, room=0.6)
-
-
-def piece(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.tanh(x)
-    if net.fails and n == 2:
-        raise RuntimeError("no such piece")
-    return y * x
-
-
-for reentrant in (False, True):
-    row(
-        f"an error within a checkpoint in a step, use_reentrant={reentrant}",
-        sets("fails", lambda n: n == 2),
-        raises="no such piece",
-    )(along(lambda net, x, n, kind=reentrant: checkpoint(piece, net, x, n, use_reentrant=kind), fails=bool))

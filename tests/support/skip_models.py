@@ -10,57 +10,6 @@ from models import fresh
 from torch import nn
 
 
-class UNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList([self.block(3, 8), self.block(8, 16), self.block(16, 32)])
-        self.up = nn.ModuleList([self.block(48, 16), self.block(24, 8)])
-
-    @staticmethod
-    def block(narrow: int, wide: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(narrow, wide, 3, padding=1), nn.BatchNorm2d(wide), nn.ReLU())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first = self.down[0](x)
-        second = self.down[1](nn.functional.max_pool2d(first, 2))
-        x = nn.functional.interpolate(self.down[2](nn.functional.max_pool2d(second, 2)), scale_factor=2)
-        x = nn.functional.interpolate(self.up[0](torch.cat([x, second], 1)), scale_factor=2)
-        return self.up[1](torch.cat([x, first], 1))
-
-
-class Gated(nn.Module):
-    """Adds its first features at every depth."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(16, 64)
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(6)]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = first = torch.tanh(self.first(x))
-        for layer in self.layers:
-            x = torch.tanh(layer(x) + first * x)
-        return x
-
-
-class Skipping(nn.Module):
-    """A skip connection over several convolutions, and a concatenation."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, width, 3, padding=1)
-        self.inner = nn.ModuleList([nn.Conv2d(width, width, 3, padding=1) for _ in range(4)])
-        self.last = nn.Conv2d(2 * width, 1, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = y = self.first(x).sin()
-        for layer in self.inner:
-            y = layer(y).sin()
-        return self.last(torch.cat([skip, y], 1).sin()).square().mean()
-
-
 class TanhUNet(nn.Module):
     """Features that are used again far from where they are made, one of them changed in place by nobody."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from step_by_step import Call, Row, nothing
@@ -93,6 +93,42 @@ def along(act: Callable[[Any, torch.Tensor, int], torch.Tensor], of: type[Trunk]
     return type("Along", (of,), {"along": act}, **has)
 
 
+Has = dict[str, Callable[[], Any]]
+
+
+class Added(NamedTuple):
+    """What a row adds between the blocks, with the parts that it has: for mixes of rows."""
+
+    name: str
+    act: Callable[[Any, torch.Tensor, int], torch.Tensor]
+    change: Callable[[Any, int], object]
+    has: Has
+    again: Callable[[Any], object]
+
+
+ADDED: list[Added] = []
+
+
+def adds(
+    name: str, change: Any = nothing, call: Any = batch, of: type[Trunk] = Trunk, has: Has | None = None, **more: Any
+) -> Any:
+    """Enters a trunk that does what the decorated ``act(net, x, n)`` does after block `n`."""
+
+    def enter(act: Any) -> Any:
+        if not {"step", "may_refuse", "raises"} & more.keys():
+            ADDED.append(Added(name, act, change, has or {}, more.get("again") or (lambda net: None)))
+        return row(name, change, call, **more)(along(act, of, **(has or {})))
+
+    return enter
+
+
+def runs(
+    name: str, change: Any = nothing, call: Any = batch, of: type[Trunk] = Trunk, has: Has | None = None, **more: Any
+) -> Any:
+    """Enters a trunk whose forward is the decorated ``forward(net, x)``."""
+    return lambda forward: row(name, change, call, **more)(type("Runs", (of,), {"forward": forward}, **(has or {})))
+
+
 def made_of(block: type[nn.Module], of: type[Trunk] = Trunk) -> type[Trunk]:
     return type("MadeOf", (of,), {"made_of": block})
 
@@ -109,3 +145,8 @@ def sets(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]
 
 def of_blocks(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]:
     return lambda net, n: [setattr(block, name, value(n)) for block in net.blocks]
+
+
+def large(n: int) -> Call:
+    """So large that the states of generators that a plan keeps weigh little."""
+    return (drawn(n, 4 * LENGTH, WIDTH),), {}

@@ -10,7 +10,6 @@ from typing import Any
 import changing_models  # noqa: F401 - fills the table
 import odd_models  # noqa: F401
 import pytest
-import state_models  # noqa: F401
 import torch
 from on_tape import TAPES, Kernel, OnTape, verdict
 from step_by_step import Row
@@ -30,8 +29,8 @@ def new_tape(request: pytest.FixtureRequest) -> Any:
 
 
 def cases() -> list[Any]:
-    """Every eighth row; slowly, all."""
-    return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if n % 8 else []) for n, row in enumerate(TABLE)]
+    """Every sixth row; slowly, all."""
+    return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if n % 6 else []) for n, row in enumerate(TABLE)]
 
 
 @pytest.mark.parametrize("row", cases())
