@@ -960,7 +960,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 // -- for standin.py
 
 extern "C" {
-void standin_init() { initialised = true; }
+void standin_init() { at::globalContext().lazyInitDevice(DeviceType::CUDA); }
 void standin_resize(c10::StorageImpl* storage, int64_t nbytes) {
   DataPtr data = allocator.allocate(nbytes);
   if (const auto kept = std::min<int64_t>(nbytes, storage->nbytes()))

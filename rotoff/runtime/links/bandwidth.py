@@ -165,8 +165,6 @@ def _stand_in(link: Link, nbytes: int) -> torch.Tensor:
 
 
 def _touched(link: Link, data: torch.Tensor) -> torch.Tensor:
-    if link.typed:
-        data = data[: data.numel() // 4 * 4].view(torch.float32)
     return data.fill_(1)  # untouched pages do not exist yet, and may be cheaper to read
 
 
