@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from trunks import TABLE, Block, Trunk, drawn
 
-from rotoff.tape import kernel
+from rotoff.tape import dispatch
 from rotoff.tape.tape import Tape
 from rotoff.tape.verify import Known, Verified
 
@@ -449,7 +449,7 @@ def test_where_no_kernel_is_built_the_log_says_that_the_twin_runs(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     with caplog.at_level("INFO", logger="rotoff"):
-        assert kernel._load() is None
+        assert dispatch._load() is None
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "followed in Python" in caplog.text and "_kernel_torch299" in caplog.text
 
