@@ -46,7 +46,7 @@ from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
-from .runtime.links.free_memory import free_memory
+from .runtime.links.pinned import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight

@@ -306,7 +306,7 @@ class StepRunner:
         return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
 
     def _spill(self) -> Spill:
-        return Spill(self.options.host_directory)
+        return Spill(self.device_for([]), self.options.host_directory)
 
     def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""

@@ -153,7 +153,7 @@ class RecordedStep(Verified):
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
-        self._spill = Spill() if spill is None else spill
+        self._spill = Spill(self.device) if spill is None else spill
         self._away: dict[Content, Away] = {}
         self._profile: Log | None = None
         self.thread = 0

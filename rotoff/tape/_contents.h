@@ -89,6 +89,9 @@ inline const Setting SETTINGS[] = {
      [](at::Context& c, int x) { c.setAllowFP16ReductionCuBLAS(reduced(x), split(x)); }},
     {[](at::Context& c) { return int(c.allowBF16ReductionCuBLAS()); },
      [](at::Context& c, int x) { c.setAllowBF16ReductionCuBLAS(reduced(x), split(x)); }},
+    SETTING(allowFP16AccumulationCuBLAS, setAllowFP16AccumulationCuBLAS),
+    {[](at::Context& c) { return int(c.blasPreferredBackend()); },
+     [](at::Context& c, int x) { c.setBlasPreferredBackend(at::BlasBackend(x)); }},
     PRECISION(CUDA, CONV), PRECISION(CUDA, RNN), PRECISION(CUDA, MATMUL),
     PRECISION(MKLDNN, CONV), PRECISION(MKLDNN, RNN), PRECISION(MKLDNN, MATMUL),
     SETTING(userEnabledFlashSDP, setSDPUseFlash),
@@ -246,7 +249,7 @@ struct Content {
   const int op, out, stage;
   const size_t nbytes;
   int maker;
-  bool read = false;
+  bool read = false, once = false;
   Storage held;
   std::weak_ptr<Content> next;  // the operation that made it has it
 
@@ -318,9 +321,15 @@ struct Content {
 
   bool held_in(const Storage& storage) const { return held && held.is_alias_of(storage); }
 
-  void seal() {
+  void seal(bool of_residents) {
     settle();
-    if (op != RESIDENT && read && !witness_ && held && held.use_count() > 1) sum_ = checksum(held);
+    if (op == RESIDENT || !read || witness_ || !held) return;
+    const bool in_python = held.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();  // lives as long, and counts
+    if (held.use_count() <= 1 + in_python) return;
+    if (of_residents && !once)
+      held = Storage();
+    else
+      sum_ = checksum(held);
   }
 
   bool alive() const { return held || (weak_ && !weak_->expired()); }

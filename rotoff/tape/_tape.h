@@ -21,6 +21,10 @@ struct Operation {
   Tensor state;
   std::shared_ptr<const Settings> settings;
 
+  bool reads_residents() const {
+    return std::all_of(references.begin(), references.end(), [](const Reference& r) { return r.content->op == RESIDENT; });
+  }
+
   // Calls `f` with what it makes: the contents of new storages, then those of storages from before.
   template <class F>
   void each_new(F f) const {
@@ -78,7 +82,8 @@ struct Tape {
   void end() {
     recording = outer_;
     if (!recording) c10::impl::tls_set_dispatch_key_included(KEY, false);
-    for (auto& [_, content] : contents_) content->seal();
+    for (auto& [_, content] : contents_)
+      content->seal(content->op != RESIDENT && operations[content->op].reads_residents());
     contents_.clear();
     seen_ = false;
   }
@@ -191,7 +196,7 @@ struct Tape {
   bool seen_ = false;  // whether all writes so far were seen
 
   static void hold_present(const ContentPtr& content) {
-    if (auto storage = content->storage(true)) content->hold(storage);
+    if (auto storage = content->storage(true)) content->hold(storage), content->once = true;
   }
 
   Storage copy(const Storage& storage) {

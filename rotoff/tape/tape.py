@@ -210,7 +210,8 @@ class Tape(EagerMode):
             del self._below  # it has this tape
         self.enter(0)
         for content in self._contents.values():
-            content.seal()
+            read = self.operations[content.op].contents() if content.op != RESIDENT else ()
+            content.seal(all(one.op == RESIDENT for one in read))
         self._contents, self._recording = {}, False
 
     def enter(self, stage: int) -> None:
@@ -218,7 +219,7 @@ class Tape(EagerMode):
         for op in self.operations[self.begins[self.stage] :] if self._unsure else ():
             for content in (*op.made, *op.written()):
                 if (storage := content.storage(seen=True)) is not None:
-                    content.hold(storage)
+                    content.hold_for_good(storage)
         self.stage, self.key, self._unsure = stage, stage, False
         self.begins[stage] = len(self.operations)
 
@@ -284,7 +285,7 @@ class Tape(EagerMode):
         if kind.kept:
             for content in new:
                 if (made := content.storage(seen=True)) is not None:
-                    content.hold(made)
+                    content.hold_for_good(made)
         if any(content.maker != RESIDENT for content in new):
             self._note(op, new)
         return out
@@ -390,7 +391,7 @@ class Tape(EagerMode):
         self._unsure |= self.key not in self.known.sure
         for content in new:
             if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
-                content.hold(storage)
+                content.hold_for_good(storage)
 
     # -- saved tensors
 

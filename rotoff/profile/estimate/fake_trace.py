@@ -173,7 +173,7 @@ class FakeStep(RecordedReads):
         super().__init__(Known(), model)
         self.model = model
         self._mode, self._births = mode, log
-        self._spill = _Nowhere()
+        self._spill = _Nowhere(self.device)
 
     @staticmethod
     def plain(t: torch.Tensor) -> bool:
