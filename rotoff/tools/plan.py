@@ -1,25 +1,18 @@
-"""`plan`: what training a model within a limit on a device costs, without the device: ``print(rotoff.plan(...))``.
-
-An answer that is in the cache is returned before the modules that would find it are imported.
-"""
+"""`plan`: what training a model within a limit on a device costs, without the device: ``print(rotoff.plan(...))``."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from ..core.sequence import MODES
 from ..errors import OptionError, nearest
-from ..io.cache import Cache
 from ..io.progress import Bar
 from ..profile.estimate.devices import Device, find
-from .plan_cache import find_plan, keep_plan, plan_key
 from .planned_modes import PlannedModes, usable_bytes
 
 if TYPE_CHECKING:
@@ -46,7 +39,6 @@ def plan(
     schedule: str = "1F1B",
     chunks: int = 1,
     ranks_per_link: int = 1,
-    cache_directory: str | os.PathLike[str] | bool | None = True,
     **kwargs: Any,
 ) -> PlannedModes | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
@@ -68,21 +60,24 @@ def plan(
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
-        cache_directory: where the answer is kept for the next process, unless it is a pipeline's.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
         LimitError: if `mem_limit` is not a number of bytes, or nothing fits the device.
         MeasureError: if the model cannot be estimated.
     """
-    target, cache = find(device), Cache.of(cache_directory)
+    target = find(device)
     asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights
     options = given(stages=stages, backward_from=backward_from, forms=forms)
     if pipeline is None:
         of_pipelines = {"microbatches": microbatches, "chunks": chunks, "ranks_per_link": ranks_per_link}
         if needless := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
             raise OptionError(f"{needless[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
-        return _known(model, sample, kwargs, target, cache, asked, options)
+        from .mode_comparison import Question, answer
+
+        _check(model, kwargs)
+        with Bar("planning") as bar:
+            return answer(with_options(model, options), sample, kwargs, target, Question.read(*asked), bar)
     ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
     return _of_pipeline(model, sample, kwargs, target, asked, options, ranks)
 
@@ -114,31 +109,6 @@ def _of_pipeline(
         question.host_bandwidth,
         question.master_weights,
     )
-
-
-def _known(
-    model: nn.Module,
-    sample: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Device,
-    cache: Cache,
-    asked: tuple[Any, ...],
-    options: dict[str, Any],
-) -> PlannedModes:
-    """The answer in `cache`, else a new one, which is kept there."""
-    recognised = cache.directory is not None and isinstance(model, nn.Module)
-    if recognised and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        recognised = False  # and refused
-    key = plan_key(model, sample, kwargs, target, (*asked, options)) if recognised else None
-    if (known := find_plan(cache, key)) is not None:
-        return known
-    from .mode_comparison import Question, answer
-
-    _check(model, kwargs)
-    with Bar("planning") as bar:
-        found = answer(with_options(model, options), sample, kwargs, target, Question.read(*asked), bar)
-    keep_plan(cache, key, found)
-    return found
 
 
 def given(**options: Any) -> dict[str, Any]:

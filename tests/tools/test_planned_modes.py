@@ -60,7 +60,7 @@ def test_rows_share_tables_and_searches(
     note(search, "_searched", lambda problem, mode, _: (problem.chain, problem.limit, problem.budget, mode))
     note(search.joint, "solve_slots", lambda *args: args)
     note(search.remat, "inflated", lambda *args: args)
-    found = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", cache_directory=None)
+    found = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100")
     assert runs and len(set(runs)) == len(runs)
     assert [found[mode] for mode in MODES] == [alone[mode][mode] for mode in MODES]
 
@@ -175,7 +175,7 @@ class OneDict(Named):
 def test_one_dict_is_the_named_arguments_or_the_argument_that_the_model_takes(kind: type[nn.Module]) -> None:
     model, batch = kind(), {"inputs": torch.randn(8, 16), "targets": torch.randn(8, 16)}
     assert rotoff.plan(model, batch, modes="remat").fits
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch, repeats=1)
     wrapped.compute_sequence(wrapped.keep_all_memory)
     (wrapped(**batch) if kind is Named else wrapped(batch)).backward()
     assert len(wrapped.plans()) == 1
@@ -206,8 +206,6 @@ def test_bad_questions(blocks: nn.Sequential, batch: torch.Tensor) -> None:
         rotoff.plan(blocks, batch, optimizer=["adam"])
     with pytest.raises(rotoff.OptionError, match="mem_slots is '50'; give a whole number"):
         rotoff.plan(blocks, batch, mem_slots="50")
-    with pytest.raises(rotoff.OptionError, match="cache_directory is 3; give a directory"):
-        rotoff.plan(blocks, batch, cache_directory=3)
     for name in ("plan", "estimate"):
         with pytest.raises(rotoff.MeasureError, match=r"the model is a str; give a torch.nn.Module"):
             getattr(rotoff, name)("gpt2", batch)
