@@ -349,7 +349,7 @@ def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch
 
 def in_a_plan(*args: Any, **kwargs: Any) -> Any:
     found = plan(*args, device="RTX 4090", **kwargs)
-    return [row.min_mem_limit for row in found.rows], found.resident_bytes, found.keep_all_bytes
+    return found.min_mem_limits, found.resident_bytes, found.keep_all_bytes
 
 
 ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
