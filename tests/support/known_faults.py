@@ -43,9 +43,6 @@ KNOWN_FAULTS = {
         ),
         "predicted bytes are 6 to 18 % above the measured ones",
     ),
-    "tools/test_doctor.py::test_copies_that_are_less_hidden_than_predicted": (
-        "after a step at another size the recording of times waits for a course that is not the next one"
-    ),
     "tools/test_largest.py::test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again": (
         "an estimate does not follow what the model asks of values, and has few stages from there on"
     ),

@@ -236,13 +236,11 @@ def test_copies_hidden_behind_compute() -> None:
     assert training.hidden(Trace(5, 0, 0, work, 0, 0, 0, 0)) == 1
 
 
-def test_planned_steps_hide_copies_after_a_step_at_another_size(tiny: None) -> None:
+def test_overlap_needs_no_step_before(tiny: None) -> None:
     small = SmallModel(CPU, 0.0, 1)
-    small.plan(0.45, "offload")
-    small.planned(small.batch[:1]).sum().backward()
     finding = training.overlap(small)
     small.close()
-    assert finding.figures["moved"] > 0 and finding.figures["predicted"] > 0
+    assert finding.figures["moved"] > 0 and 0 < finding.figures["predicted"] <= 1
 
 
 @pytest.mark.parametrize(
