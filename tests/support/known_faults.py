@@ -4,9 +4,6 @@ out. Those of the second fail in some runs."""
 from __future__ import annotations
 
 KNOWN_FAULTS = {
-    "profile/test_predicted_bytes.py::test_casts_of_inner_autocast_are_charged[False]": (
-        "predicted bytes are 13 % above the measured ones where autocast regions are closed within the forward"
-    ),
     **dict.fromkeys(
         (
             f"runtime/test_changing_models.py::test_what_changes_between_steps_is_followed_or_refused[{name}]"
