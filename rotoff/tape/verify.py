@@ -45,9 +45,10 @@ class Verified(Tape):
             super().enter(stage)
             self._new, self._kept = [], []
             self._earlier = {content: total for content, total in self._earlier.items() if content.alive()}
-            for content in self._right:
-                if (storage := content.storage(seen=True)) is not None:
-                    self._earlier[content] = checksum(storage)
+            with below_autograd():
+                for content in self._right:
+                    if (storage := content.storage(seen=True)) is not None:
+                        self._earlier[content] = checksum(storage)
             self._right = []
 
     def leave(self) -> None:
