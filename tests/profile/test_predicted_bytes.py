@@ -221,41 +221,6 @@ def test_dropped_forward_is_freed_without_garbage_collection(monkeypatch: pytest
     wrapped.close()
 
 
-class Quantizer(nn.Module):
-    """Its distances live as long as its forward, and their graph leads to nothing unless they are `used`."""
-
-    used = False
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(width, width), nn.Linear(width, 4 * width)
-        self.codes, self.down = nn.Parameter(torch.randn(16, width)), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        distances = torch.cdist(x, self.codes)
-        x = self.after(torch.tanh(self.down(torch.tanh(self.codes[distances.argmin(1)] + x))))
-        return x.tanh().square().mean() + (distances.mean() if self.used else 0.0)
-
-
-@pytest.mark.parametrize("mode", ["joint", "offload"])
-def test_saved_tensors_of_unused_graph_are_not_held(mode: str) -> None:
-    torch.manual_seed(0)
-    model, plain, x = Quantizer(), Quantizer(), torch.randn(256, 32)
-    plain.load_state_dict(model.state_dict())
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
-    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode, refine=False)
-    for used in (False, True, False):
-        model.used = plain.used = used
-        for p in (*model.parameters(), *plain.parameters()):
-            p.grad = torch.zeros_like(p)
-        measured = peak_bytes(lambda: wrapped(x).backward())
-        assert used or measured <= wrapped.get_expected_memory()
-        plain(x).backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-    wrapped.close()
-
-
 class ForNothing(nn.Module):
     """Computes for nothing, of tables and of values that other stages have made."""
 

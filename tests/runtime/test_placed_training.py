@@ -32,15 +32,19 @@ from placed_loops import (
     accumulated,
     changed_within,
     clamped,
+    clamped_before,
     clipped,
     frozen_later,
     given_up,
     hooked,
+    in_bfloat16,
     kept,
     loaded,
     looked_at,
+    loop,
     result,
     usual,
+    zeroed,
 )
 from placed_models import SIZED, Adapted, Repeats, drawn
 from torch import nn
@@ -137,6 +141,7 @@ def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", ["stateful", "tied", "adapted"])
+@pytest.mark.grid(every=3)
 def test_bits_of_the_plain_model_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
     placed, _ = trained(name, adamw, usual, 0.3, updates=updates)
     assert any(any_order)
@@ -278,15 +283,7 @@ def not_planned_any_more(model: Any, optimizers: list[Optimizer]) -> None:
 def test_a_change_between_backward_and_step(change: Any) -> None:
     """The step follows it, or is refused where the backward has updated the parameters already."""
 
-    def changed(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
-        loss = model(batch()).float().square().mean()
-        loss.backward()
-        if n == 1:
-            change(model, optimizers)
-        optimizers[0].step()
-        optimizers[0].zero_grad()
-        return loss.detach()
-
+    changed = loop("changed", lambda model, optimizers, n: change(model, optimizers) if n == 1 else None)
     placed, _ = trained("language", adamw, changed, 0.2)
     assert same(placed, plainly("language", adamw, changed))
     with pytest.raises(rotoff.ExecutionError, match="than the backward did|comes between a backward and"):
@@ -322,14 +319,6 @@ def test_a_new_plan_once_an_optimizer_has_a_state_of_other_shapes() -> None:
     assert same(trained("language", make, anew, 0.3)[0], plainly("language", make, usual))
 
 
-def zeroed(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    optimizers[0].step()
-    optimizers[0].zero_grad(set_to_none=False)
-    return loss.detach()
-
-
 def zeroed_late(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     loss = model(batch()).float().square().mean()
     optimizers[0].zero_grad()
@@ -359,16 +348,6 @@ def scheduled(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     if n == 4:
         optimizers.pop()
     return loss
-
-
-def clamped_before(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    for p in model.parameters():
-        p.data.clamp_(-0.1, 0.1)
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return loss.detach()
 
 
 def exchanged(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
@@ -444,15 +423,6 @@ def test_what_surrounds_a_step(step: Any) -> None:
     assert same(placed, plain)
 
 
-def in_bfloat16(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(batch()).float().square().mean()
-    loss.backward()
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return loss.detach()
-
-
 @pytest.mark.parametrize(
     ("name", "step", "share", "updates", "staying"),
     [
@@ -526,6 +496,7 @@ def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("name", ["deep", "no biases"])
+@pytest.mark.grid(every=3)
 def test_the_predicted_peak_holds_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
     measured, expected, _ = peaks(name, updates)
     assert any(any_order)
@@ -644,7 +615,7 @@ def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> N
     options: dict[str, Any] = {"optimizer": optimizers, "refine": False, "updates": updates}
     recordings = runner_of(wrapped.compute_sequence(device_limit="1 TiB", **options)).recordings
     (key, measured), least = next(iter(recordings.items())), list[int]()
-    for seed in range(3):
+    for seed in range(2):
         recordings[key] = replace(measured, profile=distorted(measured.profile, seed))
         with pytest.raises(rotoff.InfeasibleError) as refused:
             wrapped.compute_sequence(device_limit=1, **options)

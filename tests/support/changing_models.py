@@ -504,7 +504,7 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 for _name, _generator in {"a torch.Generator": torch.Generator, "torch's own": lambda: torch.default_generator}.items():
-    row(f"draws from {_name}", at(0, lambda net: net.generator.manual_seed(5)))(
+    row(f"draws from {_name}", at(0, lambda net: net.generator.manual_seed(5)), large)(
         along(
             lambda net, x, n: x * torch.bernoulli(torch.full_like(x, 0.5), generator=net.generator),
             generator=_generator,
