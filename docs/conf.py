@@ -14,18 +14,17 @@ GROUPS = {
     "Training": ("Checkpointable", "attach", "detach", "attach_schedule", "RotoffConfig"),
     "Asking before training": (
         "plan",
-        "PlannedModes",
-        "PlannedMode",
+        "PlannedSteps",
+        "PlannedStep",
         "largest",
         "Largest",
         "first_device",
         "audit",
         "Audit",
-        "PlannedStep",
         "estimate",
         "stages",
     )
-    + ("PlacedStep", "PlannedPipeline", "PlannedRank", "Device", "devices", "register_device"),
+    + ("PlannedPipeline", "PlannedRank", "Device", "devices", "register_device"),
     "Planning": ("solve", "sweep", "Sweep", "Row", "keep_all", "min_mem_limit", "lower_bound", "simulate", "Machine"),
     "Chains and plans": ("Chain", "Stage", "Form", "ParameterGroup", "Sequence", "Op", "OpKind", "Value", "parse")
     + ("Trace", "parse_bytes", "format_bytes"),

@@ -60,10 +60,8 @@ if TYPE_CHECKING:
     from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
     from .tools.pipeline_plan import PlannedRank as PlannedRank
     from .tools.plan import plan as plan
-    from .tools.planned_modes import PlacedStep as PlacedStep
-    from .tools.planned_modes import PlannedMode as PlannedMode
-    from .tools.planned_modes import PlannedModes as PlannedModes
-    from .tools.planned_modes import PlannedStep as PlannedStep
+    from .tools.planned_steps import PlannedStep as PlannedStep
+    from .tools.planned_steps import PlannedSteps as PlannedSteps
     from .tools.schedule import attach_schedule as attach_schedule
     from .tools.stage_report import stages as stages
 
@@ -90,7 +88,7 @@ _WHERE = {
         "tools.largest": "Largest first_device largest",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
         "tools.plan": "plan",
-        "tools.planned_modes": "PlacedStep PlannedMode PlannedModes PlannedStep",
+        "tools.planned_steps": "PlannedStep PlannedSteps",
         "tools.schedule": "attach_schedule",
         "tools.stage_report": "stages",
     }.items()

@@ -46,7 +46,7 @@ from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.execution_plan import ExecutionPlan
-from .runtime.links.free_memory import free_memory
+from .runtime.links.pinned import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
@@ -456,13 +456,12 @@ class Checkpointable(RotorNames, ModuleProxy):
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
         if self._placed is None:
             plan: Any = self._step_plan
-            levels, peak, base = plan.levels, plan.peak, plan.profile.chain.compute_time
+            levels, peak = plan.levels, plan.peak
         else:
             plan, peak = self._placed_plan, self.get_expected_memory()
-            levels, base = self._placed.levels, self.chain.compute_time
+            levels = self._placed.levels
         if self._shown is None or self._shown[0] is not plan:
-            told = with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit, base)
-            self._shown = plan, told
+            self._shown = plan, with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit)
         return self._shown[1]
 
     @property

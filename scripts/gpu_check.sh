@@ -1,53 +1,52 @@
 #!/usr/bin/env bash
 # What only a GPU can tell, on any machine with CUDA, with that machine's own python3 and torch:
 #
-#   scripts/gpu_check.sh OUT          rotoff doctor, and the tests that judge speed, one by one
-#   scripts/gpu_check.sh OUT tests    the other tests for CUDA
+#   scripts/gpu_check.sh OUT    builds in the tree, runs rotoff doctor, then the tests for CUDA, the most important first
 #
-# Each call takes at most 9.5 minutes. All that is printed is in OUT/log.txt, what was measured in files beside it. The
-# last line is the doctor's, or how many tests failed. Exit code: 0 all well, 1 a step failed, 2 wrong usage, 3 no CUDA
-# here. PYTHON names another interpreter than python3; it needs torch, Cython, setuptools, NumPy and pytest.
-# ROTOFF_HOST_MEMORY (such as "100 GiB") says how much the host has, where the system says too little.
+# It takes at most 9 minutes. OUT/doctor.json has the doctor's figures, OUT/tests.json the outcome of each test and what
+# it has measured, OUT/log.txt all that was printed. The last line is the verdict. Exit code: 0 all well, 1 a step
+# failed, 2 wrong usage, 3 no CUDA here. PYTHON names another interpreter than python3; it needs torch, Cython,
+# setuptools, NumPy and pytest. ROTOFF_HOST_MEMORY (such as "100 GiB") says how much the host has, where the system says
+# too little.
 set -uo pipefail
-mode=${2:-first}
-if [ $# -lt 1 ] || [[ ! $mode =~ ^(first|tests)$ ]]; then
-    sed -n '4,5s/^# *//p' "$0" >&2
-    exit 2
-fi
-mkdir -p "$1" || exit 2
+[ $# -eq 1 ] && mkdir -p "$1" || { sed -n '4s/^# *//p' "$0" >&2; exit 2; }
 out=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.." || exit 2
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
 "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "Nothing was checked: no CUDA."; exit 3; }
 
-failed=0
-run() { # seconds, command...: a step that fails does not stop those after it
-    local limit=$1 left=$((560 - SECONDS))
+run() { # seconds, command...
+    local limit=$1 left=$((530 - SECONDS))
     shift
     echo "== $*" | tee -a "$out/log.txt"
-    timeout -s INT -k 10 $((limit < left ? limit : left > 0 ? left : 1)) "$@" 2>&1 | tee -a "$out/log.txt"
+    timeout -s INT -k 8 $((limit < left ? limit : left > 0 ? left : 1)) "$@" 2>&1 | tee -a "$out/log.txt"
     code=${PIPESTATUS[0]}
-    [ "$code" -eq 0 ] || { failed=1; echo "== failed with exit code $code: $*" | tee -a "$out/log.txt"; }
+    [ "$code" -eq 0 ] || echo "== failed with exit code $code" | tee -a "$out/log.txt"
 }
-tests() { # seconds, marks, name; those that have not begun 15 s before the limit fail, so that the results are written
-    ROTOFF_TESTS_END=$(($(date +%s) + $1 - 15)) run "$1" "$python" -m pytest -p no:cacheprovider --durations=15 \
-        -m "$2" --junitxml "$out/$3.xml" tests/cuda
-}
+end() { echo "$1" | tee -a "$out/log.txt"; exit "$2"; }
 
-run 90 "$python" setup.py build_ext --inplace -j 8
-[ $failed -eq 0 ] || { echo "NOT CHECKED: the build failed (send $out)"; exit 1; }
+run 120 "$python" setup.py build_ext --inplace -j 8
+[ "$code" -eq 0 ] || end "NOT CHECKED: the build failed (send $out)" 1
 run 20 nvidia-smi
-if [ "$mode" = first ]; then
-    run 120 "$python" -m rotoff doctor --device cuda -o "$out/doctor.json"
-    verdict=$(tail -n 1 "$out/log.txt")
-    [ "$code" -eq 0 ] || verdict="DO NOT USE (send $out)"
-    tests 200 "cuda and alone" alone
-    [ "$code" -eq 0 ] || verdict="$verdict, and tests of speed failed (send $out)"
-else
-    tests 400 "cuda and not alone" tests
-    verdict="all tests passed"
-    [ "$code" -eq 0 ] || verdict="DO NOT USE: tests failed (send $out)"
-fi
-echo "$verdict" | tee -a "$out/log.txt"
-exit $failed
+run 150 "$python" -m rotoff doctor --device cuda -o "$out/doctor.json"
+verdict=$(tail -n 1 "$out/log.txt")
+[ "$code" -eq 0 ] || verdict="DO NOT USE (send $out)"
+doctor=$code
+files=(tests/cuda/test_{step,link,placed,training,forms,reserved}_cuda.py)
+# tests that have not begun by then fail, so that the results are written
+ROTOFF_TESTS_END=$(($(date +%s) + 505 - SECONDS)) run 530 "$python" -m pytest -p no:cacheprovider -m cuda --durations=15 \
+    --junitxml "$out/tests.xml" "${files[@]}"
+[ "$code" -eq 0 ] || verdict="$verdict, and tests failed (send $out)"
+"$python" - "$out" <<'END'
+import json, sys, xml.etree.ElementTree as xml
+from pathlib import Path
+
+out, tests = Path(sys.argv[1]), []
+for case in xml.parse(out / "tests.xml").iter("testcase"):
+    said = {one.tag: (one.get("message") or "")[:2000] for one in case if one.tag in ("failure", "error", "skipped")}
+    found = {one.get("name"): one.get("value") for one in case.iter("property")}
+    tests.append({"name": case.get("name"), "seconds": float(case.get("time")), "measured": found, **said})
+(out / "tests.json").write_text(json.dumps(tests, indent=1))
+END
+end "$verdict" $((doctor || code))

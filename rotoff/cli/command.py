@@ -17,6 +17,7 @@ from ..errors import ChainError, LimitError, SequenceFormatError
 from ..io.json_file import read_json
 
 T = TypeVar("T")
+Argument = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class UsageError(Exception):
@@ -25,14 +26,19 @@ class UsageError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """One command: name, one line of help, an example, its arguments, and a function that returns the exit code."""
+    """One command: name, one line of help, an example, a function that returns the exit code, and its arguments."""
 
     name: str
     summary: str
     example: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace], int]
+    arguments: tuple[Argument, ...]
     details: str = ""
+
+
+def argument(*names: str, **options: Any) -> Argument:
+    """An argument, as for ``argparse.ArgumentParser.add_argument``."""
+    return names, options
 
 
 def add_command(commands: Any, command: Command) -> None:
@@ -44,8 +50,8 @@ def add_command(commands: Any, command: Command) -> None:
         epilog=f"example:\n  {command.example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_arguments(parser)
-    parser.add_argument("--traceback", action="store_true", help="on an error, show where in the program it was raised")
+    for names, options in (*command.arguments, JSON, TRACEBACK):
+        parser.add_argument(*names, **options)
     parser.set_defaults(run=command.run)
 
 
@@ -57,29 +63,9 @@ def size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def size_or_zero(text: str) -> int:
-    """Parse an argument that is a number of bytes or 0."""
-    return 0 if text.strip() == "0" else size(text)
-
-
-def add_chain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "chain", metavar="CHAIN.json", help="a chain file, as `rotoff profile` writes it; - for standard input"
-    )
-
-
-def add_sequence(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    parser.add_argument(
-        "sequence",
-        metavar="SEQ.json",
-        nargs="?" if optional else None,
-        help="a sequence file, as `rotoff solve` writes it"
-        + ("; without it, the chain itself is shown" if optional else ""),
-    )
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+JSON = argument("--json", action="store_true", help="print JSON instead of text")
+TRACEBACK = argument("--traceback", action="store_true", help="on an error, show where in the program it was raised")
+CHAIN = argument("chain", metavar="CHAIN.json", help="a file of `rotoff profile`; - for standard input")
 
 
 def read_chain(path: str) -> Chain:
@@ -97,6 +83,14 @@ def _standard_input(build: Callable[[Any], T], error: type[Exception]) -> T:
 def print_json(data: Any) -> None:
     json.dump(data, sys.stdout, indent=1)
     print()
+
+
+def shown(options: argparse.Namespace, found: Any) -> None:
+    """Print a result as text, or as JSON if the options say so."""
+    if options.json:
+        print_json(found.to_dict())
+    else:
+        print(found)
 
 
 def check_suffix(path: str | None, suffixes: tuple[str, ...]) -> str | None:

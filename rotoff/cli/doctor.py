@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING
 
-from .command import Command, UsageError, add_json, print_json
+from .command import Command, UsageError, argument, print_json
 
 if TYPE_CHECKING:
     from ..tools.doctor.findings import Finding, Report
@@ -22,17 +22,6 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)")
-    parser.add_argument(
-        "--seconds", type=_seconds, metavar="N", help="duration of the timed steps at each of three limits (default: 2)"
-    )
-    parser.add_argument(
-        "-o", "--output", default="doctor.json", metavar="FILE", help="write the findings here (default: doctor.json)"
-    )
-    add_json(parser)
-
-
 def _doctor(options: argparse.Namespace) -> int:
     try:
         import torch as torch
@@ -41,10 +30,14 @@ def _doctor(options: argparse.Namespace) -> int:
     except Exception as error:
         said = f"{type(error).__name__} {error}".strip()
         raise UsageError(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
-    from ..tools.doctor.examination import SECONDS, examine, find_device
+    from ..planning.options import read_device
+    from ..tools.doctor.examination import examine
     from ..tools.doctor.findings import FAILED, OK, Report
 
-    device = find_device(options.device)
+    device = read_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    assert device is not None
+    if device.index is not None and device.index >= max(1, count := torch.cuda.device_count()):
+        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is cuda:{count - 1}")
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work
@@ -55,7 +48,7 @@ def _doctor(options: argparse.Namespace) -> int:
         if not options.json:
             print(finding, flush=True)
 
-    report = examine(device, SECONDS if options.seconds is None else options.seconds, told)
+    report = examine(device, options.seconds, told)
     if options.json:
         print_json(report.to_dict())
     else:
@@ -74,8 +67,24 @@ COMMANDS = (
         "doctor",
         "check this machine for all that training under a limit needs, with a verdict for each",
         "rotoff doctor --device cuda -o doctor.json",
-        _doctor_arguments,
         _doctor,
+        (
+            argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)"),
+            argument(
+                "--seconds",
+                type=_seconds,
+                default=2.0,
+                metavar="N",
+                help="duration of the timed steps at each of three limits (default: 2)",
+            ),
+            argument(
+                "-o",
+                "--output",
+                default="doctor.json",
+                metavar="FILE",
+                help="write the findings here (default: doctor.json)",
+            ),
+        ),
         "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
         " against"
         "\npredicted ones, gradients against plain ones, waits of the host, overlap of copies. Exit code 1: a check"

@@ -1,4 +1,4 @@
-"""Commands that run or trace models, with torch: profile, estimate, plan, largest, stages."""
+"""Commands that run or trace models, with torch: profile, plan, audit, largest."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..core.chain import Chain
 from ..core.sequence import MODES
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
 from ..profile.estimate.devices import devices, find
-from .command import Command, UsageError, add_json, print_json, size
-from .pictures import stage_table
+from ..report.chain_table import chain_table
+from .command import Argument, Command, UsageError, argument, print_json, shown, size
 
 _TARGET = (
     "MODULE:FUNCTION, or FILE.py:FUNCTION, is called without arguments and returns (model, sample): the model in"
@@ -79,228 +78,32 @@ def _load_module(where: str) -> Any:
         ) from error
 
 
-def _profile_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
-    parser.add_argument(
-        "--repeats", type=int, metavar="N", help="timed runs of each stage (default: until their median is steady)"
-    )
-    parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
-    _add_cut(parser)
-    parser.add_argument("--host-directory", metavar="DIR", help="on a CPU, the directory of the file for offloading")
-    parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
-    add_json(parser)
+_DEVICES = ", ".join(device.name for device in devices())
+_MODEL = argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
+_OPTIMIZER = "sgd, momentum, adam or adamw"
 
 
-def _profile(options: argparse.Namespace) -> int:
-    from ..checkpointable import Checkpointable
-
-    _check_repeats(options)
-    model, args, kwargs = load_target(options.target)
-    wrapped = Checkpointable(model, host_directory=options.host_directory, **_cut(options))
-    with Bar("measuring") as bar:
-        wrapped.measure(
-            *args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs
-        )
-    chain = replace(wrapped.chain, name=options.name or wrapped.chain.name or type(model).__name__)
-    everything = wrapped.keep_all_memory
-    wrapped.close()
-    note = (
-        f"a step that keeps everything allocates {format_bytes(everything)} beyond parameters, gradients and the batch"
-    )
-    _give(chain, options, note)
-    return 0
+def _device(otherwise: str | None, said: str) -> Argument:
+    return argument("--device", default=otherwise, metavar="NAME", help=f"one of {_DEVICES} (default: {said})")
 
 
-def _add_device(parser: argparse.ArgumentParser) -> None:
-    names = ", ".join(device.name for device in devices())
-    parser.add_argument("--device", default="H200", metavar="NAME", help=f"one of {names} (default: H200)")
-
-
-def _estimate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
-    _add_device(parser)
-    parser.add_argument("--name", default="", help="of the chain (default: the model's class)")
-    _add_cut(parser)
-    parser.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
-    add_json(parser)
-
-
-def _estimate(options: argparse.Namespace) -> int:
-    from ..checkpointable import Checkpointable
-    from ..tools.estimate import estimate
-
-    find(options.device)  # an unknown device is refused before the model is made
-    model, args, kwargs = load_target(options.target)
-    chain = estimate(Checkpointable(model, **_cut(options)), *args, device=options.device, **kwargs)
-    _give(replace(chain, name=options.name or chain.name or type(model).__name__), options)
-    return 0
-
-
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
-    _add_question(parser)
-    parser.add_argument("--modes", metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)")
-    parser.add_argument(
-        "--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each"
-    )
-    parser.add_argument("--microbatches", type=int, default=1, metavar="N", help="of a pipeline's batch (default: 1)")
-    parser.add_argument("--schedule", default="1F1B", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B")
-    parser.add_argument("--chunks", type=int, default=1, metavar="N", help="stages of each rank (default: 1)")
-    parser.add_argument(
-        "--ranks-per-link", type=int, default=1, metavar="N", help="neighbours that share a link (default: 1)"
-    )
-    _add_cut(parser)
-    add_json(parser)
-
-
-def _add_question(parser: argparse.ArgumentParser) -> None:
-    """Arguments that `plan` and `largest` share."""
-    _add_device(parser)
-    parser.add_argument(
-        "--mem-limit",
-        type=size,
-        metavar="SIZE",
-        help="bytes that a step may allocate beyond parameters, gradients, states and the batch, which then stay on the"
-        " device (default: all of the device is planned, and these may move)",
-    )
-    parser.add_argument(
-        "--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam or adamw (default: adam)"
-    )
-    parser.add_argument(
-        "--master-weights",
-        action="store_true",
-        help="count float32 copies of parameters in half precision, and states in float32",
-    )
-    parser.add_argument(
-        "--host-bandwidth",
-        type=float,
-        default=40e9,
-        metavar="B/S",
-        help="bandwidth of the host's memory while the link is busy, for updates on the host (default: 40e9)",
-    )
-    parser.add_argument(
-        "--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"
-    )
-
-
-_QUESTION = ("mem_limit", "device", "optimizer", "master_weights", "host_bandwidth", "mem_slots")
-_PIPELINE = ("pipeline", "microbatches", "schedule", "chunks", "ranks_per_link")
-
-
-def _plan(options: argparse.Namespace) -> int:
-    from ..tools.plan import plan
-
-    find(options.device)  # an unknown device is refused before the model is made
-    model, args, kwargs = load_target(options.target)
-    asked = {name: getattr(options, name) for name in (*_QUESTION, *_PIPELINE)}
-    modes = MODES if options.modes is None else [mode.strip() for mode in options.modes.split(",")]
-    found = plan(model, *args, modes=modes, **asked, **_cut(options), **kwargs)
-    if options.json:
-        print_json(found.to_dict())
-    else:
-        print(found)
-    return 0 if found.works else 1
-
-
-def _audit_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
-    parser.add_argument(
-        "settings",
-        metavar="SETTINGS",
-        help="a DeepSpeed .json, axolotl .yaml, torchtitan .toml file, or a Trainer's arguments in one of these",
-    )
-    _add_device(parser)
-    parser.add_argument(
-        "--optimizer", metavar="NAME", help="sgd, momentum, adam or adamw (default: what the file says)"
-    )
-    parser.add_argument("--master-weights", action="store_true", default=None, help="as for rotoff plan")
-    _add_cut(parser)
-    add_json(parser)
-
-
-def _audit(options: argparse.Namespace) -> int:
-    from ..tools.audit import audit
-    from ..tools.foreign_settings import read_foreign
-
-    find(options.device)
-    read_foreign(options.settings)  # refused before the model is made
-    model, args, kwargs = load_target(options.target)
-    asked = {name: getattr(options, name) for name in ("settings", "device", "optimizer", "master_weights")}
-    found = audit(model, *args, **asked, **_cut(options), **kwargs)
-    if options.json:
-        print_json(found.to_dict())
-    else:
-        print(found)
-    return 0
-
-
-def _largest_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample")
-    _add_question(parser)
-    parser.add_argument(
-        "--step-time", type=float, metavar="SECONDS", help="most estimated seconds of a step, with the updates"
-    )
-    parser.add_argument("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)")
-    parser.add_argument("--most", type=int, default=2**20, metavar="N", help="the largest size to try (default: 2**20)")
-    _add_cut(parser)
-    add_json(parser)
-
-
-def _largest(options: argparse.Namespace) -> int:
-    from ..tools.largest import check_sized, largest
-
-    find(options.device)  # an unknown device is refused before the model is made
-    function = _load_function(options.target)
-    check_sized(function, options.target)
-    names = (*_QUESTION, "step_time", "step", "most")
-    found = largest(function, **{name: getattr(options, name) for name in names}, **_cut(options))
-    if options.json:
-        planned = found.planned and found.planned.to_dict()
-        print_json({**asdict(replace(found, planned=None)), "planned": planned})
-    else:
-        print(found)
-        if found.planned is not None:
-            print(f"\nsize {found.size}: {found.planned}")
-    return 0 if found.size else 1
-
-
-def _give(chain: Chain, options: argparse.Namespace, note: str = "") -> None:
-    """Write and print a chain, as the options say."""
-    if options.output:
-        chain.save(options.output)
-    if options.json:
-        print_json(chain.to_dict())
-        return
-    print(stage_table(chain))
-    if note:
-        print(note)
-    if options.output:
-        print(f"written to {options.output}")
-
-
-def _stages_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed runs of each stage (default: 3)")
-    _add_cut(parser)
-    add_json(parser)
-
-
-def _add_cut(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+_CUT = (
+    argument(
         "--stages",
         metavar="N|NAMES",
         help="about how many stages to cut into, or dotted names of modules (by commas): each becomes one stage",
-    )
-    parser.add_argument(
+    ),
+    argument(
         "--backward-from",
         metavar="NAMES",
         help="keys (loss) or indices (0) of the outputs that the backward starts from, by commas (default: any)",
-    )
-    parser.add_argument("--no-forms", action="store_true", help="stages are saved whole, or not at all")
+    ),
+    argument("--no-forms", action="store_true", help="stages are saved whole, or not at all"),
+)
 
 
 def _cut(options: argparse.Namespace) -> dict[str, Any]:
-    """The options of `Checkpointable` for the arguments that `_add_cut` adds, without those that are the default."""
+    """The options of `Checkpointable` for the arguments `_CUT`, without those that are the default."""
 
     def listed(text: str) -> list[str]:
         return [name.strip() for name in text.split(",")]
@@ -314,48 +117,150 @@ def _cut(options: argparse.Namespace) -> dict[str, Any]:
     return {**found, "forms": False} if options.no_forms else found
 
 
-def _stages(options: argparse.Namespace) -> int:
-    from ..checkpointable import Checkpointable
-    from ..tools.stage_report import stages
+# of `plan` and `largest`
+_QUESTION = (
+    _device("H200", "H200"),
+    argument(
+        "--mem-limit",
+        type=size,
+        metavar="SIZE",
+        help="bytes that a step may allocate beyond parameters, gradients, states and the batch, which then stay on the"
+        " device (default: all of the device is planned, and these may move)",
+    ),
+    argument("--optimizer", default="adam", metavar="NAME", help=f"{_OPTIMIZER} (default: adam)"),
+    argument(
+        "--master-weights",
+        action="store_true",
+        help="count float32 copies of parameters in half precision, and states in float32",
+    ),
+    argument(
+        "--host-bandwidth",
+        type=float,
+        default=40e9,
+        metavar="B/S",
+        help="bandwidth of the host's memory while the link is busy, for updates on the host (default: 40e9)",
+    ),
+    argument("--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"),
+)
 
-    _check_repeats(options)
+
+def _asked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    question = ("mem_limit", "device", "optimizer", "master_weights", "host_bandwidth", "mem_slots")
+    return {name: getattr(options, name) for name in (*question, *names)}
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from ..checkpointable import Checkpointable
+    from ..tools.estimate import estimate
+
+    if options.repeats is not None and options.repeats < 1:
+        raise UsageError(f"--repeats is {options.repeats}; give at least 1")
+    if options.device is not None:
+        find(options.device)  # an unknown device is refused before the model is made
     model, args, kwargs = load_target(options.target)
-    found = stages(Checkpointable(model, **_cut(options)), *args, repeats=options.repeats, **kwargs)
-    if options.json:
-        print_json(found.to_dict())
+    wrapped, notes = Checkpointable(model, host_directory=options.host_directory, **_cut(options)), []
+    if options.device is not None:
+        chain = estimate(wrapped, *args, device=options.device, **kwargs)
     else:
-        print(found)
+        with Bar("measuring") as bar:
+            wrapped.measure(
+                *args, repeats=options.repeats, progress=lambda n, of, name: bar(n / max(1, of), name), **kwargs
+            )
+        chain, everything = wrapped.chain, format_bytes(wrapped.keep_all_memory)
+        notes = [
+            wrapped.strategy,
+            f"a step that keeps everything allocates {everything} beyond parameters, gradients and the batch",
+        ]
+    wrapped.close()
+    chain = replace(chain, name=options.name or chain.name or type(model).__name__)
+    if options.output:
+        chain.save(options.output)
+        notes.append(f"written to {options.output}")
+    if options.json:
+        print_json(chain.to_dict())
+    else:
+        print(chain_table(chain), *notes, sep="\n")
     return 0
 
 
-def _check_repeats(options: argparse.Namespace) -> None:
-    if options.repeats is not None and options.repeats < 1:
-        raise UsageError(f"--repeats is {options.repeats}; give at least 1")
+def _plan(options: argparse.Namespace) -> int:
+    from ..tools.plan import plan
+
+    find(options.device)
+    model, args, kwargs = load_target(options.target)
+    asked = _asked(options, "pipeline", "microbatches", "schedule", "chunks", "ranks_per_link")
+    modes = MODES if options.modes is None else [mode.strip() for mode in options.modes.split(",")]
+    found = plan(model, *args, modes=modes, **asked, **_cut(options), **kwargs)
+    shown(options, found)
+    return 0 if found.fits else 1
+
+
+def _audit(options: argparse.Namespace) -> int:
+    from ..tools.audit import audit
+    from ..tools.foreign_settings import read_foreign
+
+    find(options.device)
+    read_foreign(options.settings)  # refused before the model is made
+    model, args, kwargs = load_target(options.target)
+    asked = {name: getattr(options, name) for name in ("settings", "device", "optimizer", "master_weights")}
+    shown(options, audit(model, *args, **asked, **_cut(options), **kwargs))
+    return 0
+
+
+def _largest(options: argparse.Namespace) -> int:
+    from ..tools.largest import check_sized, largest
+
+    find(options.device)
+    function = _load_function(options.target)
+    check_sized(function, options.target)
+    found = largest(function, **_asked(options, "step_time", "step", "most"), **_cut(options))
+    if options.json:
+        planned = found.planned and found.planned.to_dict()
+        print_json({**asdict(replace(found, planned=None)), "planned": planned})
+    else:
+        print(found)
+        if found.planned is not None:
+            print(f"\nsize {found.size}: {found.planned}")
+    return 0 if found.size else 1
 
 
 COMMANDS = (
     Command(
         "profile",
-        "measure a model on its device, stage by stage, and write its chain",
+        "measure a model on its device, or estimate it on another one, and show its stages",
         "rotoff profile my_models:build -o chain.json",
-        _profile_arguments,
         _profile,
-        _TARGET,
-    ),
-    Command(
-        "estimate",
-        "estimate the chain of a model on a device that you do not have, without running it",
-        "rotoff estimate my_models:build --device H200 -o chain.json",
-        _estimate_arguments,
-        _estimate,
-        f'{_TARGET}\nTensors may be on the device "meta": neither the device nor memory is needed.',
+        (
+            _MODEL,
+            _device(None, "the model's own, where it is measured"),
+            argument("--repeats", type=int, metavar="N", help="recorded steps (default: 2)"),
+            argument("--name", default="", help="of the chain (default: the model's class)"),
+            *_CUT,
+            argument("--host-directory", metavar="DIR", help="on a CPU, the directory of the file for offloading"),
+            argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file"),
+        ),
+        f'{_TARGET}\nWith --device, tensors may be on the device "meta": neither the device nor memory is needed.',
     ),
     Command(
         "plan",
         "say whether training fits a device that you may not have, how, and at what cost",
         'rotoff plan my_models:build --device "RTX 4090" --optimizer adamw',
-        _plan_arguments,
         _plan,
+        (
+            _MODEL,
+            *_QUESTION,
+            argument("--modes", metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)"),
+            argument(
+                "--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each"
+            ),
+            argument("--microbatches", type=int, default=1, metavar="N", help="of a pipeline's batch (default: 1)"),
+            argument("--schedule", default="1F1B", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B"),
+            argument("--chunks", type=int, default=1, metavar="N", help="stages of each rank (default: 1)"),
+            argument(
+                "--ranks-per-link", type=int, default=1, metavar="N", help="neighbours that share a link (default: 1)"
+            ),
+            *_CUT,
+        ),
         f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too'
         " small.",
     ),
@@ -363,25 +268,37 @@ COMMANDS = (
         "audit",
         "say what another tool's settings take, and what is possible in the same bytes",
         'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
-        _audit_arguments,
         _audit,
+        (
+            _MODEL,
+            argument(
+                "settings",
+                metavar="SETTINGS",
+                help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file, or a Trainer's arguments in one",
+            ),
+            _device("H200", "H200"),
+            argument("--optimizer", metavar="NAME", help=f"{_OPTIMIZER} (default: what the file says)"),
+            argument("--master-weights", action="store_true", default=None, help="as for rotoff plan"),
+            *_CUT,
+        ),
         _TARGET,
     ),
     Command(
         "largest",
         "find the largest batch, context or depth that trains on a device that you do not have",
         'rotoff largest my_models:build_for --device "RTX 4090" --step 16',
-        _largest_arguments,
         _largest,
+        (
+            argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample"),
+            *_QUESTION,
+            argument(
+                "--step-time", type=float, metavar="SECONDS", help="most estimated seconds of a step, with the updates"
+            ),
+            argument("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)"),
+            argument("--most", type=int, default=2**20, metavar="N", help="the largest size to try (default: 2**20)"),
+            *_CUT,
+        ),
         'The function takes a size and returns (model, sample), on the device "meta". Exit code 1: none works.\n'
         "Whether an embedding's table is long enough is not checked: give the longest context as --most.",
-    ),
-    Command(
-        "stages",
-        "print the stages of a model, each one measured",
-        "rotoff stages my_models:build",
-        _stages_arguments,
-        _stages,
-        _TARGET,
     ),
 )

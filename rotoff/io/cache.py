@@ -121,11 +121,6 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def digest(value: Any) -> str:
-    """A digest of `value` (of JSON values), by which its reader sees that a file was damaged."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
 def _read(path: Path) -> str:
     """The text of the regular file at `path`: no link to another one is followed, and no pipe is waited for."""
 

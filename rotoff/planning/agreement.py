@@ -124,9 +124,9 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
         return profile
     trace = profile.trace
     course = crc32(repr([(op.module, op.at) for op in trace.ran]).encode())
-    told = from_everyone(lambda: (course, profile.batch_bytes, profile.chains[0].layout.begins), "plan", group)
+    told = from_everyone(lambda: (course, profile.batch_bytes, profile.cuts[0]), "plan", group)
     same = all(other == told[0][0] for other, _, _ in told)
-    begins = told[0][2] if same else profile.begins  # cuts depend on bytes, and batches may be unequal
+    begins = (told[0][2],) if same else profile.begins  # cuts depend on bytes, and batches may be unequal
     here = {one.name: getattr(profile, one.name) for one in fields(TapeProfile)}
     here |= {"batch_bytes": max(nbytes for _, nbytes, _ in told), "begins": begins}
     own = TapeProfile(**here).chains

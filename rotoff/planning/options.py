@@ -42,10 +42,6 @@ class Options:
         names = ("stages", "backward_from", "forms")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(usual, name)}
 
-    def described(self, model: nn.Module) -> list[str]:
-        """The options that an estimate of `model` depends on, as text."""
-        return [repr(stages_of(model, self.stages)), repr(self.forms), repr(self.backward_from)]
-
 
 def check_flag(name: str, given: Any) -> None:
     """Raise OptionError if the option `name` is neither True nor False."""

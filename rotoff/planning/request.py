@@ -1,28 +1,21 @@
-"""A request for a plan, and the sequence that the solver or the cache gives for it."""
+"""A request for a plan, and the sequence that the solver gives for it."""
 
 from __future__ import annotations
 
-import json
-import logging
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..core.chain import Chain
 from ..core.sequence import MODES, Sequence
-from ..core.simulator import simulate
-from ..core.trace import figures
-from ..errors import InvalidSequenceError, LimitError, OptionError, SequenceFormatError
+from ..errors import LimitError, OptionError
 from ..io.cache import Cache
 from ..io.progress import Bar
 from ..solver import solve
-from ..solver.in_flight import needed_bytes, parse_in_flight, solve_in_flight
+from ..solver.in_flight import parse_in_flight, solve_in_flight
 from ..solver.policies import check_policy
 from ..solver.search import SharedProblems
 from ..solver.slots import parse_slots
 from ..solver.solve import check_alone, check_mode_options, solved
-from ..version import __version__
-
-logger = logging.getLogger("rotoff")
 
 
 def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
@@ -92,28 +85,6 @@ class Request:
 
     def solve(self, chain: Chain, limit: int, beside: int = 0) -> Sequence:
         """The requested sequence within `limit` bytes in the machine's terms. beside: as for `solve_in_flight`."""
-        key = self._key(chain, limit, beside)
-        if key is not None and (known := _known_sequence(self.cache, key, chain, limit)) is not None:
-            return known
-        sequence = self._solve(chain, limit, beside)
-        if key is not None:
-            self.cache.keep("plan", key, sequence.to_dict())
-        return sequence
-
-    def _key(self, chain: Chain, limit: int, beside: int) -> dict[str, Any] | None:
-        """All that a sequence depends on; None if an option cannot be compared, such as a function."""
-        content = {k: v for k, v in chain.to_dict().items() if k not in ("name", "meta")}
-        asked = {"mode": self.mode, "slots": self.mem_slots, "policy": self.policy, "options": self.options}
-        if self.in_flight > 1:
-            asked |= {"in_flight": self.in_flight, "beside": beside}
-        key = {"chain": content, "rotoff": __version__, "limit": limit, **asked}
-        try:
-            json.dumps(key)
-        except TypeError:
-            return None
-        return key
-
-    def _solve(self, chain: Chain, limit: int, beside: int) -> Sequence:
         if self.policy is not None:
             return solve(chain, limit, policy=self.policy, **self.options)
         with Bar("planning") as bar:
@@ -122,21 +93,3 @@ class Request:
             if self.in_flight > 1:
                 return solve_in_flight(chain, limit, self.in_flight, beside, **options)
             return solved(self.shared or SharedProblems(), chain, limit, **options)
-
-
-def _known_sequence(cache: Cache, key: dict[str, Any], chain: Chain, limit: int) -> Sequence | None:
-    """The cached sequence for `key`, if the machine accepts it."""
-    found = cache.find("plan", key)
-    if found is None:
-        return None
-    try:
-        sequence = Sequence.from_dict(found)
-        trace = simulate(chain, sequence, limit)
-        if needed_bytes(chain, sequence.ops, key.get("in_flight", 1), key.get("beside", 0)) > limit:
-            return None
-    except (SequenceFormatError, InvalidSequenceError) as error:
-        logger.warning("rotoff: a cached plan is ignored: %s", error)
-        return None
-    logger.info("rotoff: plan from the cache in %s", cache.directory)
-    said = {name: value for name, value in sequence.meta.items() if isinstance(value, (int, float, str))}
-    return replace(sequence, meta={**said, **figures(trace)})

@@ -17,7 +17,7 @@ from ..accelerator import is_capturing, retries
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
 from ..core.sizes import format_bytes
-from ..errors import MeasureError
+from ..errors import InfeasibleError, MeasureError
 from ..profile.other_size import at_size
 from ..profile.reads import Reads, RecordedReads
 from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
@@ -55,10 +55,9 @@ class Course:
     """What is known of steps with inputs of one signature that made the same operations.
 
     hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps that made others.
-    patience: how many such steps there may be until another course is recorded. in_python: whether steps are followed
-    in Python, as they were recorded: with a mode of Python, some functions of PyTorch take other operations. kept:
-    whether one has kept it. beside: bytes of outputs beside the loss from which the measured backward started, too.
-    varies: whether its sizes may depend on data. hints: of inputs whose steps have kept it.
+    patience: how many such steps there may be until another course is recorded. beside: bytes of outputs beside the
+    loss from which the measured backward started, too. varies: whether its sizes may depend on data. hints: of inputs
+    whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -67,8 +66,6 @@ class Course:
     plan: StepPlan | None = None
     strayed: int = 0
     patience: int = PATIENCE
-    in_python: bool = False
-    kept: bool = False
     beside: int = 0
     varies: bool = False
     hints: set[str] = field(default_factory=set)
@@ -80,13 +77,10 @@ class Course:
 
     def followed(self, step: TapeStep, hint: str) -> None:
         """Note whether a step has kept to this course."""
-        self.kept |= not step.left_course
-        if not step.left_course:
-            self.hints.add(hint)
-        elif self.kept or self.in_python:
+        if step.left_course:
             self.strayed += 1
         else:
-            self.in_python = True
+            self.hints.add(hint)
 
 
 class PlannedSize(NamedTuple):
@@ -217,7 +211,12 @@ class StepRunner:
         if self.waits:
             return self._away(plain, args, kwargs)
         self.latest = course
-        planned = self.planned(course)
+        try:
+            planned = self.planned(course)
+        except InfeasibleError:
+            if not self._dropped(key, course):
+                raise
+            return self._away(plain, args, kwargs)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if planned.execution.keeps_all and recording is None and not course.watched(hint):
             return plain(*args, **kwargs)
@@ -240,6 +239,17 @@ class StepRunner:
         """Whether steps have left a course so often that one is recorded where a course is expected that none knows."""
         unknown = self._after.get(self._taken) is None
         return unknown and course.strayed >= course.patience and self._group is None
+
+    def _dropped(self, key: Any, course: Course) -> bool:
+        """Forget a course for which there is no plan, if there is one for another course of such inputs: steps that
+        take it leave that one."""
+        known = self._courses[key]
+        others = [one for one in known if one is not course and one.plan is not None]
+        if not others or self._group is not None:
+            return False
+        known.remove(course)
+        self.latest = others[0]
+        return True
 
     def _took(self, key: Any, course: Course, step: TapeStep) -> None:
         """Note which course a step took; of two it is the other if it left this one."""
@@ -296,7 +306,7 @@ class StepRunner:
         return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
 
     def _spill(self) -> Spill:
-        return Spill(self.options.host_directory)
+        return Spill(self.device_for([]), self.options.host_directory)
 
     def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
@@ -430,11 +440,11 @@ class StepRunner:
             partial(self.links.take, device, plan.host_bytes) if plan.host_bytes else None,
             self.links.give_back,
             self._spill(),
-            HeldCheck(planned.sequence, planned.found.held(planned.sequence)) if self._check else None,
+            self._held_check(planned),
         )
         if recording is not None:
             step.times = recording.begin(plan.trace, device, step.link)
-        tape = Tape(self.known) if course.in_python else self.new_tape(self.known)
+        tape = self.new_tape(self.known)
         self._warn_in_flight(step)
         self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
@@ -450,6 +460,11 @@ class StepRunner:
                 " planned; that happens when it recurs"
             )
         return result
+
+    def _held_check(self, planned: StepPlan) -> HeldCheck | None:
+        if not self._check or self.request is None:
+            return None
+        return HeldCheck(planned.sequence, planned.found.held(planned.sequence), self.request.mem_limit)
 
     def _warn_in_flight(self, step: TapeStep) -> None:
         """Warn, once for each number, if more steps are in flight than the plan counts on."""

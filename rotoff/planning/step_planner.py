@@ -14,7 +14,7 @@ from ..core.chain import Chain
 from ..core.sequence import FORWARDS, Sequence
 from ..core.simulator import Trace
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, InvalidSequenceError
+from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_profile import TapeProfile
 from ..report.rotor_names import NO_LIMIT
@@ -32,6 +32,7 @@ from .request import Request
 logger = logging.getLogger("rotoff")
 ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
+AS_GOOD = 1.05  # time of an earlier process's plan / time that it had there, relative to keeping everything
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 
 
@@ -91,8 +92,42 @@ def make_plan(
     if request.plain and request.policy is None and profile.keep_all_bytes(request.in_flight) <= request.mem_limit:
         plan = keeping_all(profile, request.in_flight)
     else:
-        plan = _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
+        key = _key(profile, request)
+        kept = _kept(profile, request, key, room)
+        plan = kept or _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
+        if kept is None:
+            _keep(profile, request, key, plan)
     _report(profile, request, plan, time.perf_counter() - began)
+    return plan
+
+
+def _key(profile: TapeProfile, request: Request) -> dict[str, Any]:
+    """What a plan depends on, but for times: they are measured, and never the same."""
+    asked = {"limit": request.mem_limit, "mode": request.mode, "slots": request.mem_slots, "policy": request.policy}
+    asked |= {"options": repr(sorted(request.options.items())), "in flight": request.in_flight}
+    return {"operations": [found.layout.keys for found in profile.chains], "device": profile.device.type, **asked}
+
+
+def _keep(profile: TapeProfile, request: Request, key: dict[str, Any], plan: StepPlan) -> None:
+    """Keep a plan for the next process."""
+    number, overhead = profile.chains.index(plan.found), plan.trace.makespan / profile.chain.compute_time
+    request.cache.keep("plan", key, [number, overhead, plan.sequence.to_dict()])
+
+
+def _kept(profile: TapeProfile, request: Request, key: dict[str, Any], room: int | None) -> StepPlan | None:
+    """Return the plan that an earlier process has kept, if it fits and is about as good with the times of this one."""
+    if (told := request.cache.find("plan", key)) is None:
+        return None
+    try:
+        number, overhead, sequence = told
+        plan = compiled(profile, profile.chains[number], Sequence.from_dict(sequence), request.in_flight)
+        slower = plan.trace.makespan > overhead * AS_GOOD * profile.chain.compute_time
+    except (SequenceFormatError, InvalidSequenceError, TypeError, ValueError, IndexError) as error:
+        logger.warning("rotoff: a cached plan is ignored: %s", error)
+        return None
+    if slower or plan.peak > request.mem_limit or (room is not None and plan.execution.host_bytes > room):
+        return None
+    logger.info("rotoff: plan from the cache in %s", request.cache.directory)
     return plan
 
 
@@ -189,16 +224,29 @@ def _searched(profile: TapeProfile, request: Request, room: int | None) -> StepP
 def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
     """Return the fastest plan within the limit. Near the smallest limit of the chain, short searches find plans that
     hold less than it charges."""
-    best: StepPlan | None = None
-    tries = [(request.mode, request)]
+    tries = [(request.mode, request, profile.chains)]
+    if _searches(request) and len(profile.chains) > 1:  # in the chain with the fastest plan that needs no search
+        first = _fastest(profile, request, [(request.mode, _quick(request, request.mem_limit), profile.chains)])
+        tries[0] = (request.mode, request, profile.chains if first is None else [first.found])
     if request.policy is None:
-        tries += [(part, _quick(request, 1)) for part in _parts(request.mode)]
-    for part, asked in tries:
-        for found in profile.chains if best is None else ():
-            for plan in _proposed(profile, found, asked, part):
-                if plan.peak <= request.mem_limit and (best is None or plan.trace.makespan < best.trace.makespan):
-                    best = plan
-    return best
+        tries += [(part, _quick(request, 1), profile.chains) for part in _parts(request.mode)]
+    return _fastest(profile, request, tries)
+
+
+def _fastest(
+    profile: TapeProfile, request: Request, tries: Iterable[tuple[str, Request, list[TapeChain]]]
+) -> StepPlan | None:
+    """Return the fastest plan within the request's limit of the first of `tries` that has one."""
+    for part, asked, chains in tries:
+        plans = (plan for found in chains for plan in _proposed(profile, found, asked, part))
+        fitting = [plan for plan in plans if plan.peak <= request.mem_limit]
+        if fitting:
+            return min(fitting, key=lambda plan: plan.trace.makespan)
+    return None
+
+
+def _searches(request: Request) -> bool:
+    return request.policy is None and bool(request.options.get("refine", True))
 
 
 def _quick(request: Request, limit: int) -> Request:
@@ -212,7 +260,7 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
     searched for."""
     chain, limit = found.chain, request.mem_limit + profile.batch_bytes
     request, asked, raised = replace(request, mode=mode), limit, False
-    searches = request.policy is None and bool(request.options.get("refine", True))
+    searches = _searches(request)
     quick = _quick(request, request.mem_limit) if searches else request
     for n in range(ROUNDS):
         if request.policy is None:

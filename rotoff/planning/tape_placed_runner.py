@@ -305,7 +305,7 @@ class PlacedRunner:
         return Lending(self.model, placement.away(), self.device, home=True) if placement.link.queues else None
 
     def _spill(self) -> Spill:
-        return Spill(self._options.host_directory)
+        return Spill(self.device, self._options.host_directory)
 
     def plan_recorded(self) -> None:
         """Take what the step that was recorded last has shown, if its backward has run."""

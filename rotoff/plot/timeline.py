@@ -19,7 +19,7 @@ from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes
-from ..report.expected_step import shown_step
+from ..report.expected_step import ShownStep, shown_step
 from . import style
 from .style import Look
 
@@ -58,7 +58,8 @@ def timeline(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    trace, measured, limit, whole = shown_step(chain, sequence, measured, mem_limit)
+    told = shown_step(chain, sequence, measured, mem_limit)
+    trace, measured, limit, _ = told
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
     used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
@@ -68,7 +69,7 @@ def timeline(
     figure = style.new_figure(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(title or _title(chain, sequence, trace, whole), fontsize=10.5, x=0.01, ha="left")
+    figure.suptitle(title or _title(chain, sequence, told), fontsize=10.5, x=0.01, ha="left")
     _draw_bytes(axes[0], steps, limit)
     shown: dict[str, Look] = {}
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
@@ -196,12 +197,12 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
     return shown
 
 
-def _title(chain: Chain, sequence: Iterable[Op], trace: Trace, whole: float) -> str:
+def _title(chain: Chain, sequence: Iterable[Op], step: ShownStep) -> str:
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
-    base = "forward and backward alone" if chain.parameters else "keeping everything"
-    over = f" ({100 * (trace.makespan / whole - 1):+.1f} % over {base})" if whole else ""
-    facts = f"step {_seconds(trace.makespan)}{over}, peak {format_bytes(trace.peak_bytes)}"
+    over = f" ({100 * step._replace(measured=None).overhead:+.1f} % over keeping everything)"
+    shown = over if step.keep_all_time else ""
+    facts = f"step {_seconds(step.trace.makespan)}{shown}, peak {format_bytes(step.trace.peak_bytes)}"
     return f"{name} · {facts}" if name else facts
 
 

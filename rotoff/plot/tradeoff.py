@@ -13,9 +13,9 @@ from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
 from ..core.sequence import MODES
-from ..core.simulator import simulate
 from ..errors import OptionError
-from ..solver import Row, keep_all
+from ..report.expected_step import keeping_all
+from ..solver import Row
 from ..solver.bounds import lower_bound, min_mem_limit
 from . import style
 
@@ -42,8 +42,8 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     names = list(dict.fromkeys(row.mode for row in made))
     if len(names) > len(style.SERIES):
         raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
-    everything = simulate(chain, keep_all(chain))
-    peak, base = everything.peak_bytes, everything.makespan if chain.parameters else chain.compute_time
+    everything = keeping_all(chain)
+    peak, base = everything.peak_bytes, everything.makespan
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")

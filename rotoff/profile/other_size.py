@@ -48,15 +48,15 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
     shapes = tuple(tuple(t.shape) for t in given)
-    begins = near.chains[0].layout.begins
-    found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=begins)
+    found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=near.cuts)
     held: dict[Key, list[int]] = {}
     for key, out in known.held:
         held.setdefault(key, []).append(out)
-    for key, one in zip(_keys(trace, begins), _keys(near.trace, begins), strict=True):
-        if one in known.sure:
-            known.sure.add(key)
-        known.held |= {(key, out) for out in held.get(one, ())}
+    for begins in near.cuts:
+        for key, one in zip(_keys(trace, begins), _keys(near.trace, begins), strict=True):
+            if one in known.sure:
+                known.sure.add(key)
+            known.held |= {(key, out) for out in held.get(one, ())}
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.variable import Variable
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..accelerator import finish, take_workspaces
 from ..errors import MeasureError
@@ -114,7 +115,7 @@ class RecordedStep(Verified):
             varies: whether the sizes of its tensors may depend on data.
         before_write: called with each storage that the forward is about to overwrite, if given.
         handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
-            did.
+            did. copies: bytes of each copy of what was overwritten.
     """
 
     def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
@@ -131,6 +132,7 @@ class RecordedStep(Verified):
         self.returned: set[Content] = set()
         self.returned_at: set[int] = set()  # addresses
         self.log: list[Event] = []
+        self.copies: list[int] = []
         self.elsewhere: set[Content] = set()  # what is made on another device than that of the step
         self.varies = False
         self.complete = False  # whether the backward has ended
@@ -147,10 +149,11 @@ class RecordedStep(Verified):
         self.gone_at: dict[Content, int] = {}  # in the forward, by graphs that have gone: the operation that began then
         self._watches: list[Any] = []
         self._alive: list[Content] = []
+        self._copied: list[tuple[StorageWeakRef, int]] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
-        self._spill = Spill() if spill is None else spill
+        self._spill = Spill(self.device) if spill is None else spill
         self._away: dict[Content, Away] = {}
         self._profile: Log | None = None
         self.thread = 0
@@ -194,6 +197,7 @@ class RecordedStep(Verified):
         for content in self.handed_out:
             if (storage := content.storage(seen=True)) is not None:
                 self.returned_at.add(self.address(storage))
+        self.copies = [nbytes for copy, nbytes in self._copied if not copy.expired()]
         with self.region(LOSS):
             pass
 
@@ -216,6 +220,11 @@ class RecordedStep(Verified):
             del kept
             self._borders = []  # or what has died would be alive still
             self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
+
+    def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        copy = super()._copy(storage)
+        self._copied.append((StorageWeakRef(copy), copy.nbytes()))
+        return copy
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, still = len(self.operations), []

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -96,19 +97,31 @@ def _cuts(uses: _Uses, count: int) -> list[int]:
     return [*cuts, best] if best and lowest <= since * CROSSING else cuts
 
 
-def _between(uses: _Uses, names: Collection[str]) -> list[int]:
-    """Return the positions at which calls of these modules begin and end, where the model can be cut."""
+def _between(uses: _Uses, ends: Callable[[Ran, Ran, list[int]], bool]) -> list[int]:
+    """Return the positions at which the model can be cut, of those between two operations where a stage `ends`, as they
+    and what crosses there say."""
     trace, allowed = uses.trace, uses.crossed_once()
     cuts, alive = list[int](), list[int]()
     for before, op in pairwise(trace.ran):
         alive = [c for c in (*alive, *before.makes) if uses.last[c] > before.at]
-        if _within(op, names) == _within(before, names):
-            continue
         at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
         crossing = [c for c in alive if at is not None and uses.last[c] >= at]
-        if at is not None and crossing and not _overwritten(trace, crossing, at):
+        if at is not None and crossing and ends(before, op, crossing) and not _overwritten(trace, crossing, at):
             cuts.append(at)
     return cuts
+
+
+def finest(trace: Trace, only_saved: bool) -> tuple[int, ...]:
+    """Return the positions at which stages begin if they end wherever something new crosses, or only what autograd
+    saves."""
+    uses, before = _Uses(trace), set[int]()
+
+    def ends(_: Ran, __: Ran, crossing: list[int]) -> bool:
+        new = {c for c in crossing if c not in before}
+        before.update(new)
+        return bool(new) and (not only_saved or all(trace.latest(c) in uses.saved for c in new))
+
+    return (0, *_between(uses, ends))
 
 
 def _within(op: Ran, names: Collection[str]) -> str:
@@ -125,7 +138,7 @@ class _Cut:
     """What stages that begin at `begins` make, by stage. of_stage: of each content. stay: what stays on the device.
     handed: a_i. saved: what autograd saves of it there."""
 
-    def __init__(self, uses: _Uses, begins: list[int], far: float) -> None:
+    def __init__(self, uses: _Uses, begins: Several[int], far: float) -> None:
         self._trace, self._begins = uses.trace, begins
         made, many = uses.trace.made, len(begins)
         self.of_stage = [self._stage(at) for at in uses.at]
@@ -170,7 +183,7 @@ class _Backward:
     """grads: for each stage, the bytes of gradients when its backward begins. peaks: the most bytes that it holds, of
     gradients and of what autograd saved in the stage. seconds: that it takes."""
 
-    def __init__(self, trace: Trace, begins: list[int], of_stage: list[int], stay: Collection[int]) -> None:
+    def __init__(self, trace: Trace, begins: Several[int], of_stage: list[int], stay: Collection[int]) -> None:
         many = len(begins)
         self.grads, self.peaks, self.seconds = [0] * (many + 1), [0] * (many + 1), [0.0] * (many + 1)
         left = [0] * (many + 1)  # by stage, what autograd has saved and is still to be read
@@ -276,21 +289,20 @@ class TapeChain:
 def chain_of(
     trace: Trace,
     rates: LinkRates,
-    stages: int | Collection[str] = STAGES,
+    begins: Several[int],
+    names: Collection[str] = (),
     far: float = FAR,
     beside: int = 0,
     forms: bool = True,
     like: TapeChain | None = None,
-    begins: Iterable[int] = (),
 ) -> TapeChain:
     """Return the chain of a step.
 
     Args:
-        stages: about how many, or the names of modules that are one each. beside: bytes of the batch. forms: whether
-            stages have smaller ones. like: of a step of the same operations, whose stages and forms are taken. begins:
-            of the stages, in place of `stages`.
+        begins: the positions at which stages begin. names: of modules that give stages their names. beside: bytes of
+            the batch. forms: whether stages have smaller ones. like: of a step of the same operations and stages, whose
+            forms are taken.
     """
-    begins = list(begins if like is None else like.layout.begins) or _begins(trace, stages)
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
     cut = _Cut(_Uses(trace), begins, far)
     many, handed, saved, stay = len(begins), cut.handed, cut.saved, cut.stay
@@ -305,8 +317,7 @@ def chain_of(
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
         costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, parts)
-        if not isinstance(stages, int):
-            costs = replace(costs, name=_within(trace.ran[first], stages) or costs.name)
+        costs = replace(costs, name=_within(trace.ran[first], names) or costs.name)
         costed.append(costs)
         runs.append(run)
         contents.append(kept)
@@ -317,9 +328,12 @@ def chain_of(
     return TapeChain(chain, layout, trace, list(map(frozenset, handed)), whole, frozenset(stay), runs)
 
 
-def _begins(trace: Trace, stages: int | Collection[str]) -> list[int]:
+def begins_of(trace: Trace, stages: int | Collection[str] = STAGES) -> tuple[int, ...]:
+    """Return the positions at which stages begin. stages: about how many, or the names of modules that are one each."""
     uses = _Uses(trace)
-    return [0, *(_cuts(uses, stages) if isinstance(stages, int) else _between(uses, stages))]
+    if isinstance(stages, int):
+        return (0, *_cuts(uses, stages))
+    return (0, *_between(uses, lambda before, op, _: _within(op, stages) != _within(before, stages)))
 
 
 def _key(trace: Trace, first: int, end: int, stage: int) -> int:

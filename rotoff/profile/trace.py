@@ -89,7 +89,7 @@ class Event:
 @dataclass(frozen=True)
 class Trace:
     """One step. end: the position after its forward. beside: bytes that it holds beside its contents; states: those of
-    them that only what is made again needs: generators' states, and numbers."""
+    them that only what is made again needs: generators' states, numbers, and copies of what is overwritten."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
@@ -196,6 +196,7 @@ def trace_of(step: RecordedStep) -> Trace:
     numbers = sum(map(_numbers, step.operations)) if step.device.type == "cpu" else 0
     again = sum(states) + numbers
     beside = _beside(step) + again - sum(states[:-1])
+    again += sum(rounded(nbytes, block) for nbytes in step.copies)
     return Trace(
         made,
         tuple(ran),

@@ -1,8 +1,7 @@
 """The step that texts and pictures show: a planned model's expected figures if there are any, otherwise the simulated.
 
-The machine counts the batch and charges some bytes that a step is known not to hold, and its chain includes the
-runtime's overhead, which a step that keeps everything does not have. `Checkpointable.sequence` stores the expected
-figures in its meta, so that ``display()``, the timeline and the log show the same numbers.
+The machine counts the batch and charges some bytes that a step is known not to hold. `Checkpointable.sequence` stores
+the expected figures in its meta, so that ``display()``, the timeline and the log show the same numbers.
 """
 
 from __future__ import annotations
@@ -12,24 +11,31 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..core.chain import Chain
-from ..core.chain_fields import bytes_of, number
+from ..core.chain_fields import bytes_of
 from ..core.sequence import Op
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Trace, simulate
 from ..core.sizes import parse_bytes
 from ..errors import ChainError, LimitError
+from ..solver import keep_all
 
 EXPECTED = "expected"  # in a sequence's meta
 
 
 class ShownStep(NamedTuple):
-    """The predicted step, the measured one with bytes in the same terms, the limit, and the seconds of keeping
-    everything."""
+    """The predicted step, the measured one with bytes in the same terms, the limit, and the seconds of a step that
+    keeps everything, with the updates that the chain has."""
 
     trace: Trace
     measured: Trace | None
     mem_limit: int | None
     keep_all_time: float
+
+    @property
+    def overhead(self) -> float:
+        """The step's time, if it was measured that, over the time of keeping everything, less 1."""
+        shown = self.measured or self.trace
+        return shown.makespan / self.keep_all_time - 1 if self.keep_all_time else 0.0
 
 
 class _Expected(NamedTuple):
@@ -37,20 +43,20 @@ class _Expected(NamedTuple):
 
     mem_limit: int | None
     peak_bytes: int
-    keep_all_time: float
     memory: list[int]
 
 
-def with_expected(
-    chain: Chain, plan: Plan, levels: Sequence[int], peak_bytes: int, mem_limit: int | None, keep_all_time: float
-) -> Plan:
-    """`plan` with the expected figures in its meta: the bytes held during each operation, the user's limit, and the
-    seconds of keeping everything."""
+def keeping_all(chain: Chain) -> Trace:
+    """The step of plain PyTorch."""
+    return simulate(chain, keep_all(chain))
+
+
+def with_expected(chain: Chain, plan: Plan, levels: Sequence[int], peak_bytes: int, mem_limit: int | None) -> Plan:
+    """`plan` with the expected figures in its meta: the bytes held during each operation, and the user's limit."""
     said = {
         "machine": _figures(simulate(chain, plan)),  # to recognize another plan or chain
         "mem_limit": mem_limit,
         "peak_bytes": peak_bytes,
-        "keep_all_time": keep_all_time,
         "memory": list(levels),
     }
     return replace(plan, meta={**plan.meta, EXPECTED: said})
@@ -69,14 +75,15 @@ def shown_step(
     if mem_limit is None and isinstance(sequence, Plan):
         mem_limit = sequence.mem_limit if said is None else said.mem_limit
     limit = None if mem_limit is None else parse_bytes(mem_limit)
+    whole = keeping_all(chain).makespan
     if said is None:
-        return ShownStep(trace, measured, limit, chain.compute_time)
+        return ShownStep(trace, measured, limit, whole)
 
     def told(step: Trace) -> Trace:
         events = tuple(replace(event, memory=held) for event, held in zip(step.events, said.memory, strict=True))
         return replace(step, events=events, peak_bytes=said.peak_bytes)
 
-    return ShownStep(told(trace), measured and told(measured), limit, said.keep_all_time)
+    return ShownStep(told(trace), measured and told(measured), limit, whole)
 
 
 def _read(said: Any, trace: Trace) -> _Expected | None:
@@ -88,7 +95,6 @@ def _read(said: Any, trace: Trace) -> _Expected | None:
         found = _Expected(
             None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED)),
             bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED),
-            number(said["keep_all_time"], "keep_all_time", EXPECTED),
             levels,
         )
     except (LookupError, TypeError, ChainError, LimitError):

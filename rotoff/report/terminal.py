@@ -155,11 +155,11 @@ class _Paint:
 
 def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
     trace, measured, limit, whole = step
-    shown = trace if measured is None else measured
+    shown = measured or trace
     parts = [chain.name or "chain", f"{len(chain)} stages"]
     if mode:
         parts.append(f"mode {mode}")
-    over = f" ({_percent(shown.makespan / whole - 1)})" if whole else ""
+    over = f" ({round(100 * step.overhead, 1) + 0.0:+.1f} %)" if whole else ""  # + 0.0: never -0.0
     was = f", predicted {_time(trace.makespan)}" if measured else ""
     parts.append(f"{'measured ' if measured else ''}step {_time(shown.makespan)}{over}{was}")
     of = f" of {format_bytes(limit)}" if limit is not None else ""
@@ -256,10 +256,6 @@ def _letters(
             text = _wrap(f"{letter} {words}: {ranges(numbers)}", columns - _LEFT)
             rows += [f"{'':>{_LEFT}}{part}" for part in (text if len(text) <= 2 else [text[0], f"{text[1][:-2]} …"])]
     return rows
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:+.1f} %"  # + 0.0: never -0.0
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,6 +11,8 @@ from ..core.sequence import Sequence as Plan
 from ..errors import ExecutionError
 from .execution_plan import describe
 
+logger = logging.getLogger("rotoff")
+
 
 class HeldCheck:
     """Compares what a step holds between two operations with what its values are to hold.
@@ -17,10 +20,12 @@ class HeldCheck:
     Args:
         sequence: of the step. planned: the bytes of all values on the device after each operation; None where the
             backward is under way, and autograd frees them one by one.
+        limit: of the step.
     """
 
-    def __init__(self, sequence: Plan, planned: Sequence[int | None]) -> None:
-        self._sequence, self._planned = sequence, planned
+    def __init__(self, sequence: Plan, planned: Sequence[int | None], limit: int) -> None:
+        self._sequence, self._planned, self._limit = sequence, planned, limit
+        self._told = False
 
     def after(self, index: int, storages: Iterable[torch.UntypedStorage]) -> None:
         """Operation `index` has run, and the step holds `storages`.
@@ -28,10 +33,26 @@ class HeldCheck:
         Raises:
             ExecutionError: if these are more bytes than planned.
         """
-        held = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        held = _bytes_of(storages)
         planned = self._planned[index]
         if planned is not None and held > planned:
             raise ExecutionError(
                 f"after {describe(self._sequence[index], index, self._sequence)} the step holds {held} bytes of values,"
                 f" and the plan charges {planned}"
             )
+
+    def off_course(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        """Warn, once in a step, if what it has saved since it was looked at last exceeds the limit by itself."""
+        held = _bytes_of(storages)
+        if held > self._limit and not self._told:
+            self._told = True
+            logger.warning(
+                "rotoff: off its course the device holds %d bytes at least, and the limit is %d bytes; the next step"
+                " that makes these operations is planned",
+                held,
+                self._limit,
+            )
+
+
+def _bytes_of(storages: Iterable[torch.UntypedStorage]) -> int:
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -161,6 +161,8 @@ class TapeStep:
         self._end_span()
         first, before = not self.left_course, tape.stage
         self._leave_course()
+        if self._check is not None:
+            self._check.off_course(tape.owned(before).values())
         if self._spill is not None:
             for stage in range(before + 1) if first else [before]:
                 self._move_away(tape, stage)

@@ -118,10 +118,10 @@ def sweep(
     for policy in systems:
         check_policy(policy)
     check_when(updates)
-    peak = simulate(chain, keep_all(chain, updates)).peak_bytes
+    everything = simulate(chain, keep_all(chain, updates))
     if limits is None:
         least = max(1, min(min_mem_limit(chain, mode, updates) for mode in wanted))
-        sizes = sorted({round(size) for size in np.linspace(least, max(least, peak), STEPS)})
+        sizes = sorted({round(size) for size in np.linspace(least, max(least, everything.peak_bytes), STEPS)})
     else:
         sizes = sorted({parse_bytes(limit) for limit in as_tuple(limits)})
     host = None if host_limit is None else parse_host_limit(host_limit)
@@ -134,7 +134,7 @@ def sweep(
     for name in names:
         made[name] = []
         for n, sequence in enumerate(_by_mode(problems, name, bests) if name in MODES else _by_policy(problems, name)):
-            made[name].append((_row(chain, sizes[n], name, sequence, updates), sequence))
+            made[name].append((_row(chain, sizes[n], name, sequence, updates, everything.makespan), sequence))
             if progress is not None:
                 progress(sum(map(len, made.values())) / (len(sizes) * len(names)), made[name][-1][0])
     pairs = [pair for name in (*wanted, *systems) for pair in made[name]]
@@ -169,10 +169,11 @@ def _by_policy(problems: list[Problem], policy: str) -> Iterator[Sequence | None
         yield made
 
 
-def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None, updates: str) -> Row:
+def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None, updates: str, whole: float) -> Row:
+    """A row. whole: seconds of keeping everything."""
     if sequence is None:
         return Row(limit, mode, None, None, None, None, None)
-    makespan, least = sequence.meta["makespan"], chain.compute_time
-    overhead = makespan / least - 1 if least else 0.0
+    makespan = sequence.meta["makespan"]
+    overhead = makespan / whole - 1 if whole else 0.0
     bound = lower_bound(chain, limit, updates=updates)
     return Row(limit, mode, makespan, sequence.meta["peak_bytes"], sequence.meta["host_peak_bytes"], bound, overhead)

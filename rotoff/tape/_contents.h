@@ -30,6 +30,7 @@ using torch::jit::Stack;
 // The tape's own key. Nothing is registered on it, and it lies directly below Python's: modes, wrapper subclasses and
 // transforms act first.
 constexpr auto KEY = DispatchKey::Fake;
+constexpr auto IN_PYTHON = DispatchKey::TESTING_ONLY_GenericMode;  // of dispatch.py
 static_assert(static_cast<int>(KEY) + 1 == static_cast<int>(DispatchKey::Python), "choose another key for this torch");
 const DispatchKeySet BELOW(DispatchKeySet::FULL_AFTER, KEY);
 // Autograd, modes, autocast, transforms and the tape; not what an operation needs to read its arguments.
@@ -88,6 +89,9 @@ inline const Setting SETTINGS[] = {
      [](at::Context& c, int x) { c.setAllowFP16ReductionCuBLAS(reduced(x), split(x)); }},
     {[](at::Context& c) { return int(c.allowBF16ReductionCuBLAS()); },
      [](at::Context& c, int x) { c.setAllowBF16ReductionCuBLAS(reduced(x), split(x)); }},
+    SETTING(allowFP16AccumulationCuBLAS, setAllowFP16AccumulationCuBLAS),
+    {[](at::Context& c) { return int(c.blasPreferredBackend()); },
+     [](at::Context& c, int x) { c.setBlasPreferredBackend(at::BlasBackend(x)); }},
     PRECISION(CUDA, CONV), PRECISION(CUDA, RNN), PRECISION(CUDA, MATMUL),
     PRECISION(MKLDNN, CONV), PRECISION(MKLDNN, RNN), PRECISION(MKLDNN, MATMUL),
     SETTING(userEnabledFlashSDP, setSDPUseFlash),
@@ -238,17 +242,19 @@ struct Witness {
 };
 
 constexpr int RESIDENT = -1;
+constexpr size_t SMALL = 1 << 16;
 
 // One content of one storage; see contents.py.
 struct Content {
   const int op, out, stage;
   const size_t nbytes;
-  bool read = false;
+  int maker;
+  bool read = false, once = false;
   Storage held;
   std::weak_ptr<Content> next;  // the operation that made it has it
 
   Content(int op, int out, int stage, const Storage& storage)
-      : op(op), out(out), stage(stage), nbytes(storage.nbytes()), made_in_(storage.getWeakStorageImpl()),
+      : op(op), out(out), stage(stage), nbytes(storage.nbytes()), maker(op), made_in_(storage.getWeakStorageImpl()),
         weak_(made_in_) {}
 
   static std::shared_ptr<Content> resident(const Storage& storage, const Tensor& t) {
@@ -260,6 +266,17 @@ struct Content {
   }
 
   void watch(Witness witness) { witness_ = std::move(witness); }
+
+  void overwrites(int by) {
+    maker = by;
+    new_ = true;
+  }
+
+  // Autograd counts a write after the operation has run, and before another one begins.
+  void settle() {
+    if (new_ && witness_ && witness_->now() == witness_->version + 1) ++witness_->version;
+    new_ = false;
+  }
 
   void hold(const Storage& storage) {
     if (!weak_ || *weak_ != storage.getWeakStorageImpl()) {
@@ -293,7 +310,7 @@ struct Content {
       if (auto alive = weak_->lock()) found = Storage(std::move(alive));
     if (!found || found.nbytes() != nbytes) return Storage();  // its owner has emptied it, as FSDP does
     if (changed()) {
-      if (op == RESIDENT) throw std::runtime_error(changed_text(shape_));
+      if (maker == RESIDENT) throw std::runtime_error(changed_text(shape_));
       return Storage();
     }
     if (sum_ && !seen && checksum(found) != *sum_) return Storage();
@@ -304,8 +321,15 @@ struct Content {
 
   bool held_in(const Storage& storage) const { return held && held.is_alias_of(storage); }
 
-  void seal() {
-    if (op != RESIDENT && read && !witness_ && held && held.use_count() > 1) sum_ = checksum(held);
+  void seal(bool of_residents) {
+    settle();
+    if (op == RESIDENT || !read || witness_ || !held) return;
+    const bool in_python = held.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();  // lives as long, and counts
+    if (held.use_count() <= 1 + in_python) return;
+    if (of_residents && !once)
+      held = Storage();
+    else
+      sum_ = checksum(held);
   }
 
   bool alive() const { return held || (weak_ && !weak_->expired()); }
@@ -317,6 +341,7 @@ struct Content {
   std::optional<Witness> witness_;
   std::vector<int64_t> shape_;  // of the tensor through which a resident was seen first
   std::optional<int64_t> sum_;
+  bool new_ = false;  // whether an operation has just overwritten a resident
 };
 
 using ContentPtr = std::shared_ptr<Content>;

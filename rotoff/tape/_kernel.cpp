@@ -424,6 +424,11 @@ int tape_set_paused(PyObject* self, PyObject* paused, void*) {
   tape_in(self).paused = paused == Py_True;
   return 0;
 }
+PyObject* tape_in_python(PyObject* self, PyObject*) { return PyBool_FromLong(tape_in(self).in_python); }
+int tape_set_in_python(PyObject* self, PyObject* in_python, void*) {
+  tape_in(self).in_python = in_python == Py_True;
+  return 0;
+}
 PyObject* tape_keep(PyObject* self, PyObject*) { return Py_NewRef(PyTape::of(self).keep.get()); }
 int tape_set_keep(PyObject* self, PyObject* keep, void*) {
   PyTape::of(self).keep.reset(Py_NewRef(keep));
@@ -479,6 +484,7 @@ PyGetSetDef tape_fields[] = {
     {"key", getter<tape_key>, nullptr, nullptr, nullptr},
     {"keep", getter<tape_keep>, tape_set_keep, nullptr, nullptr},
     {"paused", getter<tape_paused>, tape_set_paused, nullptr, nullptr},
+    {"in_python", getter<tape_in_python>, tape_set_in_python, nullptr, nullptr},
     {"noted", getter<tape_noted>, nullptr, nullptr, nullptr},
     {"replayed", getter<tape_replayed>, nullptr, nullptr, nullptr},
     {"copied", getter<tape_copied>, nullptr, nullptr, nullptr},
@@ -506,7 +512,8 @@ PyObject* start(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOssO", &plain_types[0], &plain_types[1], &changed, &lost, &checksum_in_python))
     return nullptr;
   auto& dispatcher = c10::Dispatcher::singleton();
-  if (dispatcher.hasBackendFallbackForDispatchKey(KEY) || !dispatcher.getAllOpNamesForDispatchKey(KEY).empty())
+  if (dispatcher.hasBackendFallbackForDispatchKey(KEY) || dispatcher.hasBackendFallbackForDispatchKey(IN_PYTHON) ||
+      !dispatcher.getAllOpNamesForDispatchKey(KEY).empty())
     return Py_NewRef(Py_False);
   Py_IncRef(static_cast<PyObject*>(plain_types[0]));
   Py_IncRef(static_cast<PyObject*>(plain_types[1]));

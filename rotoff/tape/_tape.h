@@ -21,6 +21,10 @@ struct Operation {
   Tensor state;
   std::shared_ptr<const Settings> settings;
 
+  bool reads_residents() const {
+    return std::all_of(references.begin(), references.end(), [](const Reference& r) { return r.content->op == RESIDENT; });
+  }
+
   // Calls `f` with what it makes: the contents of new storages, then those of storages from before.
   template <class F>
   void each_new(F f) const {
@@ -59,6 +63,7 @@ struct Tape {
   std::function<void()> come_to;
   uint64_t key = 0;
   bool paused = false;
+  bool in_python = false;  // whether it only tells a tape in Python of each operation
   bool unsure = false;  // whether the open stage has an operation that is not known
   int64_t replayed = 0, copied = 0;
   std::shared_ptr<const Known> known;
@@ -77,7 +82,8 @@ struct Tape {
   void end() {
     recording = outer_;
     if (!recording) c10::impl::tls_set_dispatch_key_included(KEY, false);
-    for (auto& [_, content] : contents_) content->seal();
+    for (auto& [_, content] : contents_)
+      content->seal(content->op != RESIDENT && operations[content->op].reads_residents());
     contents_.clear();
     seen_ = false;
   }
@@ -99,8 +105,16 @@ struct Tape {
   // What the dispatcher calls for each operation below autograd. As a mode of Python, a tape does not see what runs
   // while modes are off.
   static void dispatched(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    const bool seen = recording && !recording->paused && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python);
+    if (seen && recording->in_python) {
+      Outside outside;
+      op.callBoxedForDispatchKey(IN_PYTHON, *stack);
+      auto& last = stack->back();  // of ``nn.Parameter(t)`` it is one that Python must not have seen as a tensor
+      if (kind_of(op)->view && last.isTensor()) last = without_graph(last.toTensor());
+      return;
+    }
     c10::impl::ExcludeDispatchKeyGuard unseen(KEY);
-    if (recording && !recording->paused && !c10::impl::tls_is_dispatch_key_excluded(DispatchKey::Python))
+    if (seen)
       recording->record(op, keys, stack);
     else
       op.redispatchBoxed(keys & BELOW, stack);
@@ -109,6 +123,7 @@ struct Tape {
   ContentPtr content_of(const Tensor& t) {
     const auto& storage = t.storage();
     auto& content = contents_[storage.unsafeGetStorageImpl()];
+    if (content) content->settle();
     if (!content || (content->op == RESIDENT && content->held && content->changed()))
       content = Content::resident(storage, t);
     if (content->op == RESIDENT && !storage.resizable()) {  // NumPy's memory: it may change unseen
@@ -181,7 +196,7 @@ struct Tape {
   bool seen_ = false;  // whether all writes so far were seen
 
   static void hold_present(const ContentPtr& content) {
-    if (auto storage = content->storage(true)) content->hold(storage);
+    if (auto storage = content->storage(true)) content->hold(storage), content->once = true;
   }
 
   Storage copy(const Storage& storage) {
@@ -194,13 +209,15 @@ struct Tape {
     return a.nbytes() == b.nbytes() && bytes_in(a).equal(bytes_in(b));
   }
 
-  // Runs an operation, which the tapes around this one see.
-  void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    struct Outside {
-      Tape* inner = recording;
-      ~Outside() { recording = inner; }
-    } outside;
-    recording = outer_;
+  // Within, the tapes around the recording one see what runs.
+  struct Outside {
+    Tape* inner = recording;
+    Outside() { recording = inner->outer_; }
+    ~Outside() { recording = inner; }
+  };
+
+  static void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    Outside outside;
     dispatched(op, keys, stack);
   }
 
@@ -213,14 +230,14 @@ struct Tape {
     auto noted = operation(op, *kind, args, writes);
     for (const auto& write : writes) {
       auto& content = *noted.references[write.reference].content;
-      if (content.held_in(write.storage) && (content.op != RESIDENT || content.read || kind->makes))
-        content.lose(copy(write.storage));
+      const bool needed = content.op != RESIDENT || content.read || kind->makes || content.nbytes <= SMALL;
+      if (needed && content.held_in(write.storage)) content.lose(copy(write.storage));
     }
     run(op, keys, stack);
     const auto made = new_contents(noted, *kind, writes, torch::jit::last(*stack, op.schema().returns().size()));
     if (kind->kept)
       for (const auto& [_, content] : made) hold_present(content);
-    if (std::any_of(made.begin(), made.end(), [](const auto& one) { return one.second->op != RESIDENT; }))
+    if (std::any_of(made.begin(), made.end(), [](const auto& one) { return one.second->maker != RESIDENT; }))
       note(std::move(noted), *kind, made);
   }
 
@@ -276,7 +293,9 @@ struct Tape {
         content = old.op == RESIDENT
             ? Content::resident(write.storage, write.tensor)
             : std::make_shared<Content>(number, -1 - static_cast<int>(made.size()), stage, write.storage);
-        if (!old.held || old.held_in(write.storage)) old.lose(Storage());
+        const bool copied = old.held && !old.held_in(write.storage);
+        if (old.op == RESIDENT && copied) content->overwrites(number);
+        if (!copied) old.lose(Storage());
         old.next = content;
         made.emplace_back(key, contents_[key] = content);
       }
@@ -362,12 +381,12 @@ class Making {
         auto& use = uses_[content.get()];
         use.storage = std::move(storage);
         use.there = true;
-      } else if (content->op == RESIDENT) {
+      } else if (content->maker == RESIDENT) {
         throw std::runtime_error(LOST);
-      } else if (!taken[content->op]) {
-        taken[content->op] = true;
-        order_.push_back(content->op);
-        for (const auto& reference : tape_.operations[content->op].references) todo.push_back(reference.content);
+      } else if (!taken[content->maker]) {
+        taken[content->maker] = true;
+        order_.push_back(content->maker);
+        for (const auto& reference : tape_.operations[content->maker].references) todo.push_back(reference.content);
       }
     }
     std::sort(order_.begin(), order_.end());
@@ -400,7 +419,7 @@ class Making {
           if (content->out == n) take(content, number, t.storage());
       });
     for (const auto& r : op.references)
-      if (r.into && r.into->op != RESIDENT) take(r.into, number, storage_of(r.content));
+      if (r.into && r.into->maker != RESIDENT) take(r.into, number, storage_of(r.content));
     for (const auto& r : op.references)
       if (auto& use = uses_[r.content.get()]; !use.needed_after(number)) use.storage = Storage();
   }

@@ -18,6 +18,11 @@ CHANGED = (
     " forward and the backward: a tensor of shape {} that the forward has read; change it after the backward, or clone"
     " it"
 )
+LOST = (
+    "the backward needs what a forward read from memory that was overwritten unseen since (by NumPy, a foreign kernel"
+    " or tensor.data); clone the tensor before it is overwritten"
+)
+SMALL = 1 << 16  # bytes of a resident up to which it is copied also if nothing has read it before it is overwritten
 CHUNK = 1 << 16  # words that a checksum takes at a time
 
 
@@ -25,20 +30,23 @@ class Content:
     """One content of one storage: what an operation wrote there, until another one writes.
 
     op, out: the operation that makes it again, by its number on the tape, and which of its results it is; `RESIDENT`
-    for what the tape did not see made. stage: in which it was made. held: the storage, while the tape keeps it. read:
-    whether an operation of the tape reads it. next: the content that took its place, if a write did.
+    for what the tape did not see made. maker: that operation; for what an operation wrote over a resident, that one, if
+    there is a copy of what it overwrote. stage: in which it was made. held: the storage, while the tape keeps it. read:
+    whether an operation of the tape reads it. next: the content that took its place, if a write did. once: whether it
+    must not be made again.
     """
 
     __slots__ = (
-        *("__weakref__", "_made_in", "_sum", "_version", "_weak", "_witness"),
-        *("held", "nbytes", "next", "op", "out", "read", "stage"),
+        *("__weakref__", "_made_in", "_new", "_sum", "_version", "_weak", "_witness"),
+        *("held", "maker", "nbytes", "next", "once", "op", "out", "read", "stage"),
     )
 
     def __init__(self, op: int, out: int, stage: int, storage: torch.UntypedStorage) -> None:
         self.op, self.out, self.stage, self.nbytes = op, out, stage, storage.nbytes()
+        self.maker, self._new = op, False
         self.held: torch.UntypedStorage | None = None
         self.next: Content | None = None
-        self.read = False
+        self.read = self.once = False
         self._made_in = StorageWeakRef(storage)  # so that no other storage gets its address, by which a tape knows it
         self._weak: StorageWeakRef | None = self._made_in
         self._witness: torch.Tensor | None = None  # shares the version counter of a tensor that shows this content
@@ -48,6 +56,16 @@ class Content:
     def watch(self, witness: torch.Tensor) -> None:
         """Trust the storage as long as the version of `witness` stays as it is."""
         self._witness, self._version = witness, version_of(witness)
+
+    def overwrites(self, maker: int) -> None:
+        """An operation has just written this content of a resident, and can write it again."""
+        self.maker, self._new = maker, True
+
+    def settle(self) -> None:
+        """Autograd counts a write after the operation has run, and before another one begins."""
+        if self._new and self._witness is not None and version_of(self._witness) == self._version + 1:
+            self._version += 1
+        self._new = False
 
     def hold(self, storage: torch.UntypedStorage) -> None:
         """Keep this content, which is now in `storage`."""
@@ -81,7 +99,7 @@ class Content:
         if found is not None and found.nbytes() != self.nbytes:
             found = None  # its owner has emptied it, as FSDP does
         if found is not None and self.changed():
-            if self.op == RESIDENT:
+            if self.maker == RESIDENT:
                 assert self._witness is not None
                 raise RuntimeError(CHANGED.format(tuple(self._witness.shape)))
             return None
@@ -93,12 +111,22 @@ class Content:
         """Whether its storage was written since, outside of the tape."""
         return self._witness is not None and version_of(self._witness) != self._version
 
-    def seal(self) -> None:
+    def hold_for_good(self, storage: torch.UntypedStorage) -> None:
+        """Keep this content, because it must not be made again."""
+        self.hold(storage)
+        self.once = True
+
+    def seal(self, of_residents: bool) -> None:
         """The forward has ended: take the checksum of what is held here and elsewhere, if an operation reads it and no
-        version tells whether the caller changes it. The host waits for that."""
+        version tells whether the caller changes it. The host waits for that; so what is made of residents alone, as
+        autocast's copies of parameters, is rather made again."""
+        self.settle()
         unwatched = self.op != RESIDENT and self.read and self._witness is None
         if unwatched and self.held is not None and torch._C._storage_Use_Count(self.held._cdata) > 1:
-            self._sum = checksum(self.held)
+            if of_residents and not self.once:
+                self.held = None
+            else:
+                self._sum = checksum(self.held)
 
     def alive(self) -> bool:
         """Whether something still has the storage."""

@@ -1,44 +1,16 @@
-"""The compiled tape, equal to its twin in Python, for the version of torch that runs.
-
-`_kernel.cpp` is a fallback of PyTorch's dispatcher on a key directly below Python's. `tape.Tape` says what it does.
-"""
+"""The compiled tape, equal to its twin in Python, for the version of torch that runs. `tape.Tape` says what it does."""
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from . import contents
 from . import tape as twin
+from .dispatch import compiled as _kernel
 
-logger = logging.getLogger("rotoff")
-
-
-def module_name(version: str) -> str:
-    """Return the kernel's name for a version of torch: the dispatcher is that of a minor version."""
-    major, minor = version.split(".")[:2]
-    return f"_kernel_torch{major}{minor}"
-
-
-def _load() -> Any:
-    """Return the compiled module, or None: the twin runs in its place, and the log says why."""
-    try:
-        module = importlib.import_module(f".{module_name(torch.__version__)}", __package__)
-        if module.start(torch.Tensor, torch.nn.Parameter, contents.CHANGED, twin.LOST, contents.checksum):
-            return module
-        why = "something else has its place in PyTorch's dispatcher"
-    except ImportError as error:
-        why = str(error)
-    logger.info("rotoff: a model's forward is followed in Python, which takes longer: %s", why)
-    return None
-
-
-_kernel = _load()
 _compiled: WeakKeyDictionary[twin.Known, tuple[int, int, Any]] = WeakKeyDictionary()
 
 
@@ -55,7 +27,7 @@ Tape: Any = twin.Tape  # what follows a forward: the compiled one, if it is ther
 
 if _kernel is not None:
 
-    class Compiled(_kernel.Tape):  # type: ignore[misc, name-defined]
+    class Compiled(_kernel.Tape):  # type: ignore[misc]
         """What `tape.Tape` is, compiled, with contents and slots of its own."""
 
         on_backward: Callable[[Any, int], None] | None = None

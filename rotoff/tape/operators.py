@@ -12,6 +12,8 @@ from zlib import crc32
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from .. import accelerator
+
 _C = torch._C
 
 
@@ -42,7 +44,9 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
         _C._get_cublas_allow_bf16_reduced_precision_reduction,
         lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
     ),
-    *(_precision(*one) for one in product(("cuda", "mkldnn"), ("conv", "rnn", "matmul"))),
+    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
+    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
+    *(_precision(*one) for one in product((*accelerator.ACCELERATORS, "mkldnn"), ("conv", "rnn", "matmul"))),
     (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
     (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
     (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
@@ -156,8 +160,4 @@ def generator_of(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Generator
             return x
     where = kwargs.get("device") or next((t.device for t in tensors_of(args, kwargs)), "cpu")
     device = torch.device(where)
-    if device.type == "cpu":
-        return torch.default_generator
-    if device.type == "cuda":
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
-    return None
+    return torch.default_generator if device.type == "cpu" else accelerator.generator_of(device)

@@ -42,7 +42,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_trace
 
 from ..tensors.eager_mode import EagerMode
 from .contents import (
+    LOST,
     RESIDENT,
+    SMALL,
     Content,
     Reference,
     Slot,
@@ -53,6 +55,7 @@ from .contents import (
     is_plain,
     witness_of,
 )
+from .dispatch import Below, compiled
 from .operators import (
     Kind,
     Settings,
@@ -67,12 +70,6 @@ from .operators import (
 )
 
 is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass  # its own type would narrow too much
-LOST = (
-    "the backward needs what a forward read from memory that was overwritten unseen since (by NumPy, a foreign kernel"
-    " or tensor.data); clone the tensor before it is overwritten"
-)
-
-
 FACTOR, MASK = 0x5851F42D4C957F2D, 2**64 - 1
 Key = int  # of an operation: it, all those before it in its stage, and the sizes of what they read
 
@@ -165,6 +162,7 @@ class Tape(EagerMode):
     on_backward: Callable[[Tape, int], None] | None = None
     on_ahead: Callable[[Tape], None] | None = None
     plain: Callable[[torch.Tensor], bool] = staticmethod(is_plain)  # whether it notes a tensor
+    is_mode = compiled is None
 
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
@@ -197,14 +195,23 @@ class Tape(EagerMode):
 
     def __enter__(self) -> Tape:
         self._recording = True
-        super().__enter__()
+        if self.is_mode:
+            super().__enter__()
+        else:
+            self._below = Below(self)
+            self._below.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
+        if self.is_mode:
+            super().__exit__(*error)
+        else:
+            self._below.__exit__(*error)
+            del self._below  # it has this tape
         self.enter(0)
         for content in self._contents.values():
-            content.seal()
+            read = self.operations[content.op].contents() if content.op != RESIDENT else ()
+            content.seal(all(one.op == RESIDENT for one in read))
         self._contents, self._recording = {}, False
 
     def enter(self, stage: int) -> None:
@@ -212,7 +219,7 @@ class Tape(EagerMode):
         for op in self.operations[self.begins[self.stage] :] if self._unsure else ():
             for content in (*op.made, *op.written()):
                 if (storage := content.storage(seen=True)) is not None:
-                    content.hold(storage)
+                    content.hold_for_good(storage)
         self.stage, self.key, self._unsure = stage, stage, False
         self.begins[stage] = len(self.operations)
 
@@ -229,6 +236,8 @@ class Tape(EagerMode):
         storage = t.untyped_storage()
         key = storage._cdata
         content = self._contents.get(key)
+        if content is not None:
+            content.settle()
         if content is None or (content.op == RESIDENT and content.held is not None and content.changed()):
             content = self._contents[key] = self._resident(storage, t)
         if content.op == RESIDENT and not storage.resizable():  # NumPy's memory: it may change unseen
@@ -269,15 +278,15 @@ class Tape(EagerMode):
         for (reference, _), storage in zip(written, before, strict=True):
             content = reference.content
             kept = content.held is not None and content.held._cdata == storage._cdata
-            if kept and (content.op != RESIDENT or content.read or kind.makes):
+            if kept and (content.op != RESIDENT or content.read or kind.makes or content.nbytes <= SMALL):
                 content.lose(self._copy(storage))
         out = self.call(func, args, kwargs)
         new = self._new_contents(kind, op, written, before, out)
         if kind.kept:
             for content in new:
                 if (made := content.storage(seen=True)) is not None:
-                    content.hold(made)
-        if any(content.op != RESIDENT for content in new):
+                    content.hold_for_good(made)
+        if any(content.maker != RESIDENT for content in new):
             self._note(op, new)
         return out
 
@@ -334,6 +343,8 @@ class Tape(EagerMode):
             if key not in new:
                 if old.op == RESIDENT:
                     content = self._resident(storage, t)
+                    if old.held is not None and old.held._cdata != key:
+                        content.overwrites(number)
                 else:
                     content = Content(number, -1 - len(new), self.stage, storage)
                 if old.held is None or old.held._cdata == key:
@@ -380,7 +391,7 @@ class Tape(EagerMode):
         self._unsure |= self.key not in self.known.sure
         for content in new:
             if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
-                content.hold(storage)
+                content.hold_for_good(storage)
 
     # -- saved tensors
 
@@ -503,7 +514,8 @@ class Tape(EagerMode):
             op = self.operations[number]
             self._run(number, have, {c for c in op.contents() if c in there or c in wanted or last[c] > number})
             yield op
-            for content in (*op.contents(), *op.made, *op.written()):
+            overwritten = (r.into for r in op.references if r.into is not None)
+            for content in (*op.contents(), *op.made, *overwritten):
                 if last.get(content, number) <= number and content not in wanted:
                     have.pop(content, None)
         self.replayed += len(order)
@@ -521,11 +533,11 @@ class Tape(EagerMode):
             storage = None if content in anew else content.storage(self._recording)
             if storage is not None:
                 have[content] = storage
-            elif content.op == RESIDENT:
+            elif content.maker == RESIDENT:
                 raise RuntimeError(LOST)
-            elif content.op not in numbers:
-                numbers.add(content.op)
-                new = {reference.content for reference in self.operations[content.op].references} - seen
+            elif content.maker not in numbers:
+                numbers.add(content.maker)
+                new = {reference.content for reference in self.operations[content.maker].references} - seen
                 seen |= new
                 todo += new
         return have, numbers
@@ -561,5 +573,5 @@ class Tape(EagerMode):
         for content in op.made:
             have.setdefault(content, results[content.out].untyped_storage())
         for reference in op.references:
-            if reference.into is not None and reference.into.op != RESIDENT:
+            if reference.into is not None and reference.into.maker != RESIDENT:
                 have.setdefault(reference.into, changed[reference.content])

@@ -49,7 +49,7 @@ class Verified(Tape):
         for content in new:
             self._keys[content] = self.key, content.out
             if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
-                content.hold(storage)
+                content.hold_for_good(storage)
 
     def was_held(self, content: Content) -> bool:
         """Whether a content of this tape is held because it cannot be made again."""
@@ -78,12 +78,12 @@ class Verified(Tape):
             self.known.held |= {self._keys[content] for content in there}
             self._replace(changed)
             for content, storage in there.items():
-                content.hold(storage)
+                content.hold_for_good(storage)
             self._tell(self.operations[first:][-1], "a kernel that PyTorch does not see wrote into a tensor near it")
             there = {}
         sums = {content: checksum(storage) for content, storage in there.items()}
         while sums and (wrong := self._first_wrong(sums, {content for content in made if content.held is None})):
-            wrong.hold(there[wrong])
+            wrong.hold_for_good(there[wrong])
             self.known.held.add(self._keys[wrong])
             self._tell(self.operations[wrong.op], "its result is another when it is made again")
             del sums[wrong]

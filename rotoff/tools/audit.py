@@ -18,10 +18,9 @@ from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
 from .estimate import estimated
 from .foreign_settings import ForeignSettings, read_foreign
-from .mode_comparison import Question, batch_of, options_of, planned_modes
-from .plan import HOST_BANDWIDTH, given, with_options
-from .planned_modes import MARGIN, TABLE_HEAD, PlannedModes, PlannedStep, usable_bytes
-from .planned_steps import Steps
+from .plan import given
+from .planned_steps import MARGIN, TABLE_HEAD, PlannedStep, PlannedSteps, bound_lines
+from .question import HOST_BANDWIDTH, Question, batch_of, options_of, with_options
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class Audit:
 
     read: ForeignSettings
     now: PlannedStep
-    possible: PlannedModes
+    possible: PlannedSteps
     device: str
     notes: tuple[str, ...]
 
     @property
     def best(self) -> PlannedStep:
         """The fastest step in the same bytes; `now` if none is faster."""
-        able = [row for row in self.possible.steps if row.fits and row.setting]
+        able = [row for row in self.possible if row.fits and row.setting]
         return min([self.now, *able], key=lambda row: row.step_time)
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,7 +58,7 @@ class Audit:
         }
 
     def __str__(self) -> str:
-        now, best, bound = self.now, self.best, self.possible.bound_time
+        now, best = self.now, self.best
         takes = f"{format_bytes(now.peak_bytes)}, {now.step_time:.4g} s a step"
         says = f"{self.read.kind} on {self.device}: {now.name}, {takes}"
         if best is now:
@@ -67,9 +66,7 @@ class Audit:
         else:
             says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({_change(best, now)})"
         lines = [says, *self.notes, *self.possible.notes, "", TABLE_HEAD, str(replace(now, name=f"now: {now.name}"))]
-        lines += [str(row) for row in self.possible.steps if row.setting]
-        if bound is not None:
-            lines.append(f"{'no plan in these bytes is faster than':<69} {bound:>9.4g}")
+        lines += [*(str(row) for row in self.possible if row.setting), *bound_lines(self.possible)]
         if best.setting:
             lines += ["", best.to_paste]
         return "\n".join(lines)
@@ -110,16 +107,16 @@ def audit(
     """
     read, target = read_foreign(settings), find(device)
     masters = read.master_weights if master_weights is None else master_weights
-    question = Question.read("joint", None, optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters)
+    how = optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters
+    question = Question(target, "joint", None, *how)
     asked = with_options(model, given(stages=stages, backward_from=backward_from, forms=forms))
     with without_gc(), Bar("auditing") as bar:
         bar(0.0, "tracing the model")
         with _autocast(read):
             profile = estimated(asked, sample, kwargs, target)
-        whole = question.whole(profile, target)
-        now = Steps(whole, usable_bytes(target.memory_bytes)).of(read.setting)
+        now = question.whole(profile)[0].of(read.setting)
         small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
-        possible = planned_modes(profile, small, question, None, options_of(asked), note=bar)
+        possible = replace(question, device=small).answer(profile, None, options_of(asked), bar)
     return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))
 
 

@@ -13,15 +13,14 @@ from torch import nn
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..io.progress import Bar
-from ..planning.request import Request
 from ..planning.step_planner import make_plan
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import Estimate
 from ..solver.bounds import largest_operation
 from .estimate import estimated
-from .mode_comparison import Needs, Question, least_bytes, options_of, planned_modes
-from .plan import HOST_BANDWIDTH, given, plan, with_options
-from .planned_modes import PlannedModes, resident_parts, usable_bytes
+from .plan import given, plan
+from .planned_steps import PlannedSteps, resident_parts
+from .question import HOST_BANDWIDTH, Question, check_positive, options_of, with_options
 from .size_search import MOST, searched
 
 
@@ -41,7 +40,7 @@ class Largest:
     refused: int | None
     proven: bool
     binds: str
-    planned: PlannedModes | None
+    planned: PlannedSteps | None
     tried: dict[int, bool]
 
     def __str__(self) -> str:
@@ -57,7 +56,7 @@ class _Answer:
     negative. why: makes the sentence that says why not. proven: whether no plan can make it work."""
 
     margins: dict[str, float]
-    planned: Callable[[], PlannedModes]
+    planned: Callable[[], PlannedSteps]
     why: Callable[[], str] = str
     proven: bool = True
 
@@ -71,7 +70,6 @@ class _Asked:
     """The arguments of `largest`; see there."""
 
     build: Callable[[int], Any]
-    device: Device
     question: Question
     step_time: float | None
     options: dict[str, Any]
@@ -79,43 +77,43 @@ class _Asked:
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), n)
+        model = with_options(model, self.options)
         try:
-            profile = estimated(with_options(model, self.options), args, kwargs, self.device)
+            profile = estimated(model, args, kwargs, self.question.device)
         except MeasureError as error:
             cure = "if the model takes no such size, give the largest that it takes as most="
             raise MeasureError(f"size {n}: {error}; {cure}") from error
-        said = options_of(model, self.options)
-        planned = cache(partial(planned_modes, profile, self.device, self.question, None, said))
-        needs = least_bytes(profile, self.device, self.question)
-        usable, limit = usable_bytes(self.device.memory_bytes), self.question.mem_limit
-        room = usable if limit is None else min(limit, usable - needs.resident)
-        least = needs.device if limit is None else needs.step
-        margins: dict[str, float] = {"bytes": room - least}
+        planned = cache(partial(self.question.answer, profile, None, options_of(model)))
+        device, step, resident = self.question.least_bytes(profile)
+        limit, taken = self.question.mem_limit, sum(resident.values())
+        room = self.question.usable if limit is None else min(limit, self.question.usable - taken)
+        margins: dict[str, float] = {"bytes": room - (device if limit is None else step)}
         if margins["bytes"] < 0:
-            return _Answer(margins, planned, partial(self._too_large, profile, needs, room))
+            return _Answer(margins, planned, partial(self._too_large, profile, device, resident, room))
         if self.step_time is None:
             return _Answer(margins, planned)
         found = planned()
-        assert found.step_time is not None and found.bound_time is not None
-        why = f"the best plan found takes {found.step_time:.4g} s a step, and no plan takes less than"
-        seconds = self.step_time - found.step_time
+        assert found.best is not None and found.bound_time is not None
+        why = f"the best plan found takes {found.best.step_time:.4g} s a step, and no plan takes less than"
+        seconds = self.step_time - found.best.step_time
         proven = found.bound_time > self.step_time
         return _Answer({**margins, "seconds": seconds}, planned, lambda: f"{why} {found.bound_time:.4g} s", proven)
 
-    def _too_large(self, profile: Estimate, needs: Needs, room: int) -> str:
+    def _too_large(self, profile: Estimate, device: int, resident: dict[str, int], room: int) -> str:
         """Why nothing fits `room` bytes, as a sentence."""
-        has = f"{format_bytes(usable_bytes(self.device.memory_bytes))} that {self.device.name} has for training"
+        has = f"{format_bytes(self.question.usable)} that {self.question.device.name} has for training"
         if self.question.mem_limit is None:
             phase, i, nbytes = largest_operation(profile.chain)
             return (
-                f"with all that can lie on the host there, the device needs {format_bytes(needs.device)} of the {has};"
+                f"with all that can lie on the host there, the device needs {format_bytes(device)} of the {has};"
                 f" the {phase} of stage {i} ({profile.chain.stages[i - 1].name}) alone needs {format_bytes(nbytes)}"
             )
-        taken = f"resident bytes take {format_bytes(needs.resident)} ({resident_parts(needs.parts)}) of the {has}"
+        size = format_bytes(sum(resident.values()))
+        taken = f"resident bytes take {size} ({resident_parts(resident)}) of the {has}"
         if room <= 0:
             return taken
         try:
-            make_plan(profile, Request(room, "joint", self.question.mem_slots, {}))
+            make_plan(profile, self.question.request(room))
         except InfeasibleError as error:
             return str(error) if room == self.question.mem_limit else f"{taken}, and the rest is the limit: {error}"
         raise AssertionError(f"a plan within {room} bytes, which are too few")
@@ -158,11 +156,9 @@ def largest(
             for `rotoff.plan`.
     """
     _check_sizes(build, step, most)
-    question = Question.read("joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
+    question = Question(find(device), "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check_step_time(step_time)
-    asked = _Asked(
-        build, find(device), question, step_time, given(stages=stages, backward_from=backward_from, forms=forms)
-    )
+    asked = _Asked(build, question, step_time, given(stages=stages, backward_from=backward_from, forms=forms))
     with Bar("searching") as bar:
 
         def ask(times: int) -> _Answer:
@@ -205,10 +201,8 @@ def check_sized(build: Callable[..., Any], name: str) -> None:
 
 
 def _check_step_time(step_time: float | None) -> None:
-    if step_time is not None and (
-        isinstance(step_time, bool) or not isinstance(step_time, (int, float)) or not step_time > 0
-    ):
-        raise OptionError(f"step_time is {step_time!r}; give seconds above 0, or None for any")
+    if step_time is not None:
+        check_positive("step_time", step_time, "give seconds above 0, or None for any")
 
 
 def first_device(
@@ -217,7 +211,7 @@ def first_device(
     devices: Iterable[Device | str],
     step_time: float | None = None,
     **options: Any,
-) -> PlannedModes:
+) -> PlannedSteps:
     """The first device of a list on which the model trains, with its plan. List them in the order of your preference,
     such as by price.
 
@@ -246,12 +240,11 @@ def first_device(
         except LimitError as error:
             reasons.append(str(error))
             continue
-        assert isinstance(found, PlannedModes)  # of one device
-        least.append(found["joint"].min_mem_limit)
-        time = found.step_time
-        if time is None:
+        assert isinstance(found, PlannedSteps)  # of one device
+        least.append(found.min_mem_limits["joint"])
+        if found.best is None:
             reasons.append(f"{target.name}: {found.verdict}")
-        elif step_time is not None and time > step_time:
+        elif step_time is not None and (time := found.best.step_time) > step_time:
             reasons.append(
                 f"{target.name}: a step takes {time:.4g} s, and no plan takes less than {found.bound_time:.4g} s"
             )

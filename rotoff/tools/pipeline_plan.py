@@ -17,7 +17,8 @@ from ..errors import InfeasibleError, LimitError, OptionError
 from ..profile.estimate.devices import Device
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .estimate import estimated
-from .whole_device import charging_first_runs, whole_device
+from .question import Question
+from .whole_device import charging_first_runs
 
 SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
 
@@ -67,7 +68,7 @@ class PlannedPipeline:
         return len(self.rows)
 
     @property
-    def works(self) -> bool:
+    def fits(self) -> bool:
         """Always true: `rotoff.plan` raises InfeasibleError if a rank has no plan."""
         return True
 
@@ -96,7 +97,7 @@ class PlannedPipeline:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Ranks:
     """The pipeline arguments of `rotoff.plan`; see there."""
 
     ranks: int
@@ -107,18 +108,9 @@ class Asked:
 
 
 def planned_pipeline(
-    model: nn.Module,
-    sample: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    device: Device,
-    asked: Asked,
-    mem_limit: int | None,
-    usable: int,
-    optimizer: str,
-    host_bandwidth: float,
-    master_weights: bool = False,
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], question: Question, asked: Ranks
 ) -> PlannedPipeline:
-    """`rotoff.plan` for a pipeline. usable: bytes of the device for training.
+    """`rotoff.plan` for a pipeline.
 
     Raises:
         OptionError: for an invalid schedule or numbers that it does not support. LimitError, InfeasibleError: if the
@@ -127,8 +119,9 @@ def planned_pipeline(
     order = orders(asked.schedule, asked.ranks, asked.micro_batches, asked.chunks)
     check_count("ranks_per_link", asked.ranks_per_link)
     args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
+    device, usable, mem_limit = question.device, question.usable, question.mem_limit
     profile = estimated(model, args, named, device)
-    whole = whole_device(profile, device, optimizer, host_bandwidth, master_weights).groups
+    whole = question.whole(profile)[0].groups
     chain = charging_first_runs(profile.chains[-1])  # where nothing stays on the device past the next stage
     beside = chain.input_bytes - profile.batch_bytes
     chain = replace(chain, input_bytes=profile.batch_bytes)

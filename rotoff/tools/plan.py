@@ -1,31 +1,25 @@
-"""`plan`: what training a model within a limit on a device costs, without the device: ``print(rotoff.plan(...))``.
-
-An answer that is in the cache is returned before the modules that would find it are imported.
-"""
+"""`plan`: what training a model within a limit on a device costs, without the device: ``print(rotoff.plan(...))``."""
 
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
+from ..checkpointable import Checkpointable
 from ..core.sequence import MODES
 from ..errors import OptionError, nearest
-from ..io.cache import Cache
 from ..io.progress import Bar
+from ..planning.options import check_module
+from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
-from .plan_cache import find_plan, keep_plan, plan_key
-from .planned_modes import PlannedModes, usable_bytes
-
-if TYPE_CHECKING:
-    from .pipeline_plan import PlannedPipeline
-
-HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
+from .estimate import estimated
+from .pipeline_plan import PlannedPipeline, Ranks, planned_pipeline
+from .planned_steps import PlannedSteps
+from .question import HOST_BANDWIDTH, Question, growth_of, options_of, with_options
 
 
 def plan(
@@ -46,13 +40,13 @@ def plan(
     schedule: str = "1F1B",
     chunks: int = 1,
     ranks_per_link: int = 1,
-    cache_directory: str | os.PathLike[str] | bool | None = True,
     **kwargs: Any,
-) -> PlannedModes | PlannedPipeline:
+) -> PlannedSteps | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
 
-    The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff; then the time that no plan can
-    beat. Parameters, gradients and states may move, too, unless a `mem_limit` is given.
+    The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff where plain PyTorch does not
+    fit; then the time that no plan can beat. Parameters, gradients and states may move, too, unless a `mem_limit` is
+    given.
 
     Args:
         model, sample, kwargs: as for `rotoff.estimate`.
@@ -68,77 +62,26 @@ def plan(
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
-        cache_directory: where the answer is kept for the next process, unless it is a pipeline's.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
         LimitError: if `mem_limit` is not a number of bytes, or nothing fits the device.
         MeasureError: if the model cannot be estimated.
     """
-    target, cache = find(device), Cache.of(cache_directory)
-    asked = modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights
-    options = given(stages=stages, backward_from=backward_from, forms=forms)
-    if pipeline is None:
-        of_pipelines = {"microbatches": microbatches, "chunks": chunks, "ranks_per_link": ranks_per_link}
-        if needless := [f"{name}={number!r}" for name, number in of_pipelines.items() if number != 1]:
-            raise OptionError(f"{needless[0]} is for a pipeline; give the number of its ranks as pipeline=, too")
-        return _known(model, sample, kwargs, target, cache, asked, options)
-    ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
-    return _of_pipeline(model, sample, kwargs, target, asked, options, ranks)
-
-
-def _of_pipeline(
-    model: nn.Module,
-    sample: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Device,
-    asked: tuple[Any, ...],
-    options: dict[str, Any],
-    ranks: tuple[Any, ...],
-) -> PlannedPipeline:
-    """The answer for a pipeline. ranks: the arguments of `pipeline_plan.Asked`."""
-    from .mode_comparison import Question
-    from .pipeline_plan import Asked, planned_pipeline
-
+    asked = Question(find(device), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check(model, kwargs)
-    question, usable = Question.read(*asked), usable_bytes(target.memory_bytes)
-    return planned_pipeline(
-        with_options(model, options),
-        sample,
-        kwargs,
-        target,
-        Asked(*ranks),
-        question.mem_limit,
-        usable,
-        question.optimizer,
-        question.host_bandwidth,
-        question.master_weights,
-    )
-
-
-def _known(
-    model: nn.Module,
-    sample: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Device,
-    cache: Cache,
-    asked: tuple[Any, ...],
-    options: dict[str, Any],
-) -> PlannedModes:
-    """The answer in `cache`, else a new one, which is kept there."""
-    recognised = cache.directory is not None and isinstance(model, nn.Module)
-    if recognised and any(map(is_lazy, (*model.parameters(), *model.buffers()))):
-        recognised = False  # and refused
-    key = plan_key(model, sample, kwargs, target, (*asked, options)) if recognised else None
-    if (known := find_plan(cache, key)) is not None:
-        return known
-    from .mode_comparison import Question, answer
-
-    _check(model, kwargs)
-    with Bar("planning") as bar:
-        found = answer(with_options(model, options), sample, kwargs, target, Question.read(*asked), bar)
-    keep_plan(cache, key, found)
-    return found
+    model = with_options(model, given(stages=stages, backward_from=backward_from, forms=forms))
+    if pipeline is not None:
+        ranks = Ranks(pipeline, microbatches, schedule, chunks, ranks_per_link)
+        return planned_pipeline(model, sample, kwargs, asked, ranks)
+    for name, number in (("microbatches", microbatches), ("chunks", chunks), ("ranks_per_link", ranks_per_link)):
+        if number != 1:
+            raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
+    with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
+        bar(0.0, "tracing the model")
+        profile = estimated(model, sample, kwargs, asked.device)
+        grown = growth_of(model, sample, kwargs, asked.device, profile)
+        return asked.answer(profile, grown, options_of(model), bar)
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -147,24 +90,8 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not usual[name].default}
 
 
-def with_options(model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    """`model` as a `Checkpointable` with `options`; itself if there are none.
-
-    Raises:
-        OptionError: if it is a `Checkpointable` already.
-    """
-    from ..checkpointable import Checkpointable
-
-    if options and isinstance(model, Checkpointable):
-        raise OptionError(f"the model is a Checkpointable; give {next(iter(options))} to it alone")
-    return Checkpointable(model, **options) if options else model
-
-
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
     """Raise MeasureError if `model` is no module, OptionError for a name that neither `plan` nor its forward takes."""
-    from ..checkpointable import Checkpointable
-    from ..planning.options import check_module
-
     check_module(model)
     inner = model._model if isinstance(model, Checkpointable) else model
     if not kwargs or isinstance(inner, torch.jit.ScriptModule):

@@ -1,101 +1,196 @@
-"""The table of `rotoff.plan`: plain PyTorch, what others set, and rotoff's plans, as steps of one machine."""
+"""The answer of `rotoff.plan`: steps of a model on a device, as rows of one table."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from ..core.sequence import Sequence
-from ..core.simulator import simulate
-from ..solver.placement import RESIDENT, place
-from ..solver.settings import (
-    ACTIVATIONS,
-    CHECKPOINT,
-    KEEP,
-    ON_HOST,
-    SWAPPED,
-    UPDATED_ON_HOST,
-    Setting,
-    sequence_of,
+from ..core.chain import Chain
+from ..core.sizes import format_bytes
+from ..io.json_file import save_json
+
+WAYS_ON = (
+    "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
+    " adapters on frozen parameters, or shard the model over several devices (FSDP2)"
 )
-from .planned_modes import PlannedStep, moved_by
-from .whole_device import WholeDevice
-
-_FASTEST_FIRST = (KEEP, CHECKPOINT)  # of those that are combined with moving parameters
+PLAIN = "plain PyTorch"
+NEARLY = 1.02  # a step's time / the fastest one's up to which the simpler setting is the better one
+MARGIN = 0.06  # share of the device's memory for the context, libraries' workspaces and fragmentation
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Makes rows.
+class PlannedStep:
+    """A row of the table: one training step with the updates of the optimizer.
 
-    whole: what training takes. limit: bytes for it. update_time: seconds of the updates that the chain of `whole` does
-    not have.
+    name: what is done. fits: whether `peak_bytes` are within the limit.
+    peak_bytes: the most on the device, all included: parameters, gradients once they are made, states, batch, step.
+        With a `mem_limit` what the step allocates, as the limit.
+    host_bytes: the most on the host.
+    step_time: estimated seconds. overhead: that over a step that keeps everything, with its updates, less 1.
+    largest_batch: an estimate of the largest batch that fits. None if the sample has none, or none fits.
+    moves: what is recomputed, and what moves to the host and back.
+    setting: what to write for it, in Python; empty for what others do.
     """
 
-    whole: WholeDevice
-    limit: int
-    update_time: float = 0.0
+    name: str
+    fits: bool
+    peak_bytes: int
+    host_bytes: int
+    step_time: float
+    overhead: float
+    largest_batch: int | None
+    moves: str
+    setting: str = ""
 
-    def row(self, name: str, sequence: Sequence, plain: bool = False, setting: str = "") -> PlannedStep:
-        """The row of a step. plain: whether it is the plain model's."""
-        trace, levels = simulate(self.whole.chain, sequence), self.whole.levels(sequence, plain=plain)
-        unit, time, peak = self.whole.chain.compute_time, trace.makespan + self.update_time, max(levels)
-        most, growth = None, self.whole.growth
-        if growth is not None:
-            before, later = (self.whole.at(n).levels(sequence, plain=plain) for n in (growth.batch, growth.count))
-            grows = [(b - a) / (growth.count - growth.batch) for a, b in zip(before, later, strict=True)]
-            if all(level <= self.limit for level, more in zip(before, grows, strict=True) if more <= 0):
-                rooms = [(self.limit - level) / more for level, more in zip(before, grows, strict=True) if more > 0]
-                most = max(0, math.floor(min(rooms, default=0.0) + growth.batch + 1e-9)) or None
-        return PlannedStep(
-            name,
-            peak <= self.limit,
-            peak,
-            trace.host_peak_bytes,
-            time,
-            time / unit - 1 if unit else 0.0,
-            most,
-            moved_by(sequence, trace),
-            setting,
+    @property
+    def to_paste(self) -> str:
+        """The line with the setting, and what it excludes."""
+        without = " (no clipping, GradScaler or accumulation)" if "updates='during'" in self.setting else ""
+        return f"to paste: {self.setting}{without}"
+
+    def __str__(self) -> str:
+        sizes = f"{format_bytes(self.peak_bytes):>11} {format_bytes(self.host_bytes):>11}"
+        times = f"{self.step_time:>9.4g} {_percent(self.overhead):>9} {self.largest_batch or '-':>8}"
+        return f"{self.name:<41} {'yes' if self.fits else 'NO':>4} {sizes} {times}  {self.moves}".rstrip()
+
+
+TABLE_HEAD = f"{'':<41} {'fits':>4} {'peak':>11} {'host':>11} {'step s':>9} {'overhead':>9} {'batch':>8}  moves"
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """The answer of `rotoff.plan`; prints as a table. Its rows can be had by name: ``found["rotoff, mem_limit"]``.
+
+    chain: the estimated chain.
+    device: name of the device. device_bytes: size of its memory.
+    mem_limit: bytes that a step may allocate, at most those that resident bytes leave; 0 if these fill the device.
+    asked: whether a `mem_limit` was given.
+    keep_all_bytes: what a step that keeps everything allocates, as the limit.
+    resident_bytes: parameters and buffers, gradients, optimizer states and the batch, by name; the limit does not count
+        them.
+    min_mem_limits: the smallest limit that works, by mode. min_device_bytes: the smallest memory of a device, with all
+        on the host that can lie there.
+    steps: the rows: plain PyTorch, what is set elsewhere, and rotoff's plans, if plain PyTorch does not fit.
+    bound_time: seconds of a step that no plan can beat; None if nothing fits.
+    notes: what the figures rest on, as sentences.
+    """
+
+    chain: Chain
+    device: str
+    device_bytes: int
+    mem_limit: int
+    asked: bool
+    keep_all_bytes: int
+    resident_bytes: dict[str, int]
+    min_mem_limits: dict[str, int]
+    min_device_bytes: int
+    steps: tuple[PlannedStep, ...]
+    bound_time: float | None
+    notes: tuple[str, ...] = ()
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, name: str) -> PlannedStep:
+        for row in self.steps:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    @property
+    def best(self) -> PlannedStep | None:
+        """What to do: plain PyTorch if it fits, else the simplest of rotoff's settings that is nearly the fastest; None
+        if none fits."""
+        able = [row for row in self.steps if row.fits and (row.setting or row.name == PLAIN)]
+        nearly = NEARLY * min((row.step_time for row in able), default=0.0)
+        return next((row for row in able if row.name == PLAIN or row.step_time <= nearly), None)
+
+    @property
+    def fits(self) -> bool:
+        """Whether plain PyTorch or one of rotoff's plans fits."""
+        return self.best is not None
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that a device must have, with the resident ones: the peak of `best`, or what the smallest limit needs
+        if nothing fits."""
+        resident = sum(self.resident_bytes.values())
+        if self.best is not None:
+            return self.best.peak_bytes + (resident if self.asked else 0)
+        return min(self.min_mem_limits.values()) + resident
+
+    @property
+    def verdict(self) -> str:
+        """Whether the training fits, how, and what to change if it does not."""
+        usable = usable_bytes(self.device_bytes)
+        of = (
+            f"the {format_bytes(usable)} that {self.device} has for training ({format_bytes(self.device_bytes)}, less"
+            f" {MARGIN:.0%} for context and libraries)"
+        )
+        within = f"a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else of
+        plain, best = self.steps[0], self.best
+        if best is plain:
+            return f"fits: plain PyTorch takes {format_bytes(plain.peak_bytes)} of {within}; nothing has to be set"
+        takes = f"plain PyTorch takes {format_bytes(plain.peak_bytes)}, more than {within}"
+        if best is not None:
+            return f"fits with {best.name}, at {best.step_time:.4g} s a step ({_percent(best.overhead)}): {takes}"
+        if self.asked and self.needed_bytes <= usable:
+            least = min(self.min_mem_limits.values())
+            left = least + usable - self.needed_bytes
+            cure = f"mem_limit may be from {format_bytes(least)} ({least} bytes) to {format_bytes(left)} ({left} bytes)"
+            return f"DOES NOT FIT in {format_bytes(self.mem_limit)}; {cure}"
+        return (
+            f"DOES NOT FIT: with even the smallest limit it takes {format_bytes(self.needed_bytes)} of {of}; {WAYS_ON}"
         )
 
-    def of(self, setting: Setting) -> PlannedStep:
-        """The row of a setting."""
-        plain = setting == Setting()
-        return self.row(str(setting), sequence_of(self.whole.chain, setting), plain)
+    def to_dict(self) -> dict[str, Any]:
+        """The result for JSON, without the chain."""
+        said = {name: value for name, value in vars(self).items() if name != "chain"}
+        said |= {"meta": dict(self.chain.meta), "needed_bytes": self.needed_bytes, "fits": self.fits}
+        said |= {"notes": [*self.notes], "steps": [asdict(row) for row in self.steps]}
+        best = None if self.best is None else asdict(self.best)
+        return {"format": "rotoff.planned_steps", "version": 1, **said, "best": best}
 
-    def elsewhere(self) -> list[PlannedStep]:
-        """Plain PyTorch, and what is set elsewhere. Where that moves parameters, with the fastest of keeping all
-        activations and checkpointing that fits, or the smallest."""
-        found = [self.of(Setting(how)) for how in ACTIVATIONS]
-        if not any(group.grad_bytes for group in self.whole.chain.parameters):
-            return found
-        found.append(self._best(Setting(how, parameters=UPDATED_ON_HOST) for how in _FASTEST_FIRST))
-        found.append(self._best(self._swapped(how) for how in _FASTEST_FIRST))
-        found.append(self._best(Setting(how, parameters=ON_HOST) for how in _FASTEST_FIRST))
-        return found
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` as JSON to `path`."""
+        save_json(path, self.to_dict())
 
-    def _best(self, settings: Iterable[Setting]) -> PlannedStep:
-        rows = [self.of(setting) for setting in settings]
-        best = min(rows, key=lambda row: (not row.fits, row.step_time if row.fits else row.peak_bytes))
-        batches = [row.largest_batch for row in rows if row.largest_batch is not None]
-        return replace(best, largest_batch=max(batches, default=None))
+    def __str__(self) -> str:
+        asked = f" within a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else ""
+        head = f"{self.chain.name or 'model'} on {self.device}{asked}: {resident_parts(self.resident_bytes)}"
+        lines = [self.verdict, head, *self.notes, "", TABLE_HEAD, *map(str, self.steps), *bound_lines(self)]
+        least = ", ".join(f"{mode} {format_bytes(nbytes)}" for mode, nbytes in self.min_mem_limits.items())
+        lines += ["", f"smallest mem_limit: {least}"]
+        if not self.asked:
+            lines[-1] += f"; smallest device: {format_bytes(self.min_device_bytes)}"
+        if self.best is not None and self.best.setting:
+            lines.append(self.best.to_paste)
+        return "\n".join(lines)
 
-    def _swapped(self, how: str) -> Setting:
-        """The fewest groups that must be swapped, or all."""
-        chain = self.whole.chain
-        low, high = 0, len(chain.parameters)
-        while low < high:
-            middle = (low + high) // 2
-            setting = Setting(how, parameters=SWAPPED, swapped=middle)
-            if max(self.whole.levels(sequence_of(chain, setting))) <= self.limit:
-                high = middle
-            else:
-                low = middle + 1
-        return Setting(how, parameters=SWAPPED, swapped=max(1, high))
 
-    def with_parameters_resident(self, sequence: Sequence) -> Sequence:
-        """A plan of the activations, with the updates after it."""
-        chain = self.whole.chain
-        return place(chain, sequence.ops, [RESIDENT] * len(chain.parameters), "after") if chain.parameters else sequence
+def bound_lines(found: PlannedSteps) -> list[str]:
+    """The last line of the table, if there is a bound."""
+    if found.bound_time is None:
+        return []
+    plain = found.steps[0].step_time
+    over = _percent(found.bound_time / plain - 1 if plain else 0.0)
+    return [f"{'no plan is faster than':<69} {found.bound_time:>9.4g} {over:>9}"]
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """The part of a device's memory that a training process can use."""
+    return int(device_bytes * (1 - MARGIN))
+
+
+def resident_parts(resident: dict[str, int]) -> str:
+    """`resident` as text."""
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 1) + 0.0:+.1f}%"  # + 0.0: never -0.0

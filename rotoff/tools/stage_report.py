@@ -2,68 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from ..checkpointable import Checkpointable
-from ..core.sizes import format_bytes
+from ..core.chain import Chain
+from ..report.chain_table import chain_table
 
 
-class FoundStage(NamedTuple):
-    """One row of `FoundStages`.
-
-    number: place in the chain, from 1.
-    module: the modules in which it begins and ends.
-    output_bytes, saved_bytes: bytes of its output, and of everything that its backward needs.
-    forward_time, backward_time: seconds.
-    forms: saved bytes of each smaller form.
-    """
-
-    number: int
-    module: str
-    output_bytes: int
-    saved_bytes: int
-    forward_time: float
-    backward_time: float
-    forms: tuple[int, ...] = ()
-
-
+@dataclass(frozen=True)
 class FoundStages:
-    """Rows of `FoundStage`, in order.
+    """The stages of a model; prints as a table.
 
-    strategy: how the stages were found, as text.
+    strategy: how they were found, as text. chain: their bytes and seconds.
     """
 
-    def __init__(self, strategy: str, rows: list[FoundStage]) -> None:
-        self.strategy = strategy
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[FoundStage]:
-        return iter(self.rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> FoundStage:
-        return self.rows[index]
+    strategy: str
+    chain: Chain
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON."""
-        return {"strategy": self.strategy, "stages": [row._asdict() for row in self.rows]}
+        return {**self.chain.to_dict(), "strategy": self.strategy}
 
-    def __repr__(self) -> str:
-        head = ("stage", "module", "output", "saved", "forward", "backward", "or saved")
-        cells: list[tuple[str, ...]] = [head]
-        for row in self.rows:
-            sizes = format_bytes(row.output_bytes), format_bytes(row.saved_bytes)
-            times = (f"{seconds * 1e3:.3f} ms" for seconds in (row.forward_time, row.backward_time))
-            cells.append((str(row.number), row.module, *sizes, *times, " / ".join(map(format_bytes, row.forms))))
-        widths = [max(len(line[n]) for line in cells) for n in range(len(head))]
-        shapes = [f"{'<' if n in (1, 6) else '>'}{width}" for n, width in enumerate(widths)]
-        lines = ["  ".join(map(format, line, shapes)) for line in cells]
-        return "\n".join([self.strategy, *(line.rstrip() for line in lines)])
+    def __str__(self) -> str:
+        return f"{self.strategy}\n{chain_table(self.chain)}"
 
 
 def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> FoundStages:
@@ -78,9 +42,4 @@ def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> F
     """
     wrapped = model if isinstance(model, Checkpointable) else Checkpointable(model)
     wrapped.measure(*sample, repeats=repeats, **kwargs)
-    profile = wrapped.profile
-    rows = []
-    for n, s in enumerate(profile.chain.stages, 1):
-        forms = tuple(form.saved_bytes for form in s.forms)
-        rows.append(FoundStage(n, s.name, s.output_bytes, s.saved_bytes, s.forward_time, s.backward_time, forms))
-    return FoundStages(wrapped.strategy, rows)
+    return FoundStages(wrapped.strategy, wrapped.profile.chain)

@@ -1,22 +1,25 @@
-"""The part of `rotoff.plan` that also places parameters, gradients and optimizer states.
+"""What training takes on a device: the model's chain with its parameters, gradients and states, and rows of steps.
 
 The time of an update is the bytes that it reads and writes, divided by the bandwidth of the memory where it runs.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import FORWARDS, OpKind, Sequence
+from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
 from ..core.simulator import simulate
+from ..core.sizes import as_size
 from ..core.steady_step import WHEN
 from ..planning.step_planner import keeping_all
 from ..profile.estimate.devices import Device
@@ -29,9 +32,20 @@ from ..profile.tape_profile import TapeProfile
 from ..runtime.placed.tensor import room_of
 from ..solver.anneal import Budget
 from ..solver.bounds import min_mem_limit, steady_bound
+from ..solver.placement import RESIDENT, place
 from ..solver.search import Candidate, Problem, best_candidate
+from ..solver.settings import (
+    ACTIVATIONS,
+    CHECKPOINT,
+    KEEP,
+    ON_HOST,
+    SWAPPED,
+    UPDATED_ON_HOST,
+    Setting,
+    sequence_of,
+)
 from ..tensors.storage import storage_key
-from .planned_modes import MARGIN, PlacedStep, PlannedStep, moved_by
+from .planned_steps import PlannedStep
 from .size_search import largest_within
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -43,23 +57,25 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
 EFFORT = 0.05  # `refine` of solve for estimates, whose times are off by more than a longer search gains
 SLOTS = 50
-OWN = (*FORWARDS, OpKind.B)  # operations of activations
+_OWN = (*FORWARDS, OpKind.B)  # operations of activations
+_MOVED = {"": "activations", "w": "parameters", "g": "gradients", "o": "states"}
+_FASTEST_FIRST = (KEEP, CHECKPOINT)  # of those that are combined with moving parameters
 
 
 @dataclass(frozen=True)
 class WholeDevice:
-    """All that training on a device takes.
+    """All that training on a device takes, and the steps of it.
 
-    profile: of the model. groups: its parameters, with their gradients and states; empty: they do not count. beside:
-    bytes of those that no group has. master_bytes: of the states, those that exist for master weights alone. trained:
-    the parameters that need gradients. growth: with the batch; None if that is not known. which: of the chains.
+    profile: of the model. limit: bytes. groups: its parameters, with their gradients and states; empty: they do not
+    count. beside: bytes of those that no group has. update_time: seconds of the updates that no group has. growth: with
+    the batch; None if that is not known. which: of the chains.
     """
 
     profile: TapeProfile
+    limit: int
     groups: tuple[ParameterGroup, ...] = ()
     beside: int = 0
-    master_bytes: int = 0
-    trained: tuple[nn.Parameter, ...] = ()
+    update_time: float = 0.0
     growth: Growth | None = None
     which: int = 0
     _known: dict[tuple[int, int], WholeDevice] = field(default_factory=dict, compare=False)
@@ -72,6 +88,10 @@ class WholeDevice:
             self._known[key] = replace(self, profile=self.growth.at(count), growth=None)
         return self._known[key]
 
+    def of_step(self, profile: TapeProfile, limit: int, growth: Growth | None) -> WholeDevice:
+        """What a step allocates, with all the rest on the device; `limit` is for that."""
+        return WholeDevice(profile, limit, beside=-profile.batch_bytes, update_time=self.updating, growth=growth)
+
     @cached_property
     def found(self) -> TapeChain:
         return self.profile.chains[self.which]
@@ -81,39 +101,165 @@ class WholeDevice:
         """The chain, which charges each forward as the first one, if parameters move."""
         return replace(charging_first_runs(self.found), parameters=self.groups) if self.groups else self.found.chain
 
-    def least(self, updates: str) -> int:
-        """The smallest memory for which there is a plan."""
-        return min_mem_limit(self.chain, "joint", updates) + self.beside
+    @property
+    def updating(self) -> float:
+        """Seconds of all updates on the device."""
+        return self.update_time + sum(group.update_time for group in self.groups)
 
-    def least_at(self, updates: str, count: int) -> int:
-        """The same at a batch of `count`."""
-        return self.at(count).least(updates)
+    @cached_property
+    def time(self) -> float:
+        """Seconds of a step that keeps everything."""
+        return simulate(self.chain, sequence_of(self.chain, Setting())).makespan + self.update_time
+
+    def least(self, updates: str, count: int | None = None) -> int:
+        """The smallest memory for which there is a plan. count: with this batch."""
+        chain = (self if count is None else self.at(count)).chain
+        return min_mem_limit(chain, "joint", updates) + self.beside
 
     def levels(self, sequence: Sequence, plain: bool = False) -> list[int]:
         """What the device holds during each operation. plain: whether the model runs as it is, on plain autograd."""
         if plain:
             levels, batch = iter(keeping_all(self.profile).levels), self.profile.batch_bytes
             return [
-                self.beside + (next(levels) + batch + event.parameter_memory if event.op.kind in OWN else event.memory)
+                self.beside + (next(levels) + batch + event.parameter_memory if event.op.kind in _OWN else event.memory)
                 for event in simulate(self.chain, sequence).events
             ]
         none = ((0, 0),) * len(self.groups)
         groups = TapeGroups(self.found, self.chain, (), (), none, self.beside, 0, 0, 0, 0, torch.device("cpu"))
         return groups.levels(sequence, during=True)
 
+    # -- rows
+
+    def row(self, name: str, sequence: Sequence, plain: bool = False, **said: Any) -> PlannedStep:
+        """The row of a step. plain: whether it is the plain model's. said: fields of the row that are known."""
+        trace = simulate(self.chain, sequence)
+        time, peak = trace.makespan + self.update_time, max(self.levels(sequence, plain))
+        moved = {op.of for op in sequence if op.kind in TRANSFERS}
+        again = trace.recompute_time or any(op.kind is OpKind.F_SEL for op in sequence)
+        moves = ["recomputes"] if again else []
+        moves += [name for of, name in _MOVED.items() if of in moved]
+        moves += ["updates on the host"] if any(op.kind is OpKind.H for op in sequence) else []
+        most = said.pop("largest_batch") if "largest_batch" in said else self._largest_batch(sequence, plain)
+        figures: dict[str, Any] = {"peak_bytes": peak, "host_bytes": trace.host_peak_bytes, "step_time": time}
+        figures |= {"overhead": time / self.time - 1 if self.time else 0.0, "largest_batch": most}
+        return PlannedStep(name, **{"fits": peak <= self.limit, "moves": ", ".join(moves), **figures, **said})
+
+    def _largest_batch(self, sequence: Sequence, plain: bool) -> int | None:
+        """About the largest batch with which the sequence fits: each level lies on the line through two batches."""
+        if (growth := self.growth) is None:
+            return None
+        before, later = (self.at(n).levels(sequence, plain) for n in (growth.batch, growth.count))
+        grows = [(b - a) / (growth.count - growth.batch) for a, b in zip(before, later, strict=True)]
+        if any(level > self.limit for level, more in zip(before, grows, strict=True) if more <= 0):
+            return None
+        rooms = [(self.limit - level) / more for level, more in zip(before, grows, strict=True) if more > 0]
+        return max(0, math.floor(min(rooms, default=0.0) + growth.batch + 1e-9)) or None
+
+    def of(self, setting: Setting) -> PlannedStep:
+        """The row of a setting."""
+        return self.row(str(setting), sequence_of(self.chain, setting), setting == Setting())
+
+    def elsewhere(self) -> list[PlannedStep]:
+        """Plain PyTorch, and what is set elsewhere. Where that moves parameters, with the fastest of keeping all
+        activations and checkpointing that fits, or the smallest."""
+        found = [self.of(Setting(how)) for how in ACTIVATIONS]
+        if any(group.grad_bytes for group in self.groups):
+            found.append(self._best(Setting(how, parameters=UPDATED_ON_HOST) for how in _FASTEST_FIRST))
+            found.append(self._best(self._swapped(how) for how in _FASTEST_FIRST))
+            found.append(self._best(Setting(how, parameters=ON_HOST) for how in _FASTEST_FIRST))
+        return found
+
+    def _best(self, settings: Iterable[Setting]) -> PlannedStep:
+        rows = [self.of(setting) for setting in settings]
+        best = min(rows, key=lambda row: (not row.fits, row.step_time if row.fits else row.peak_bytes))
+        batches = [row.largest_batch for row in rows if row.largest_batch is not None]
+        return replace(best, largest_batch=max(batches, default=None))
+
+    def _swapped(self, how: str) -> Setting:
+        """The fewest groups that must be swapped, or all."""
+
+        def fits(count: int) -> bool:
+            setting = Setting(how, parameters=SWAPPED, swapped=count)
+            return max(self.levels(sequence_of(self.chain, setting))) <= self.limit
+
+        count = bisect_right(range(len(self.groups)), False, key=fits)
+        return Setting(how, parameters=SWAPPED, swapped=max(1, count))
+
+    def within_mem_limit(self, name: str, which: int, sequence: Sequence, **said: Any) -> PlannedStep:
+        """The row of a plan of the activations on the chain `which`, with the updates after it."""
+        whole = replace(self, which=which)
+        if self.groups:
+            sequence = place(whole.chain, sequence.ops, [RESIDENT] * len(self.groups), "after")
+        return whole.row(name, sequence, fits=True, **said)
+
+    def placed(self, plain: PlannedStep, options: dict[str, Any]) -> tuple[list[PlannedStep], float | None]:
+        """The steps that move parameters, too, with updates after the backward and during it, and the seconds that no
+        such step can beat. plain: the plain model's step; where it fits nothing moves. options: of `Checkpointable`,
+        for the setting."""
+        rows: list[PlannedStep] = []
+        chain, limit, bound = self.chain, self.limit - self.beside, None
+        best: Candidate | None = None
+        for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
+            during = {"updates": updates} if updates != "after" else {}
+            name = ", ".join(["rotoff, device_limit", *(f"updates {when}" for when in during.values())])
+            most = None if self.growth is None else largest_within(self.limit, partial(self.least, updates))
+            if plain.fits:
+                rows.append(replace(plain, name=name, largest_batch=most))
+                continue
+            if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
+                continue
+            bound = steady_bound(chain, limit, "during") if bound is None else bound  # for both, and hardly differs
+            best = _best(chain, limit, updates, bound, best)
+            said = {"device_limit": as_size(self.limit), "optimizer": Bare("optimizer"), **during, **options}
+            sequence = Sequence(best.ops, resident=list(best.resident))
+            rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=attaching(**said)))
+        return rows, bound
+
+
+class Bare(str):
+    """A name, shown without quotes."""
+
+    __repr__ = str.__str__
+
+
+def attaching(*positional: Any, **options: Any) -> str:
+    """The call of `rotoff.attach` as text."""
+    said = ["model", *map(repr, positional), *(f"{name}={value!r}" for name, value in options.items())]
+    return f"rotoff.attach({', '.join(said)})"
+
+
+def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate | None) -> Candidate:
+    """The best plan found; `known` if that is close to the bound, and else a search starts from it."""
+    budget = replace(Budget.of(EFFORT), bound=bound)
+    if known is not None and known.makespan <= budget.enough(chain):
+        return known
+    codes = () if known is None or known.codes is None else (known.codes,)
+    found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates, codes), "joint")
+    return found if known is None else min(found, known, key=lambda one: one.makespan)
+
+
+# -- of a model
+
 
 def whole_device(
-    profile: Estimate, device: Device, optimizer: str, host_bandwidth: float, master_weights: bool = False
-) -> WholeDevice:
-    """What training a model of this profile takes. master_weights: whether parameters in half precision have a copy in
-    float32, and their states are in float32, too."""
+    profile: Estimate,
+    device: Device,
+    limit: int,
+    optimizer: str,
+    host_bandwidth: float,
+    master_weights: bool = False,
+    growth: Growth | None = None,
+) -> tuple[WholeDevice, dict[str, int]]:
+    """What training a model of this profile takes, and the bytes by name that lie on the device between steps if no
+    parameters move. master_weights: whether parameters in half precision have a copy in float32, and their states are
+    in float32, too."""
     every = list(profile.step.model.parameters())
     trained = [p for p in every if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
     rate = device.memory_bandwidth * device.memory_efficiency
 
     def masters(parameters: Iterable[nn.Parameter]) -> int:
-        return sum(master_bytes(p, probe.state_bytes(p), optimizer) for p in parameters) if master_weights else 0
+        return sum(_master_bytes(p, probe.state_bytes(p), optimizer) for p in parameters) if master_weights else 0
 
     def group(stages: tuple[int, ...], part: list[nn.Parameter]) -> ParameterGroup:
         nbytes, name = sum(map(room_of, part)), profile.chain.stage(stages[0]).name
@@ -137,7 +283,15 @@ def whole_device(
     beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
     beside += masters(outside) + probe.update_bytes(outside) + probe.unplaced_bytes(every)
     groups = tuple(group(stages, part) for stages, part in parts)
-    return WholeDevice(profile.moving, groups, beside, masters(trained), tuple(trained))
+    meta = profile.meta
+    resident = {
+        "parameters": meta["parameter_bytes"],
+        "buffers": meta["buffer_bytes"],
+        "gradients": meta["trained_bytes"],
+        f"{optimizer} states": OPTIMIZER_STATES[optimizer] * meta["trained_bytes"] + masters(trained),
+        "batch": profile.batch_bytes,
+    }
+    return WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving), resident
 
 
 def _members(profile: Estimate) -> dict[tuple[tuple[int, ...], bool], list[nn.Parameter]]:
@@ -180,51 +334,8 @@ def charging_first_runs(found: TapeChain) -> Chain:
     return replace(found.chain, stages=tuple(stages))
 
 
-def master_bytes(parameter: nn.Parameter, state_bytes: int, optimizer: str) -> int:
+def _master_bytes(parameter: nn.Parameter, state_bytes: int, optimizer: str) -> int:
     """What a copy of `parameter` in float32, and states in float32, take beyond its own states."""
     if not parameter.requires_grad or parameter.element_size() >= 4:
         return 0
     return 4 * parameter.numel() * (1 + OPTIMIZER_STATES[optimizer]) - state_bytes
-
-
-def placed_steps(whole: WholeDevice, plain: PlannedStep, usable: int) -> tuple[PlacedStep, ...]:
-    """The steps that move parameters, too, within `usable` bytes, with updates after the backward and during it.
-
-    plain: the plain model's step; where it fits nothing moves.
-    """
-    rows: list[PlacedStep] = []
-    best: Candidate | None = None
-    chain, unit = whole.chain, whole.chain.compute_time
-    least = {updates: int(whole.least(updates) / (1 - MARGIN)) + 1 for updates in WHEN}
-    for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
-        most = None if whole.growth is None else largest_within(usable, partial(whole.least_at, updates))
-        if plain.fits:
-            held = plain.peak_bytes, plain.host_bytes, unit
-            rows.append(PlacedStep(updates, plain.step_time, plain.overhead, *held, least[updates], most))
-            continue
-        limit = usable - whole.beside
-        if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
-            rows.append(PlacedStep(updates, None, None, None, None, None, least[updates], None))
-            continue
-        bound = steady_bound(chain, limit, "during")  # holds for both, and hardly differs
-        best = _best(chain, limit, updates, bound, best)
-        sequence = Sequence(best.ops, resident=list(best.resident))
-        trace = simulate(chain, sequence, updates=updates)
-        held = max(whole.levels(sequence)), trace.host_peak_bytes, bound
-        overhead = trace.makespan / unit - 1 if unit else 0.0
-        rows.append(
-            PlacedStep(updates, trace.makespan, overhead, *held, least[updates], most, moved_by(sequence, trace))
-        )
-    return tuple(rows)
-
-
-def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate | None) -> Candidate:
-    """The best plan found; `known` if that is close to the bound, and else a search starts from it."""
-    budget = replace(Budget.of(EFFORT), bound=bound)
-    if known is None:
-        return best_candidate(Problem(chain, limit, None, SLOTS, budget, updates), "joint")
-    if known.makespan <= budget.enough(chain):
-        return known
-    codes = () if known.codes is None else (known.codes,)
-    again = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates, codes), "joint")
-    return min(again, known, key=lambda one: one.makespan)

@@ -16,13 +16,14 @@ from torch import nn
 
 import rotoff
 from rotoff.planning.step_planner import StepPlan, compiled
-from rotoff.runtime.links.cuda import CudaLink
+from rotoff.runtime.links.cuda import CudaStreams
 
 pytestmark = pytest.mark.cuda
 
 MODES = ["joint", "remat", "offload"]
 FRACTIONS = [0.8, 0.5, 0.3]
-SIZE = 128 if "STANDIN" in os.environ else 1024  # the stand-in of tests/cuda_standin computes on the CPU
+STANDIN = "STANDIN" in os.environ  # tests/cuda_standin, which computes on the CPU
+SIZE = 128 if STANDIN else 1024
 
 
 @pytest.fixture(autouse=True)
@@ -94,9 +95,19 @@ def test_gradients_and_buffers_equal_the_plain_models_to_rounding(name: str, mod
     model.close()
 
 
+def odd() -> tuple[nn.Sequential, torch.Tensor]:
+    """Sizes that no power of two divides: the allocator does not split a block where at most 1 MiB would be left."""
+    torch.manual_seed(0)
+    width = SIZE * 3 // 4 + 9
+    blocks = [Block(width) for _ in range(8)]
+    model = nn.Sequential(nn.Linear(250, width), *blocks, nn.Linear(width, 61), MeanSquare()).cuda()
+    return model, torch.randn(4 * SIZE + 1, 250, device="cuda")
+
+
 @pytest.mark.parametrize("mode", MODES)
-def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str) -> None:
-    module, x = large()
+@pytest.mark.parametrize("sizes", [large, odd])
+def test_the_peak_stays_below_the_prediction_and_the_limit(sizes: Any, mode: str, record_property: Any) -> None:
+    module, x = sizes()
     model = rotoff.Checkpointable(module).measure(x)
     everything = model.keep_all_memory
     for fraction in FRACTIONS:
@@ -110,31 +121,11 @@ def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str) -> None:
         gc.collect()
         resident = torch.cuda.memory_allocated()
         peak, predicted = step_peak(lambda: step(model, x)), model.get_expected_memory()
+        record_property(f"asked for, given and predicted bytes at {fraction}", f"{peak.asked} {peak.given} {predicted}")
         assert peak.asked <= predicted <= everything * fraction, (mode, fraction, peak)
         assert peak.given <= predicted + peak.slack, (mode, fraction, peak)
-        assert predicted <= 1.05 * peak.given, (mode, fraction, peak)
+        assert predicted <= 1.05 * peak.given or sizes is odd, (mode, fraction, peak)
         assert torch.cuda.memory_allocated() == resident
-    model.close()
-
-
-def test_the_peak_of_odd_sizes_as_asked_for_and_as_the_allocator_gives_it(record_property: Any) -> None:
-    """The allocator does not split a block where at most 1 MiB would be left, and then counts all of it as allocated,
-    so each block above 1 MiB may be counted up to 1 MiB larger than it was asked for, as its history will have it. What
-    is asked for is the model's doing, and must be as predicted to the byte."""
-    torch.manual_seed(0)
-    odd = SIZE * 3 // 4 + 9  # 777 on a GPU
-    module = nn.Sequential(
-        nn.Linear(250, odd), *[Block(odd) for _ in range(8)], nn.Linear(odd, 61), MeanSquare()
-    ).cuda()
-    x = torch.randn(4 * SIZE + 1, 250, device="cuda")
-    model = rotoff.Checkpointable(module).measure(x)
-    for fraction in (0.7, 0.4):
-        model.compute_sequence(int(model.keep_all_memory * fraction))
-        with_zero_gradients(model)
-        peak, predicted = step_peak(lambda: step(model, x), warm=2), model.get_expected_memory()
-        record_property(f"asked for, given and predicted bytes at {fraction}", f"{peak.asked} {peak.given} {predicted}")
-        assert peak.asked <= predicted, (fraction, peak)
-        assert peak.given <= predicted + peak.slack, (fraction, peak)
     model.close()
 
 
@@ -291,40 +282,46 @@ def test_an_allocator_that_has_to_try_again_is_said_once(
     model.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_late_compute_changes_nothing(mode: str) -> None:
-    """A sleep kernel before every stage's forward: a copy that waits for no compute would carry what is not there
-    yet."""
+@pytest.mark.parametrize("late", ["compute", "copies"])
+def test_whatever_comes_late_changes_nothing(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sleep kernel before every stage's forward, or before every copy: a missing wait would show in the gradients."""
     plain, _ = large()
     module, x = large()
     model = rotoff.Checkpointable(module).measure(x)
-    model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)
-    for stage in module:
-        stage.register_forward_pre_hook(lambda *_: torch.cuda._sleep(5_000_000))
+    model.compute_sequence(int(model.keep_all_memory * 0.6), mode="offload")
+    assert model._latest.plan.trace.d2h_bytes > 0
+    copy = CudaStreams.copy
+
+    def sleeping(self: CudaStreams, stream: Any, pairs: Any) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(5_000_000)
+        copy(self, stream, pairs)
+
+    if late == "copies":
+        monkeypatch.setattr(CudaStreams, "copy", sleeping)
+    else:
+        for stage in module:
+            stage.register_forward_pre_hook(lambda *_: torch.cuda._sleep(5_000_000))
     torch.testing.assert_close(step(model, x), step(plain, x))
     for a, b in zip(gradients(model), gradients(plain), strict=True):
         torch.testing.assert_close(a, b)
     model.close()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_fragmentation_stays_flat_over_a_thousand_steps(mode: str, record_property: Any) -> None:
+def test_fragmentation_stays_flat_over_hundreds_of_steps(record_property: Any) -> None:
     """Of what is reserved: what is unused of that grows with garbage of other tests, collected meanwhile."""
-    torch.manual_seed(0)
-    module = nn.Sequential(
-        nn.Linear(256, SIZE // 2), *[Block(SIZE // 2) for _ in range(6)], nn.Linear(SIZE // 2, 64)
-    ).cuda()
-    x = torch.randn(2 * SIZE, 256, device="cuda")
+    module, x = large()
+    module, x = module[:6].append(MeanSquare()), x[: 2 * SIZE]
     model = rotoff.Checkpointable(module).measure(x)
-    model.compute_sequence(int(model.keep_all_memory * 0.6), mode=mode)
+    model.compute_sequence(int(model.keep_all_memory * 0.6))
     with_zero_gradients(model)
     reserved = []
-    for n in range(1000):
-        model(x).square().mean().backward()
-        if n % 100 == 99:
-            torch.cuda.synchronize()
-            reserved.append(torch.cuda.memory_reserved())
-    record_property(f"reserved in mode {mode}, MiB", [round(n / 2**20, 1) for n in reserved])
+    for _ in range(5):
+        for _ in range(20 if STANDIN else 200):
+            model(x).backward()
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    record_property("reserved, MiB", [round(n / 2**20, 1) for n in reserved])
     assert reserved[-1] <= reserved[0]
     model.close()
 
@@ -360,32 +357,8 @@ def test_a_step_without_room_leaves_nothing_behind_and_the_next_one_is_the_plain
     model.close()
 
 
-def test_late_copies_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sleep kernel before every copy: a missing wait would show in the gradients."""
-    plain, _ = large()
-    module, x = large()
-    model = rotoff.Checkpointable(module).measure(x)
-    model.compute_sequence(int(model.keep_all_memory * 0.6), mode="offload")
-    assert model._latest.plan.trace.d2h_bytes > 0
-    begin = CudaLink._start
-
-    def late(self: CudaLink, *args: object, **kwargs: object) -> object:
-        for side in (self._outward, self._inward):
-            with torch.cuda.stream(side):
-                torch.cuda._sleep(5_000_000)
-        return begin(self, *args, **kwargs)
-
-    monkeypatch.setattr(CudaLink, "_start", late)
-    torch.testing.assert_close(step(model, x), step(plain, x))
-    for a, b in zip(gradients(model), gradients(plain), strict=True):
-        torch.testing.assert_close(a, b)
-    model.close()
-
-
 # -- the first replay of a training finds what measuring left on autograd's thread: cuDNN's choices of algorithms, workspaces
 
-
-STANDIN = "STANDIN" in os.environ
 # shapes that no other test has, since the choices are the process's
 WIDTH, BATCH, SIDE = (7, 3, 14) if STANDIN else (72, 24, 60)
 

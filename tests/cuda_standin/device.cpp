@@ -789,17 +789,17 @@ int64_t attention_choice(const Tensor& q, const Tensor& k, const Tensor&, const 
   const bool plain = q.dim() == 4 && q.size(1) == k.size(1) && !mask;
   return static_cast<int64_t>(at::globalContext().userEnabledMemEfficientSDP() && plain ? at::SDPBackend::efficient_attention : at::SDPBackend::math);
 }
-// LSTMs as cuDNN has them: the dropout between their layers comes out of a buffer of the device's that goes on from run to run. The first run after
-// the generator's state was set fills it anew, from a number that the host waits for.
-Tensor recurrent_dropout(const Tensor& like, double p) {
-  static Tensor buffer;
-  static Generator bits;
-  if (std::exchange(at::check_generator<CudaGenerator>(default_generator())->anew, false)) {
-    waits("item");
-    bits = next_numbers();
-    buffer = at::empty({2 << 20}, like.options().dtype(kByte));
-  }
-  return to_device(at::empty(like.sizes(), like.options().device(kCPU)).bernoulli_(1 - p, bits).div_(1 - p));
+// LSTMs as cuDNN has them: the dropout between their layers comes out of a buffer of the device's, which each run changes unseen. The first run after
+// the generator's state was set makes it anew, from a number that the host waits for.
+Tensor dropout_state(int64_t seed, const Tensor& like) {
+  const Tensor made = at::empty({2 << 20}, like.options().dtype(kByte));
+  kernel([words = static_cast<int64_t*>(made.data_ptr()), seed] { words[0] = seed, words[1] = 0; });
+  return made;
+}
+Tensor recurrent_dropout(const Tensor& state, const Tensor& like, double p) {
+  const Tensor made = at::empty(like.sizes(), like.options());
+  kernel([t = raw(made), words = static_cast<int64_t*>(state.data_ptr()), p] { t.bernoulli_(1 - p, numbers(words[0], words[1]++)).div_(1 - p); });
+  return made;
 }
 // All layers, on the CPU; of several, `masks` lie between them.
 std::vector<Tensor> layers_on_cpu(const std::vector<Tensor>& given, const std::optional<Tensor>& masks, bool batch_first) {
@@ -845,8 +845,13 @@ struct Lstm : torch::autograd::Function<Lstm> {
     std::optional<Tensor> masks;
     const int64_t layers = given[1].size(0), width = given[1].size(2);
     if (p > 0 && layers > 1) {
+      static Tensor state;
+      if (std::exchange(at::check_generator<CudaGenerator>(default_generator())->anew, false) || !state.defined()) {
+        const auto seed = at::empty({}, given[0].options().dtype(kLong)).random_().item<int64_t>();
+        state = operation<Tensor(int64_t, const Tensor&)>("standin::dropout_state").call(seed, given[0]);
+      }
       const auto like = given[0].new_empty({layers - 1, given[0].size(0), given[0].size(1), width});
-      masks = operation<Tensor(const Tensor&, double)>("standin::recurrent_dropout").call(like, p);
+      masks = operation<Tensor(const Tensor&, const Tensor&, double)>("standin::recurrent_dropout").call(state, like, p);
     }
     auto made = operation<decltype(lstm_forward)>("standin::lstm").call(given, masks, batch_first);
     std::vector<Tensor> saved(given.begin(), given.end());
@@ -922,11 +927,13 @@ static int recurrent = (at::native::lstm_cudnn_stub.set_cuda_dispatch_ptr(&lstm)
 static int attending = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention_choice), 0);
 
 TORCH_LIBRARY(standin, m) {
-  m.def("recurrent_dropout(Tensor like, float p) -> Tensor", {at::Tag::nondeterministic_seeded});
+  m.def("dropout_state(int seed, Tensor like) -> Tensor", {at::Tag::nondeterministic_seeded});
+  m.def("recurrent_dropout(Tensor state, Tensor like, float p) -> Tensor", {at::Tag::nondeterministic_seeded});
   m.def("lstm(Tensor[] given, Tensor? masks, bool batch_first) -> Tensor[]");
   m.def("lstm_backward(Tensor[] gradients, Tensor[] given, Tensor? masks, bool batch_first) -> Tensor[]");
 }
 TORCH_LIBRARY_IMPL(standin, CUDA, m) {
+  m.impl("dropout_state", dropout_state);
   m.impl("recurrent_dropout", recurrent_dropout);
   m.impl("lstm", lstm_forward);
   m.impl("lstm_backward", lstm_backward);
@@ -960,7 +967,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 // -- for standin.py
 
 extern "C" {
-void standin_init() { initialised = true; }
+void standin_init() { at::globalContext().lazyInitDevice(DeviceType::CUDA); }
 void standin_resize(c10::StorageImpl* storage, int64_t nbytes) {
   DataPtr data = allocator.allocate(nbytes);
   if (const auto kept = std::min<int64_t>(nbytes, storage->nbytes()))

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import rotoff
 from rotoff.errors import OptionError
 from rotoff.io import cache as cache_module
 from rotoff.io.cache import KEPT, Cache, code_of, default_directory
+from rotoff.planning import step_planner
 
 
 def test_what_is_kept_is_found_again(tmp_path: Path) -> None:
@@ -148,6 +150,28 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, caplog: pyte
     (tmp_path / "file").write_text("")
     Cache(tmp_path / "file").keep("plan", 1, 2)
     assert "cannot write to the cache directory" in caplog.text
+
+
+def test_the_next_process_has_the_plan_without_a_search(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its times are others, on a busy machine by more than a few percent."""
+    monkeypatch.setattr(step_planner, "AS_GOOD", 2)
+
+    def planned(**options: Any) -> rotoff.Sequence:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(14)))
+        wrapped = rotoff.Checkpointable(model, cache_directory=tmp_path).measure(torch.randn(512, 32))
+        return wrapped.compute_sequence(int(0.5 * wrapped.keep_all_memory), **options).sequence
+
+    with caplog.at_level(logging.INFO, "rotoff"):
+        first = planned(mode="remat")
+        assert "from the cache" not in caplog.text
+        assert planned(mode="remat").ops == first.ops
+        assert caplog.text.count("from the cache") == 1
+        planned(mode="remat", refine=False)
+        planned(mode="joint")
+    assert caplog.text.count("from the cache") == 1
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_the_oldest_entries_go(tmp_path: Path) -> None:

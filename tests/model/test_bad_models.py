@@ -186,7 +186,7 @@ def test_a_model_that_was_never_planned_is_the_plain_one() -> None:
 
 @pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(nn.Identity(), nn.Identity())], ids=["one", "two"])
 def test_a_model_that_computes_nothing(model: nn.Module) -> None:
-    for ask in (lambda x: Checkpointable(model).measure(x), lambda x: plan(model, x, cache_directory=False)):
+    for ask in (lambda x: Checkpointable(model).measure(x), lambda x: plan(model, x)):
         with pytest.raises(MeasureError, match="the forward computes nothing"):
             ask(torch.randn(4, 4))
 
@@ -300,16 +300,14 @@ def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch
 
 
 def in_a_plan(*args: Any, **kwargs: Any) -> Any:
-    found = plan(*args, device="RTX 4090", cache_directory=None, **kwargs)
-    return [row.min_mem_limit for row in found.rows], found.resident_bytes, found.keep_all_bytes
+    found = plan(*args, device="RTX 4090", **kwargs)
+    return found.min_mem_limits, found.resident_bytes, found.keep_all_bytes
 
 
 ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "plan": in_a_plan,
     "plan, sgd": lambda model, x: in_a_plan(model, x, optimizer="sgd"),
-    "plan, pipeline": lambda model, x: [
-        row.keep_all_bytes for row in plan(model, x, pipeline=2, microbatches=4, cache_directory=None).rows
-    ],
+    "plan, pipeline": lambda model, x: [row.keep_all_bytes for row in plan(model, x, pipeline=2, microbatches=4).rows],
     "estimate": lambda model, x: estimate(model, x, device="RTX 4090").stages,
     "estimate, CPU": lambda model, x: estimate(model, x, device="CPU").stages,
     "largest": lambda model, x: (

@@ -162,6 +162,18 @@ def test_queued_copies_are_timed_together(clock: Clock, nbytes: int, rate: float
     assert (FileLink.queues, CudaLink.queues) == (False, True)
 
 
+def test_the_time_to_start_the_copy_of_a_tensor_is_a_part_of_the_rate(clock: Clock) -> None:
+    class Starting(CachedLink):
+        queues = True
+
+        def _copy(self, tensors: Any, offset: int, out: bool) -> Copy:
+            self._clock.now += 50e-6 * len(tensors)
+            return super()._copy(tensors, offset, out)
+
+    for rate in measure_bandwidth(Starting(clock), 16 << 20):
+        assert rate == pytest.approx(PIECE_BYTES / (PIECE_BYTES / COLD + 50e-6), rel=0.01)
+
+
 def test_pinned_memory_is_released_after_measuring_bandwidth(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who only recomputes has none at all, and a link whose memory steps have used keeps it."""
     made: list[Closing] = []
@@ -208,10 +220,10 @@ class TwoWays(CachedLink):
         self._lanes: tuple[list[Copy], list[Copy]] = [], []
 
     def _copy(self, tensors: Any, offset: int, out: bool) -> Copy:
-        (data,) = tensors
-        assert offset + data.numel() <= self.capacity
+        nbytes = sum(one.numel() for one in tensors)
+        assert offset + nbytes <= self.capacity
         self.copies += 1
-        self._lanes[not out].append(Copy(data.numel()))
+        self._lanes[not out].append(Copy(nbytes))
         return self._lanes[not out][-1]
 
     def drain(self) -> None:

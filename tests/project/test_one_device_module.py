@@ -9,9 +9,8 @@ import rotoff
 from rotoff.accelerator import ACCELERATORS
 
 ROOT = Path(rotoff.__file__).parent
-# The module itself; the checks of `rotoff doctor`, which say more about CUDA than a step needs; and the tape, which
-# is not in use yet.
-BESIDE = {"accelerator.py", "tools/doctor", "tape"}
+# The module itself, and the checks of `rotoff doctor`, which say more about CUDA than a step needs.
+BESIDE = {"accelerator.py", "tools/doctor"}
 
 
 def named(source: str) -> list[int]:

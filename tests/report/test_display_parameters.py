@@ -124,7 +124,7 @@ def test_the_timeline_has_a_lane_for_the_host() -> None:
         "host → device",
         "host",
     ]
-    assert "over forward and backward alone" in figure.get_suptitle()
+    assert "over keeping everything" in figure.get_suptitle()
 
 
 def test_a_trace_names_groups_and_their_bytes() -> None:
@@ -161,12 +161,12 @@ def test_the_command_line_takes_chains_with_parameters(tmp_path: Path, capsys: p
     assert json.loads(out("show", chain, "--json"))["keep_all"]["makespan"] == 36 + 15
     told = json.loads(out("show", chain, plan, "--json"))["parameters"]
     assert {row["group"]: row["fate"] for row in told} == WORDS
-    assert json.loads(out("simulate", chain, plan, "--json"))["makespan"] == simulate(CHAIN, PLAN).makespan
-    out("simulate", chain, plan, "--updates", "after", code=1)
+    assert json.loads(out("show", chain, plan, "--json"))["makespan"] == simulate(CHAIN, PLAN).makespan
+    out("show", chain, plan, "--updates", "after", code=1)
     made = str(tmp_path / "made.json")
     out("solve", chain, "--mem-limit", "1500", "--policy", "streaming", "--option", "effort=0", "-o", made)
     assert "updated on the host" in out("show", chain, made)
-    assert "step" in out("simulate", chain, made, "--updates", "after")
+    assert "step" in out("show", chain, made, "--updates", "after")
     written = tmp_path / "trace.json"
-    out("plot", chain, made, "-o", str(written))
+    out("show", chain, made, "-o", str(written))
     assert json.loads(written.read_text(encoding="utf-8"))["traceEvents"]

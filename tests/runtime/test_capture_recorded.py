@@ -110,12 +110,12 @@ def test_stages_are_shown_as_a_table() -> None:
     model = Masked()
     found = rotoff.stages(model, torch.randn(16, 8), torch.arange(16) % 2 == 0)
     assert "cut where few bytes cross" in found.strategy
-    assert [row.number for row in found] == list(range(1, len(found) + 1))
-    lines = repr(found).splitlines()
-    assert [line.split()[0] for line in lines[2:]] == [str(row.number) for row in found]
-    assert lines[1].split()[:6] == ["stage", "module", "output", "saved", "forward", "backward"]
-    assert "or" in lines[1].split()  # the forms, each with its bytes
-    assert found.to_dict()["stages"][1]["saved_bytes"] == found[1].saved_bytes > 0
+    lines = str(found).splitlines()
+    assert lines[1].split()[:4] == ["stage", "module", "output", "saved"]
+    assert "or saved" in lines[1]  # the forms, each with its bytes
+    for number, (line, stage) in enumerate(zip(lines[2:], found.chain.stages, strict=False), 1):
+        assert line.split()[0] == str(number) and rotoff.format_bytes(stage.saved_bytes) in line
+    assert found.to_dict()["stages"][1]["saved_bytes"] == found.chain.stages[1].saved_bytes > 0
     two = rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2))
     assert "end where calls of 2 modules end" in two.strategy
 

@@ -4,20 +4,11 @@ out. Those of the second fail in some runs."""
 from __future__ import annotations
 
 KNOWN_FAULTS = {
-    "model/test_integrations.py::test_trainer_is_charged_for_what_it_holds_alone[0.0]": (
-        "within the Trainer a step allocates 0.1 to 0.3 % more than predicted"
-    ),
     "profile/test_predicted_bytes.py::test_casts_of_inner_autocast_are_charged[False]": (
         "predicted bytes are 13 % above the measured ones where autocast regions are closed within the forward"
     ),
-    "planning/test_random_courses.py::test_courses_that_take_turns_come_to_have_one_plan": (
-        "few stages: the smallest limit is what keeping everything takes"
-    ),
     "profile/test_forms.py::test_order_checker_notices_missing_wait_for_form": (
         "the checker of the tests' link does not see what the tape's slots read"
-    ),
-    "runtime/test_held_elsewhere.py::test_a_graph_that_waits_is_none_the_worse_for_a_measurement": (
-        "a graph that waits while another forward changes a buffer that it reads again is refused"
     ),
     **dict.fromkeys(
         (
@@ -30,9 +21,6 @@ KNOWN_FAULTS = {
         ),
         "the smallest limit is what keeping everything takes, so there is no plan to compare",
     ),
-    "runtime/test_check.py::test_a_step_beyond_the_limit_off_course_is_said_once": (
-        "a step off its course does not say by how much it exceeds the limit"
-    ),
     "runtime/test_placed_sizes.py::test_smaller_batches_need_no_search[after]": (
         "under a device_limit each new size is recorded, and planned from its own record"
     ),
@@ -42,9 +30,6 @@ KNOWN_FAULTS = {
             for name in ("deep-after", "tied-during")
         ),
         "predicted bytes are 6 to 18 % above the measured ones",
-    ),
-    "tools/test_doctor.py::test_copies_that_are_less_hidden_than_predicted": (
-        "after a step at another size the recording of times waits for a course that is not the next one"
     ),
     "tools/test_largest.py::test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again": (
         "an estimate does not follow what the model asks of values, and has few stages from there on"

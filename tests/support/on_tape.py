@@ -15,7 +15,16 @@ from rotoff.tape import kernel
 from rotoff.tape.tape import Tape
 
 Kernel: Any = None if kernel.Tape is Tape else kernel.Tape
+
+
+class AsMode(Tape):
+    """As where there is no kernel."""
+
+    is_mode = True
+
+
 TAPES = [
+    pytest.param(AsMode, id="mode"),
     pytest.param(Tape, id="plain"),
     pytest.param(Kernel, id="compiled", marks=pytest.mark.skipif(Kernel is None, reason="no kernel for this torch")),
 ]

@@ -11,7 +11,7 @@ from rotoff.core.chain import Chain, LinkRates
 from rotoff.planning.stages import StagesOption, stages_of
 from rotoff.profile.estimate.fake_trace import run_backward, starts
 from rotoff.profile.recorded_step import RecordedStep
-from rotoff.profile.tape_chain import chain_of
+from rotoff.profile.tape_chain import begins_of, chain_of
 from rotoff.profile.trace import Trace, trace_of
 from rotoff.tape.contents import Slot
 from rotoff.tape.tape import Known
@@ -49,4 +49,6 @@ def recorded_chain(model: nn.Module, *args: Any, stages: StagesOption = None, **
         t.untyped_storage().nbytes() for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)
     )
     trace = recorded(model, args, kwargs)
-    return chain_of(trace, LinkRates(1e9, 1e9), stages_of(model, stages), beside=batch).chain
+    cut = stages_of(model, stages)
+    names = () if isinstance(cut, int) else cut
+    return chain_of(trace, LinkRates(1e9, 1e9), begins_of(trace, cut), names, beside=batch).chain

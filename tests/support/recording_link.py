@@ -20,7 +20,7 @@ from order_checker import HOST, Recording
 
 import rotoff
 from rotoff.runtime.links.base import Link, Offset, Range
-from rotoff.runtime.links.cuda import StreamLink
+from rotoff.runtime.links.cuda import CudaStreams, StreamLink
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.links.pool import LinkPool
@@ -74,8 +74,8 @@ class Mark:
         self.mark = 0
 
 
-class RecordingStreams:
-    """`Streams` over tensors on the CPU.
+class RecordingStreams(CudaStreams):
+    """Streams over tensors on the CPU.
 
     recording: what was done so far. eagerness: the chance that a copy runs at each opportunity before it is forced to;
     0 is the latest moment that the waits allow. seed: of that chance.
@@ -174,11 +174,9 @@ class RecordingSegment:
 class RecordingLink(StreamLink):
     """The CUDA link over `RecordingStreams`.
 
-    recording: always true; `log` has the run so far. eagerness, seed: see `RecordingStreams`. scribble: whether memory
+    log: the run so far. eagerness, seed: see `RecordingStreams`. scribble: whether memory
     that is given back is overwritten at once, as its next owner would.
     """
-
-    recording = True
 
     def __init__(self, eagerness: float = 0.0, seed: int = 0, scribble: bool = True) -> None:
         self.streams = RecordingStreams(eagerness, seed)
@@ -226,8 +224,6 @@ class RecordingFileLink(FileLink):
 
     scribble: whether memory that is given back is overwritten at once, as its next owner would.
     """
-
-    recording = True
 
     def __init__(self, directory: str | None = None, delay: float = 0.0, scribble: bool = True) -> None:
         super().__init__(directory)

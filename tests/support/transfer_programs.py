@@ -52,6 +52,8 @@ class TransferProgram:
         self, link: Any, seed: int, without: int | None = None, elsewhere: Any = None, sizes: Sequence[int] = ()
     ):
         self.link = link
+        # where the link records what compute does
+        self.access, self.release = (getattr(link, name, lambda *_: None) for name in ("access", "release"))
         self.random = random.Random(seed)
         self.without = without
         self.elsewhere = elsewhere
@@ -165,13 +167,13 @@ class TransferProgram:
 
     def fill(self, value: Value, what: str) -> None:
         tensors = value.here[0].tensors
-        self.link.access(what, [], storages(tensors))
+        self.access(what, [], storages(tensors))
         self.before_compute()
         for i, tensor in enumerate(tensors):
             tensor.copy_(pattern(tensor.numel(), value.seed + i, tensor.device))
 
     def read(self, value: Value, copy: Copy, what: str) -> None:
-        self.link.access(what, storages(copy.tensors), [])
+        self.access(what, storages(copy.tensors), [])
         self.seen += [(tensor.clone(), (tensor.numel(), value.seed + i)) for i, tensor in enumerate(copy.tensors)]
 
     def fetch(self, value: Value) -> None:
@@ -195,7 +197,7 @@ class TransferProgram:
         return self.elsewhere() if self.elsewhere is not None and self.random.random() < 0.5 else nullcontext()
 
     def give_back(self, value: Value, what: str) -> None:
-        self.link.release(what, storages(value.here[0].tensors))
+        self.release(what, storages(value.here[0].tensors))
         del value.here[0]
 
     def finish(self, value: Value) -> None:

@@ -25,7 +25,7 @@ import rotoff
 from rotoff.core.chain import LinkRates
 from rotoff.profile.estimate.devices import find
 from rotoff.profile.estimate.fake_trace import fake_step
-from rotoff.profile.tape_chain import chain_of
+from rotoff.profile.tape_chain import begins_of, chain_of
 from rotoff.profile.trace import Trace, trace_of
 from rotoff.solver.plan_codes import keep_all
 
@@ -76,8 +76,8 @@ def shares(fake: Trace, real: Trace) -> list[float]:
     assert contents(fake) == contents(real)
     assert fake.saved == real.saved
     expected, chains = (
-        chain_of(alike(real), LinkRates(1e9, 1e9, False)),
-        chain_of(alike(fake), LinkRates(1e9, 1e9, False)),
+        chain_of(alike(real), LinkRates(1e9, 1e9, False), begins_of(alike(real))),
+        chain_of(alike(fake), LinkRates(1e9, 1e9, False), begins_of(alike(fake))),
     )
     assert chains.layout == expected.layout
     for one, other in zip(chains.chain.stages, expected.chain.stages, strict=True):
@@ -170,7 +170,7 @@ def test_a_model_for_a_cuda_device_that_is_not_there_has_a_plan() -> None:
     )
     block, numbers = sorted([x.nbytes, 4 * 2 * 4 * 64, x.nbytes, x.numel()]), 512
     assert sorted(one.nbytes for one in trace.made) == sorted([*block * 6, *[numbers] * 12])
-    found = chain_of(trace, LinkRates(1e9, 1e9, False))
+    found = chain_of(trace, LinkRates(1e9, 1e9, False), begins_of(trace))
     plan = rotoff.solve(found.chain, rotoff.min_mem_limit(found.chain, "joint"), mode="joint")
     assert 0 < max(found.levels(plan)) < 0.75 * max(found.levels(keep_all(found.chain)))
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from trunks import TABLE, Block, Trunk, drawn
 
-from rotoff.tape import kernel
+from rotoff.tape import dispatch
 from rotoff.tape.tape import Tape
 from rotoff.tape.verify import Known, Verified
 
@@ -448,6 +448,61 @@ def test_where_no_kernel_is_built_the_log_says_that_the_twin_runs(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     with caplog.at_level("INFO", logger="rotoff"):
-        assert kernel._load() is None
+        assert dispatch._load() is None
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "followed in Python" in caplog.text and "_kernel_torch299" in caplog.text
+
+
+look: Callable[[], Any] = bool
+looked_at: list[Any] = []
+
+
+@torch.library.custom_op("rotoff_tests::looking", mutates_args=())
+def looking(x: torch.Tensor) -> torch.Tensor:
+    looked_at.append(look())
+    return x.clone()
+
+
+looking.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("cuda.matmul.allow_fp16_accumulation", True),
+        ("cuda.matmul.allow_fp16_reduced_precision_reduction", False),
+        ("cuda.matmul.allow_bf16_reduced_precision_reduction", False),
+        ("cuda.matmul.fp32_precision", "tf32"),
+        ("cudnn.conv.fp32_precision", "ieee"),
+        ("cudnn.benchmark", True),
+        ("cudnn.deterministic", True),
+        ("mkldnn.enabled", False),
+        ("cuda.preferred_blas_library", "ck"),
+    ],
+)
+def test_a_replay_has_the_settings_of_the_first_run(
+    name: str, other: Any, new_tape: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *path, last = name.split(".")
+    where: Any = torch.backends
+    for part in path:
+        where = getattr(where, part)
+
+    def choose(value: Any) -> None:
+        setattr(where, last, value) if not callable(getattr(where, last)) else getattr(where, last)(value)
+
+    def present() -> Any:
+        return getattr(where, last)() if callable(getattr(where, last)) else getattr(where, last)
+
+    monkeypatch.setitem(globals(), "look", present)
+    looked_at.clear()
+    before, x = present(), torch.ones(3, requires_grad=True)
+    with OnTape(nn.Identity(), [], new_tape).recording():
+        choose(other)
+        try:
+            y = looking(x).square()
+        finally:
+            choose(before)
+    y.sum().backward()
+    assert looked_at[0] == looked_at[1] != before == present()
+    assert len(looked_at) == 2

@@ -86,7 +86,7 @@ def test_a_plan_in_the_same_bytes_is_faster_and_above_the_bound() -> None:
     assert found.now.name == "checkpoint every block" and found.best.setting
     assert found.best.peak_bytes <= found.now.peak_bytes
     assert found.possible.bound_time <= found.best.step_time < found.now.step_time
-    (row,) = (row for row in rotoff.plan(model, x, device="V100").steps if row.name == found.now.name)
+    (row,) = (row for row in rotoff.plan(model, x, device="V100") if row.name == found.now.name)
     assert (row.peak_bytes, row.step_time) == (found.now.peak_bytes, found.now.step_time)
     assert "the settings have a batch of 4, the sample has 4096" in str(found)
     assert f"to paste: {found.best.setting}" in str(found)

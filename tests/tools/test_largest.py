@@ -40,7 +40,7 @@ def deep(n: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -> None:
     found = rotoff.largest(build, device=SMALL, step=step)
     assert found.size > 0 and found.size % step == 0 and found.refused == found.size + step
-    assert found.proven and found.planned is not None and found.planned.works
+    assert found.proven and found.planned is not None and found.planned.fits
     assert f"{found.size} works; {found.refused} cannot work: " in str(found)
     assert len(found.tried) <= 8  # halving what is open asks twice as often
     model, sample = build(found.refused)
@@ -49,7 +49,7 @@ def test_the_largest_fits_and_the_next_is_proven_not_to(build: Any, step: int) -
         refused = rotoff.plan(model, *sample, device=SMALL, modes="joint")
     except rotoff.LimitError:
         return  # what is resident fills it
-    assert not refused.works
+    assert not refused.fits
     assert "alone needs" in found.binds
 
 
@@ -81,10 +81,10 @@ def test_a_limit_above_the_device_is_the_device() -> None:
 def test_a_time_bounds_it_as_well() -> None:
     free = rotoff.largest(rows, device=SMALL, step=1000)
     assert free.planned is not None
-    seconds = free.planned.step_time / 2
+    seconds = free.planned.best.step_time / 2
     found = rotoff.largest(rows, device=SMALL, step_time=seconds, step=1000)
     assert 0 < found.size < free.size
-    assert found.planned is not None and found.planned.step_time <= seconds
+    assert found.planned is not None and found.planned.best.step_time <= seconds
     assert "s a step" in found.binds
     nothing = rotoff.largest(rows, device=SMALL, step_time=1e-12)
     assert (nothing.size, nothing.refused, nothing.planned) == (0, 1, None)
@@ -144,7 +144,7 @@ def test_the_first_device_of_a_list_is_the_first_that_will_do() -> None:
     devices = [SMALL, slow, fast]
     assert rotoff.first_device(model, x, devices=devices).device == "slow"
     assert rotoff.first_device(model, x, devices="V100").device == "V100"
-    seconds = rotoff.plan(model, x, device=fast, modes="joint").step_time
+    seconds = rotoff.plan(model, x, device=fast, modes="joint").best.step_time
     assert rotoff.first_device(model, x, devices=devices, step_time=seconds).device == "fast"
     with pytest.raises(
         InfeasibleError,

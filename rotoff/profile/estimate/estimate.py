@@ -47,7 +47,7 @@ class Estimate(TapeProfile):
         self.step.log = [event for event in log if event.ptr not in gradients]
         trace, self.step.log = trace_of(self.step), log
         plain = {one.name: getattr(self, one.name) for one in fields(TapeProfile)}
-        return TapeProfile(**{**plain, "trace": trace, "like": self.chains[0]})
+        return TapeProfile(**{**plain, "trace": trace, "like": tuple(self.chains)})
 
 
 def estimate_profile(

@@ -167,11 +167,13 @@ class _Nowhere(Spill):
 class FakeStep(RecordedReads):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
+    is_mode = True  # what fake tensors run is below
+
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
         self.model = model
         self._mode, self._births = mode, log
-        self._spill = _Nowhere()
+        self._spill = _Nowhere(self.device)
 
     @staticmethod
     def plain(t: torch.Tensor) -> bool:

@@ -29,7 +29,9 @@ class Growth:
             batch *= 2
             base = estimated(batch) if batch < count else larger
         alike = _stages(base) == _stages(profile) and _shape(base.trace) == _shape(larger.trace)
-        return cls(base, batch, replace(larger, like=base.chains[0]), count) if alike and base is not larger else None
+        if not alike or base is larger:
+            return None
+        return cls(base, batch, replace(larger, like=tuple(base.chains)), count)
 
     @property
     def moving(self) -> Growth:

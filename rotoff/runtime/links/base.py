@@ -46,9 +46,7 @@ class Link(ABC):
     capacity: int  # host bytes that `reserve` has secured
     # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     timed = False
-    recording = False  # whether the interpreter reports to `access` and `release`
     queues = False  # whether copies are queued and run by the device; if not, by the processor that computes
-    typed = False  # whether copies take tensors that hold only float32 as float32, not as bytes
 
     @abstractmethod
     def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
@@ -108,9 +106,3 @@ class Link(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give host memory, files, threads and streams back, once all copies have ended. Closing twice is harmless."""
-
-    def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
-        """If `recording`, the interpreter calls this with the storages that compute is about to read and write."""
-
-    def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
-        """If `recording`, the interpreter calls this with the storages that it is about to free."""

@@ -6,8 +6,8 @@ bytes. `wait` makes the compute stream wait for the copy's own event. After that
 which reuses it in the order of the compute stream. So the allocator needs no `record_stream`, which would return blocks
 late, and the host never waits within a step.
 
-`StreamLink` does all of this through the interface `Streams`. `CudaStreams` implements it by `rotoff.accelerator`, and
-the tests have an implementation for tensors on the CPU, so that they check the order of the code that runs.
+`CudaStreams` is all that a `StreamLink` asks of a device. The tests put another in its place, for tensors on the CPU,
+so that they check the order of the code that runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -24,45 +23,11 @@ from .base import Link, Offset, Range, first_bytes
 from .pinned import Segment, Slab, pin
 
 
-class Streams(Protocol):
-    """What a `StreamLink` needs of a device: queues of work that run in order, and events that order queues."""
-
-    device: torch.device
-    timed: bool  # whether new events can tell when they passed
-
-    def current(self) -> Stream:
-        """The stream on which compute, and so the allocator, is ordered right now on the calling thread."""
-
-    def side(self) -> Stream:
-        """A new stream beside the compute stream."""
-
-    def event(self) -> Event:
-        """A new event; one that was never recorded holds nobody up."""
-
-    def record(self, event: Event, stream: Stream) -> None:
-        """Let `event` mark all work queued on `stream` so far; earlier waits for it keep their old meaning."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Order all work queued on `stream` from now on after what `event` marks now; the host goes on."""
-
-    def finish(self, stream: Stream) -> None:
-        """Block the host until `stream` is empty."""
-
-    def join(self, event: Event) -> None:
-        """Block the host until the work that `event` marks has ended."""
-
-    def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Put a copy on `stream` for each (target, source)."""
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Allocate `nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
-
-    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
-        """Return `nbytes` bytes of pinned host memory, in one piece or more, each of the ranges `whole` in one."""
-
-
 class CudaStreams:
-    """`Streams` of an accelerator."""
+    """Queues of work of an accelerator, each of which runs in order, and events that order queues.
+
+    timed: whether new events can tell when they passed.
+    """
 
     timed = False
 
@@ -70,36 +35,45 @@ class CudaStreams:
         self.device = indexed(named(device))
 
     def current(self) -> Stream:
-        # Asked anew each time: backward runs on another thread, and the user may be on a stream of their own.
+        """The stream on which compute, and so the allocator, is ordered right now on the calling thread. It is asked
+        anew each time: a backward runs on another thread, and the user may be on a stream of their own."""
         return current_stream(self.device)
 
     def side(self) -> Stream:
-        # torch hands its 32 streams of a priority out in turn; users take theirs from the other priority, so that a
-        # copy does not end up in the queue of a user's compute.
+        """A new stream beside the compute stream. torch hands its 32 streams of a priority out in turn; users take
+        theirs from the other priority, so that a copy does not end up in the queue of a user's compute."""
         return new_stream(self.device, priority=-1)
 
     def event(self) -> Event:
+        """A new event; one that was never recorded holds nobody up."""
         return new_event(self.device, self.timed)
 
     def record(self, event: Event, stream: Stream) -> None:
+        """Let `event` mark all work queued on `stream` so far; earlier waits for it keep their old meaning."""
         event.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
+        """Order all work queued on `stream` from now on after what `event` marks now; the host goes on."""
         stream.wait_event(event)
 
     def finish(self, stream: Stream) -> None:
+        """Block the host until `stream` is empty."""
         stream.synchronize()
 
     def join(self, event: Event) -> None:
+        """Block the host until the work that `event` marks has ended."""
         event.synchronize()
 
     def copy(self, stream: Stream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Put a copy on `stream` for each (target, source)."""
         copy_on(stream, self.device, pairs)
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Allocate `nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
+        """Return `nbytes` bytes of pinned host memory, in one piece or more, each of the ranges `whole` in one."""
         return pin(nbytes, self.device, whole)
 
 
@@ -113,7 +87,7 @@ class StreamTicket:
     __slots__ = ("_pool", "_streams", "_tensors", "begin", "compute", "done")
 
     def __init__(
-        self, streams: Streams, pool: list[Event], compute: Stream, done: Event, tensors: Sequence[torch.Tensor]
+        self, streams: CudaStreams, pool: list[Event], compute: Stream, done: Event, tensors: Sequence[torch.Tensor]
     ):
         self._streams = streams
         self._pool = pool
@@ -146,7 +120,7 @@ class StreamLink(Link):
 
     duplex = queues = True
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: CudaStreams) -> None:
         self.device = streams.device
         self.capacity = 0
         self._streams = streams
@@ -254,7 +228,7 @@ class CudaLink(StreamLink):
         super().__init__(CudaStreams(device))
 
 
-def _end(process: int, streams: Streams, sides: tuple[Stream, Stream], slab: Slab) -> None:
+def _end(process: int, streams: CudaStreams, sides: tuple[Stream, Stream], slab: Slab) -> None:
     """Close a link that nobody closed: locked pages must be unlocked before they are unmapped."""
     if slab.nbytes and process == os.getpid():  # a forked child has neither the pages nor CUDA
         for side in sides:

@@ -18,14 +18,15 @@ from typing import Protocol
 
 import torch
 
-from ...accelerator import is_accelerator, numa_node, register, unregister
+from ...accelerator import free_bytes, is_accelerator, numa_node, register, reservable_bytes, unregister
 from ...core.sizes import parse_bytes
-from ...errors import ExecutionError
+from ...errors import ExecutionError, LimitError
 from .base import Range
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python's mmap does not name
 SEGMENT_BYTES = 1 << 30  # what is locked at once: a driver may refuse one range of tens of GiB that it takes in pieces
 LEFT = 0.05  # of what a system says that it has, for what grows meanwhile: page tables, stacks, other processes
+MARGIN = 0.1  # of what a host has free, left by a limit that is found to what others allocate
 CGROUPS, CGROUP_ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 _CURE = (
     'plan fewer host bytes with a larger mem_limit or with mode="remat", give the process more memory, or say in the'
@@ -207,6 +208,20 @@ def available_bytes() -> int | None:
     figures = [_meminfo(), *_cgroup_room()]
     known = [figure for figure in figures if figure is not None]
     return max(int(min(known) * (1 - LEFT)), 0) if known else None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a step may allocate on `device` now, less a margin: on an accelerator, what its allocator may reserve
+    beyond them; else `MARGIN`.
+
+    Raises:
+        LimitError: where the system does not say.
+    """
+    if is_accelerator(device):
+        return reservable_bytes(free_bytes(device))
+    if (available := available_bytes()) is None:
+        raise LimitError('mem_limit "auto" needs a system that says how much memory is free; give a number of bytes')
+    return int(available * (1 - MARGIN))
 
 
 def _mapped(nbytes: int) -> mmap.mmap:

@@ -33,11 +33,12 @@ class Away:
 class Spill:
     """Keeps storages until it is collected.
 
-    directory: of the file; None: the first of the usual temporary directories that is on a disk.
+    device: of the step; what lies elsewhere stays there. directory: of the file; None: the first of the usual temporary
+    directories that is on a disk.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
-        self._directory = directory
+    def __init__(self, device: torch.device, directory: str | os.PathLike[str] | None = None) -> None:
+        self._device, self._directory = device, directory
         self._file: HostFile | None = None
         self._end = 0
         self._full = False
@@ -51,7 +52,7 @@ class Spill:
         nbytes = storage.nbytes()
         if storage.device.type != "cpu":
             return Away(storage.device, nbytes, bytes_in(storage).cpu(), 0)
-        if self._full:
+        if self._full or self._device.type != "cpu":
             return Away(storage.device, nbytes, bytes_in(storage), 0)
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)

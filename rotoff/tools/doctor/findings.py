@@ -32,6 +32,15 @@ class Finding:
         return f"{self.verdict:<9}  {self.check}: {self.sentence}"
 
 
+def judged(figures: dict[str, Any], said: str, *rules: tuple[object, str, str]) -> Finding:
+    """The finding `said`, with the verdict and the words of the first of `rules` that holds: (whether, verdict, words).
+    Without one it is ok."""
+    for holds, verdict, more in rules:
+        if holds:
+            return Finding(verdict, f"{said}; {more}", figures)
+    return Finding(OK, said, figures)
+
+
 @dataclass
 class Report:
     """The findings so far on one device. complete: whether every check has run."""
@@ -57,19 +66,12 @@ class Report:
         """How many checks ended with `verdict`."""
         return sum(finding.verdict == verdict for finding in self.findings)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report for JSON, in the format of docs/command-line.md."""
-        return {
-            "format": "rotoff.doctor",
-            "version": 1,
-            "rotoff": __version__,
-            "device": self.device,
-            "complete": self.complete,
-            "verdict": self.verdict,
-            "seconds": self.seconds,
-            "checks": [{"check": finding.check, **asdict(finding)} for finding in self.findings],
-        }
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to `path`."""
         save_json(path, self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for JSON, in the format of docs/command-line.md."""
+        said = {"device": self.device, "complete": self.complete, "verdict": self.verdict, "seconds": self.seconds}
+        checks = [{"check": finding.check, **asdict(finding)} for finding in self.findings]
+        return {"format": "rotoff.doctor", "version": 1, "rotoff": __version__, **said, "checks": checks}

@@ -1,4 +1,4 @@
-"""Checks of the machine: software versions, and the memory of device and host."""
+"""Checks of the machine: versions, load, memory of device and host, and the bandwidth between them."""
 
 from __future__ import annotations
 
@@ -6,96 +6,178 @@ import os
 import platform
 import resource
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...core.sizes import format_bytes
-from ...runtime.links.pinned import available_bytes
+from ...runtime.links.bandwidth import both_at_once, measure_bandwidth
+from ...runtime.links.host_file import HostFile, choose_directory, filesystem_of
+from ...runtime.links.pinned import SEGMENT_BYTES, Slab, available_bytes, pin
+from ...runtime.links.pool import LinkPool
 from ...version import __version__
-from .findings import ATTENTION, OK, Finding
+from .findings import ATTENTION, FAILED, Finding, judged
 
 TESTED = ((2, 11), (2, 15))  # the oldest and the newest torch that the tests ran with
 BUSY = 0.25  # share of the device's memory: if other processes hold more, the check says so
 LOADED = 0.5  # processes that run for each core of the machine: with more, it is busy
 LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offload very little
+MIB = 1 << 20
+PINNED = 2 * SEGMENT_BYTES  # bytes to pin: more than one segment
+FILE = 256 * MIB
+COPIED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # bytes of one copy
+MOST = 2e12  # B/s: no link and no page cache is faster
+BESIDE = 0.2, 1.5  # least and most share of a bandwidth that is left while the other direction is busy
+SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
 
 
 def versions(device: torch.device) -> Finding:
     """Versions of rotoff, torch, CUDA, driver, Python and system."""
-    cuda = device.type == "cuda"
     figures: dict[str, Any] = {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()}
     figures |= {"system": platform.platform(), "machine": platform.machine()}
-    figures |= {"cores": cores(), "load": os.getloadavg()[0], "device": processor()}
+    figures |= {"cores": cores(), "load": os.getloadavg()[0], "device": _processor()}
     said = f"rotoff {__version__}, torch {torch.__version__}, Python {figures['python']}, {figures['system']}"
-    if cuda:
+    if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         figures |= {
             "device": properties.name,
             "capability": [properties.major, properties.minor],
             "devices": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
-            "driver": driver(),
+            "driver": _driver(),
             "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
         }
         said += f", CUDA {figures['cuda']}, driver {figures['driver'] or 'unknown'}"
-    said = f"{figures['device']}: {said}"
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if not TESTED[0] <= release <= TESTED[1]:
-        low, high = (".".join(map(str, version)) for version in TESTED)
-        return Finding(
-            ATTENTION, f"{said}; rotoff is tested with torch {low} to {high}, so read the other checks", figures
-        )
-    return Finding(OK, said, figures)
+    low, high = (".".join(map(str, version)) for version in TESTED)
+    untested = f"rotoff is tested with torch {low} to {high}, so read the other checks"
+    outside = not TESTED[0] <= release <= TESTED[1]
+    return judged(figures, f"{figures['device']}: {said}", (outside, ATTENTION, untested))
 
 
-def load() -> Finding:
+def load(_device: torch.device) -> Finding:
     """Whether others compute on this machine."""
     figures = {"load": os.getloadavg()[0], "cores": os.cpu_count() or 1}
+    busy = "the machine is busy, so the times below may be off: end other work"
     said = f"{figures['load']:.1f} processes run on {figures['cores']} cores"
-    if figures["load"] > LOADED * figures["cores"]:
-        return Finding(
-            ATTENTION, f"{said}: the machine is busy, so the times below may be off; end other work", figures
-        )
-    return Finding(OK, said, figures)
+    return judged(figures, said, (figures["load"] > LOADED * figures["cores"], ATTENTION, busy))
 
 
 def memory(device: torch.device) -> Finding:
-    """Total and free memory of device and host."""
-    figures = memory_bytes(device)
+    """Total and free memory of device and host. In the figures, host_room is what plans may use, None if unknown, and
+    address_space the limit of ``ulimit -v``, None for none."""
+    figures: dict[str, Any] = {"host": _host_memory(), "host_room": available_bytes()}
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    figures["address_space"] = None if limit == resource.RLIM_INFINITY else limit
     host, room = figures["host"], figures["host_room"]
-    free_here = host["available"] if room is None else room
+    free_here = host.get("available") if room is None else room
     said = f"host {format_bytes(free_here)} free of {format_bytes(host['total'])}" if host else "the host does not say"
-    if (limit := figures["address_space"]) is not None:
+    if figures["address_space"] is not None:
         said += f", and at most {format_bytes(limit)} of addresses for this process"
     if device.type != "cuda":
-        return Finding(OK, f"{said}; on a CPU this is the memory that a limit is about", figures)
-    free, total = figures["device_free"], figures["device_total"]
-    said = f"device {format_bytes(free)} free of {format_bytes(total)}, {said}"
-    if total - free > BUSY * total:
-        what = "other processes hold the rest: end them, or expect times and bytes below to be off"
-        return Finding(ATTENTION, f"{said}; {what}", figures)
-    if free_here is not None and free_here < LITTLE:
-        cure = 'if the machine has more than it reports, set ROTOFF_HOST_MEMORY, such as "100 GiB"'
-        return Finding(ATTENTION, f"{said}; plans can move little to the host; {cure}", figures)
-    return Finding(OK, said, figures)
+        return judged(figures, f"{said}; on a CPU this is the memory that a limit is about")
+    free, total = torch.cuda.mem_get_info(device)
+    figures |= {"device_free": free, "device_total": total}
+    held = "other processes hold the rest: end them, or expect times and bytes below to be off"
+    more = 'if the machine has more than it reports, set ROTOFF_HOST_MEMORY, such as "100 GiB"'
+    return judged(
+        figures,
+        f"device {format_bytes(free)} free of {format_bytes(total)}, {said}",
+        (total - free > BUSY * total, ATTENTION, held),
+        (free_here is not None and free_here < LITTLE, ATTENTION, f"plans can move little to the host; {more}"),
+    )
 
 
-def memory_bytes(device: torch.device) -> dict[str, Any]:
-    """device_free, device_total (CUDA); host: total and available bytes as the system reports them; host_room: the
-    bytes that plans may use, None if unknown; address_space: the limit of ``ulimit -v``, None for none."""
-    found: dict[str, Any] = {}
-    if device.type == "cuda":
-        found["device_free"], found["device_total"] = torch.cuda.mem_get_info(device)
+def host_bytes(device: torch.device) -> Finding:
+    """Check that host memory can be allocated, and how long that takes."""
+    return _pinned(device) if device.type == "cuda" else _file()
+
+
+def _pinned(device: torch.device) -> Finding:
+    """Pin `PINNED` bytes, or a quarter of the free host memory if that is less, and copy across two segments. In the
+    figures, segments and registered are how many there are, and how many of them the driver registered in place."""
+    room = available_bytes()
+    nbytes = max(MIB, PINNED if room is None else min(PINNED, room // 4))
+    start = time.perf_counter()
+    segments = pin(nbytes, device)
+    pinned = time.perf_counter()
+    slab, middle = Slab(), segments[0].tensor.numel()
+    for segment in segments:
+        slab.add(segment)
+    size = min(MIB, slab.nbytes)
+    places = list(slab.pieces(min(middle, slab.nbytes - size // 2) - size // 2, size))
+    data = torch.arange(size, device=device).to(torch.uint8)
+    back = torch.zeros_like(data)
+    for whole, out in ((data, True), (back, False)):
+        for place, part in zip(places, whole.split([place.numel() for place in places]), strict=True):
+            place.copy_(part, non_blocking=True) if out else part.copy_(place, non_blocking=True)
+    across, registered = torch.equal(data, back), sum(bool(getattr(one, "_address", 0)) for one in segments)
+    for segment in segments:
+        segment.close()
+    figures = {"nbytes": nbytes, "pin": pinned - start, "unpin": time.perf_counter() - pinned}
+    figures |= {"segments": len(segments), "registered": registered, "across": across}
+    said = f"{format_bytes(nbytes)} pinned at {_rate(nbytes / max(pinned - start, 1e-9))}, in {len(segments)} segments"
+    refused = (
+        "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of"
+        " two; plan with a host_limit of half of the host's memory"
+    )
+    return judged(
+        figures,
+        said,
+        (not across, FAILED, "bytes came back from there as others; send the file"),
+        (registered < len(segments), ATTENTION, refused),
+    )
+
+
+def _file() -> Finding:
+    """Reserve `FILE` bytes of the file that replaces host memory on a CPU."""
+    directory = choose_directory()
+    start = time.perf_counter()
+    file = HostFile(directory)
     try:
-        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
-        named = {"total": "MemTotal", "available": "MemAvailable"}
-        found["host"] = {name: 1024 * int(rows[row].split()[0]) for name, row in named.items()}
-    except (OSError, ValueError, KeyError, IndexError):
-        found["host"] = {}
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return found | {"host_room": available_bytes(), "address_space": None if limit == resource.RLIM_INFINITY else limit}
+        file.reserve(FILE)
+    finally:
+        file.close()
+    stat = os.statvfs(directory)
+    figures: dict[str, Any] = {"nbytes": FILE, "reserve": time.perf_counter() - start}
+    figures |= {"file_system": filesystem_of(directory), "free": stat.f_bavail * stat.f_frsize}
+    where = f"{directory} ({figures['file_system'] or 'unknown'}, {format_bytes(figures['free'])} free)"
+    return judged(figures, f"a file in {where} stands for the host")
+
+
+def bandwidth(device: torch.device) -> Finding:
+    """Measure the bandwidth of copies to the host, from it, and both at once."""
+    room = available_bytes() if device.type == "cuda" else None
+    nbytes = COPIED[device.type] if room is None else max(1, min(COPIED[device.type], room // 4))
+    links = LinkPool()
+    link = links.take(device, 0)
+    try:
+        rates = (*measure_bandwidth(link, nbytes), *both_at_once(link, nbytes))
+    finally:
+        links.give_back(link)
+        links.close()
+    figures = {"nbytes": nbytes, **dict(zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True))}
+    return judge_rates(device, figures)
+
+
+def judge_rates(device: torch.device, figures: dict[str, Any]) -> Finding:
+    """The finding for measured bandwidths."""
+    out, back, *at_once = (figures[name] for name in ("out", "in", "out_beside_in", "in_beside_out"))
+    said = f"out {_rate(out)}, in {_rate(back)}; both at once {_rate(at_once[0])} and {_rate(at_once[1])}"
+    beside = at_once[0] / out, at_once[1] / back
+    wrong = max(out, back) > MOST or min(beside) < BESIDE[0] or max(beside) > BESIDE[1]
+    cure = (
+        "this is slow for a GPU: see that the GPU sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else"
+        " copies; plans recompute more"
+    )
+    return judged(
+        figures,
+        said,
+        (wrong, ATTENTION, "that cannot be right: run this again on a quiet machine"),
+        (device.type == "cuda" and min(out, back) < SLOW, ATTENTION, cure),
+    )
 
 
 def cores() -> int:
@@ -103,7 +185,20 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def processor() -> str:
+def _rate(per_second: float) -> str:
+    return f"{per_second / 1e9:.3g} GB/s"
+
+
+def _host_memory() -> dict[str, int]:
+    """Total and available bytes as the system reports them; empty if it does not."""
+    try:
+        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
+        return {name: 1024 * int(rows[f"Mem{name.title()}"].split()[0]) for name in ("total", "available")}
+    except (OSError, ValueError, KeyError, IndexError):
+        return {}
+
+
+def _processor() -> str:
     """The CPU's name, if the system reports it."""
     try:
         rows = Path("/proc/cpuinfo").read_text().splitlines()
@@ -112,7 +207,7 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def driver() -> str | None:
+def _driver() -> str | None:
     """The version of NVIDIA's driver, or None."""
     query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-import tempfile
+import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,8 @@ from ...profile.allocations import logged, peak_of
 SEED = 1
 STEP_SECONDS = 0.5  # most seconds of a plain step on a GPU
 ROOM = 1 / 3  # share of the device's free memory that training may take
+SHARES = (1.0, 0.7, 0.45)  # of the bytes between the smallest limit and keeping everything
+PAIRS = 3  # least pairs of timed steps at each
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,6 @@ class SmallModel:
         self.device = device
         self.seconds = seconds
         self._threads = torch.get_num_threads()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         if device.type == "cpu":  # the thread that copies to the file needs a core of its own
             torch.set_num_threads(min(self._threads, max(1, threads - 1)))
 
@@ -121,14 +123,47 @@ class SmallModel:
 
     @cached_property
     def planned(self) -> Checkpointable:
-        """The measured model; plans are cached until `close`, so that each limit is planned once."""
+        """The measured model."""
         self.step(self.model)  # so that libraries allocate their workspaces
-        try:
-            self._folder = tempfile.TemporaryDirectory(prefix="rotoff-doctor-")
-        except OSError:  # nowhere to write: plans are not cached
-            self._folder = None
-        folder = None if self._folder is None else self._folder.name
-        return Checkpointable(self.model, cache_directory=folder).measure(self.batch)
+        return Checkpointable(self.model, cache_directory=None).measure(self.batch)
+
+    @cached_property
+    def repeated(self) -> dict[str, Any]:
+        """The difference between the gradients of two plain steps."""
+        return difference(self.gradients(self.model), self._plain)
+
+    @cached_property
+    def _plain(self) -> list[torch.Tensor]:
+        return self.gradients(self.model)
+
+    @cached_property
+    def steps(self) -> list[dict[str, dict[str, Any]]]:
+        """Planned steps at each of `SHARES`: the difference of their `gradients` from a plain step's, their `peak` and
+        their `time`, beside the predicted ones."""
+        rows = []
+        for share in SHARES:
+            asked = {"share": share, "limit": self.plan(share)}
+            row = {"gradients": asked | difference(self.gradients(self.planned), self._plain)}
+            row["peak"] = asked | {"predicted": self.planned.get_expected_memory()} | self.peak(self.planned)
+            row["time"] = asked | self._times()
+            rows.append(row)
+        return rows
+
+    def _times(self) -> dict[str, Any]:
+        """Seconds of planned steps and of alternating plain ones, and the predicted ones."""
+        pairs: list[tuple[float, float]] = []
+        start = time.perf_counter()
+        while len(pairs) < 1 + PAIRS or time.perf_counter() - start < self.seconds:
+            order = (self.model, self.planned) if len(pairs) % 2 else (self.planned, self.model)
+            seconds = {id(run): self.timed(run) for run in order}
+            pairs.append((seconds[id(self.model)], seconds[id(self.planned)]))
+        del pairs[0]  # a warm-up
+        predicted = self.planned.get_expected_makespan()
+        expected = predicted / self.planned.profile.chain.compute_time
+        ratio = statistics.median(b / a for a, b in pairs)
+        found = {"predicted": predicted, "predicted_ratio": expected, "pairs": len(pairs), "load": os.getloadavg()[0]}
+        found |= {"plain": statistics.median(a for a, _ in pairs), "measured": statistics.median(b for _, b in pairs)}
+        return {**found, "measured_ratio": ratio, "ratio_error": ratio / expected - 1}
 
     def plan(self, share: float, mode: str = "joint") -> int:
         """Plan for `share` of the bytes between the smallest limit of `mode` and keeping everything; returns that
@@ -230,17 +265,23 @@ class SmallModel:
         return found | {"slack": after["allocation.large_pool.peak"] << 20, "retries": retries}
 
     def close(self) -> None:
-        """Release files and memory, and restore the number of threads."""
+        """Release memory, and restore the number of threads."""
         torch.set_num_threads(self._threads)
-        made: Any = self.__dict__.get("planned")
-        if made is not None:
-            made.close()
-        if self._folder is not None:
-            self._folder.cleanup()
+        if "planned" in vars(self):
+            self.planned.close()
 
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """bit_for_bit: whether all gradients are equal. largest: the largest difference of an element, relative to the
+    largest element of its gradient; None if that is not finite."""
+    pairs = list(zip(found, plain, strict=True))
+    far = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
+    finite = all(value < float("inf") for value in far)
+    return {"bit_for_bit": all(torch.equal(a, b) for a, b in pairs), "largest": max(far) if finite else None}
 
 
 def speed(device: torch.device) -> float:

@@ -1,0 +1,248 @@
+"""A question of `rotoff.plan` about a model and a device, and its answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpointable import Checkpointable
+from ..core.modes import parse_modes
+from ..core.sequence import MODES
+from ..core.sizes import as_size, format_bytes, parse_bytes
+from ..core.steady_step import WHEN
+from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
+from ..planning.options import check_flag
+from ..planning.request import Request
+from ..planning.step_planner import keeping_all, least_limit, least_time, make_plan
+from ..profile.estimate.devices import Device
+from ..profile.estimate.estimate import Estimate
+from ..profile.estimate.growth import Growth
+from ..solver.bounds import min_mem_limit
+from ..solver.search import SharedProblems
+from ..solver.settings import Setting
+from ..solver.slots import parse_slots
+from ..tensors.tree import flatten
+from .estimate import estimated
+from .planned_steps import MARGIN, WAYS_ON, PlannedStep, PlannedSteps, resident_parts, usable_bytes
+from .size_search import largest_within
+from .whole_device import EFFORT, OPTIMIZER_STATES, WholeDevice, attaching, whole_device
+
+HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
+Noted = Callable[[float, str], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Arguments of `rotoff.plan`; see there. mem_limit: None if none was given.
+
+    Raises:
+        OptionError, LimitError: for an invalid one.
+    """
+
+    device: Device
+    modes: Any = MODES
+    mem_limit: Any = None
+    optimizer: str = "adam"
+    mem_slots: int = 50
+    host_bandwidth: float = HOST_BANDWIDTH
+    master_weights: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_STATES:
+            raise OptionError(f"optimizer is {self.optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+        check_flag("master_weights", self.master_weights)
+        check_positive("host_bandwidth", self.host_bandwidth, "give bytes per second above 0")
+        limit = None if self.mem_limit is None else parse_bytes(self.mem_limit)
+        read = {"modes": parse_modes(self.modes), "mem_limit": limit, "mem_slots": parse_slots(self.mem_slots)}
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the device for training."""
+        return usable_bytes(self.device.memory_bytes)
+
+    def whole(self, profile: Estimate, growth: Growth | None = None) -> tuple[WholeDevice, dict[str, int]]:
+        """What training a model of this profile takes on the device, and its resident bytes by name."""
+        how = self.optimizer, self.host_bandwidth, self.master_weights
+        return whole_device(profile, self.device, self.usable, *how, growth)
+
+    def request(self, limit: int, mode: str = "joint", **how: Any) -> Request:
+        return Request(limit, mode, self.mem_slots, {"refine": EFFORT}, **how)
+
+    def room(self, resident: Mapping[str, int]) -> int:
+        """Bytes that a step may allocate."""
+        left = max(0, self.usable - sum(resident.values()))
+        return left if self.mem_limit is None else min(self.mem_limit, left)
+
+    def least_bytes(self, profile: Estimate) -> tuple[int, int, dict[str, int]]:
+        """The smallest numbers of bytes for which there is a plan: of the device's memory for training, and of a
+        `mem_limit`; and the resident bytes by name."""
+        whole, resident = self.whole(profile)
+        step = least_limit(profile, self.request(self.usable))
+        placed = [whole.least(updates) for updates in WHEN] if whole.groups else []
+        return min(whole.of(Setting()).peak_bytes, step + sum(resident.values()), *placed), step, resident
+
+    def answer(
+        self,
+        profile: Estimate,
+        growth: Growth | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        note: Noted = lambda *_: None,
+    ) -> PlannedSteps:
+        """The table.
+
+        Args:
+            growth: how costs grow with the batch, if that is known. options: of `Checkpointable`, for the setting.
+            note: is told what is done next.
+
+        Raises:
+            LimitError: if no `mem_limit` was asked for, and nothing fits the device.
+        """
+        whole, resident = self.whole(profile, growth)
+        limit, asked = self.room(resident), self.mem_limit is not None
+        own: list[PlannedStep] = []
+        make = whole.of_step(profile, limit, growth) if asked else whole
+        note(0.4, "other systems' settings")
+        steps = make.elsewhere()
+        note(0.5, "parameters placed")
+        placed, bound = whole.placed(steps[0], dict(options)) if whole.groups and not asked else ([], None)
+        if steps[0].fits:
+            bound = make.chain.compute_time + make.update_time
+        elif limit <= 0 and not placed and not asked:
+            raise self._too_small(whole, resident)
+        else:
+            note(0.8, "activations")
+            own, other = self._in_modes(profile, limit, options, make, growth)
+            bound = other if bound is None else bound
+        return PlannedSteps(
+            chain=profile.chain,
+            device=self.device.name,
+            device_bytes=self.device.memory_bytes,
+            mem_limit=limit,
+            asked=asked,
+            keep_all_bytes=keeping_all(profile).peak,
+            resident_bytes=resident,
+            min_mem_limits={mode: least_limit(profile, self.request(limit, mode)) for mode in self.modes},
+            min_device_bytes=math.ceil(whole.least("after") / (1 - MARGIN)) + 1,
+            steps=(*steps, *own, *placed),
+            bound_time=bound,
+            notes=self._notes(profile),
+        )
+
+    def _in_modes(
+        self, profile: Estimate, limit: int, options: Mapping[str, Any], make: WholeDevice, growth: Growth | None
+    ) -> tuple[list[PlannedStep], float | None]:
+        """A row for each mode with a plan, and the seconds that none of them can beat."""
+        rows, times, shared = [], [], SharedProblems()
+        for mode in self.modes:
+            request = self.request(limit, mode, shared=shared)
+            try:
+                plan = make_plan(profile, request)
+            except InfeasibleError:
+                continue
+            times.append(plan.trace.makespan)
+            name, said = ("", {}) if mode == "joint" else (f", mode {mode}", {"mode": mode})
+            rows.append(
+                make.within_mem_limit(
+                    f"rotoff, mem_limit{name}",
+                    profile.chains.index(plan.found),
+                    plan.sequence,
+                    largest_batch=None if growth is None else _most(request, growth, self.mem_limit is None),
+                    setting=attaching(as_size(limit), **said, **options),
+                )
+            )
+        if not times:
+            return [], None
+        return rows, min(least_time(profile, self.request(limit), min(times)), *times) + make.updating
+
+    def _notes(self, profile: Estimate) -> tuple[str, ...]:
+        """What the figures rest on."""
+        trained = [p for p in profile.step.model.parameters() if p.requires_grad]
+        small = {str(p.dtype).removeprefix("torch.") for p in trained if p.element_size() < 4}
+        states = ""
+        if small and self.master_weights:
+            states = "; states and master weights in float32"
+        elif small:
+            states = f"; states in {' and '.join(sorted(small))} as the parameters, without float32 master weights"
+        return (f"times are estimates, with the updates of {self.optimizer}{states}",)
+
+    def _too_small(self, whole: WholeDevice, resident: dict[str, int]) -> LimitError:
+        least = whole.least("after") if whole.groups else sum(resident.values())
+        return LimitError(
+            f"{self.device.name} has {format_bytes(self.device.memory_bytes)}, and {resident_parts(resident)} take"
+            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
+            f" device needs at least {format_bytes(math.ceil(least / (1 - MARGIN)) + 1)}: {WAYS_ON}"
+        )
+
+
+def check_positive(name: str, given: Any, cure: str) -> None:
+    """Raise OptionError if the option `name` is no number above 0."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise OptionError(f"{name} is {given!r}; {cure}")
+
+
+def with_options(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
+    """`model` as a `Checkpointable` with `options`; itself if there are none.
+
+    Raises:
+        OptionError: if it is a `Checkpointable` already.
+    """
+    if options and isinstance(model, Checkpointable):
+        raise OptionError(f"the model is a Checkpointable; give {next(iter(options))} to it alone")
+    return Checkpointable(model, **options) if options else model
+
+
+def options_of(model: nn.Module) -> dict[str, Any]:
+    """The options of a `Checkpointable` that a plan depends on."""
+    return model._options.chosen if isinstance(model, Checkpointable) else {}
+
+
+def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The first dimension of the first tensor, if there is one."""
+    tensors = (t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
+    first = next(tensors, None)
+    return None if first is None or not first.dim() else first.shape[0]
+
+
+def growth_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Device, profile: Estimate
+) -> Growth | None:
+    """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits. None
+    if the sample has no batch, or the model does something else there."""
+    leaves, rebuild = flatten((args, kwargs))
+    if not (batch := batch_of(args, kwargs)):
+        return None
+    step = min_mem_limit(profile.chain, "joint")
+    count = max(2 * batch, batch * usable_bytes(target.memory_bytes) // max(1, step))
+
+    def larger(many: int) -> Estimate:
+        def resized(t: Any) -> Any:
+            if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
+                return t
+            return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+
+        args, kwargs = rebuild([resized(leaf) for leaf in leaves])
+        return estimated(model, args, kwargs, target)
+
+    try:
+        return Growth.of(larger, profile, batch, count)
+    except MeasureError:
+        return None
+
+
+def _most(request: Request, grown: Growth, with_batch: bool) -> int | None:
+    """The largest batch that fits in the request's mode. with_batch: whether the limit is less with more of it."""
+
+    def needs(count: int) -> int:
+        profile = grown.at(count)
+        more = profile.batch_bytes - grown.profile.batch_bytes if with_batch else 0
+        return least_limit(profile, request) + more
+
+    return largest_within(request.mem_limit, needs)
