@@ -1146,16 +1146,6 @@ def test_placed_parameters_outlive_the_module_that_placed_them() -> None:
     assert all(torch.isfinite(p).all() for p in inner.parameters())
 
 
-def test_a_forked_process_is_refused() -> None:
-    model, optimizers, x = small()
-    place(model, optimizers, 0.1)
-    placement = runner_of(model).placement
-    placement._process += 1  # as a child finds it
-    with pytest.raises(rotoff.ExecutionError, match="forked"):
-        model(x)
-    placement._process -= 1
-
-
 def test_a_group_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each operation of the plan, however many tensors the group has."""
     started: list[int] = []
