@@ -172,11 +172,11 @@ def alike(trainer: Any, plain: Any) -> bool:
 def test_trainer(tmp_path: Path, how: str, plainly: Callable[..., Any]) -> None:
     """Also where ``train`` makes another model than the constructor; its forward must not be wrapped before it is
     planned."""
+    options = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
+    plain, (args, kwargs) = plainly(**options), asked(how, tmp_path)
     from rotoff.integrations.transformers import RotoffCallback
 
-    options = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
-    args, kwargs = asked(how, tmp_path)
-    callback, plain = RotoffCallback(*args, **kwargs), plainly(**options)
+    callback = RotoffCallback(*args, **kwargs)
     trainer = hugging_face(tmp_path / "planned", callback, **options)
     trainer.train()
     assert does_as_asked(how, callback.planned)

@@ -406,20 +406,110 @@ def watched(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     return torch.stack(seen)
 
 
+def by_closure(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """It is called once."""
+    x, losses = batch(), []
+
+    def closure() -> torch.Tensor:
+        optimizers[0].zero_grad()
+        losses.append(model(x).float().square().mean())
+        losses[-1].backward()
+        return losses[-1]
+
+    told = optimizers[0].step(closure)
+    assert len(losses) == 1
+    return told.detach()
+
+
+def penalised(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """A penalty of the parameters, asked for before the forward or after it: its gradient counts once."""
+    early = 0.1 * sum(p.square().sum() for p in model.parameters()) if n % 2 else 0.0
+    loss = model(batch()).float().square().mean()
+    (loss + early if n % 2 else loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+class Around(Optimizer):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def around(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    return usual(model, [Around(optimizers[0])], n, batch)
+
+
+def in_eval_by_turns(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    model.train(n % 2 == 0)
+    loss = usual(model, optimizers, n, batch)
+    model.train()
+    return loss
+
+
+def thawed(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Before the backward, as a GAN does with its discriminator around the loss of its generator; in another step,
+    frozen."""
+    few = [p for k, p in enumerate(model.parameters()) if k % 3 == 0]
+    for p in few:
+        p.requires_grad_(n != 1)
+    loss = model(batch()).float().square().mean()
+    for p in few:
+        p.requires_grad_(n != 2)
+    loss.backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    for p in few:
+        p.requires_grad_()
+    return loss.detach()
+
+
+def taken_over(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """By a new optimizer with the states of the former one, which `load_state_dict` does not copy."""
+    if n == 3:
+        new = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        new.load_state_dict(optimizers[0].state_dict())
+        optimizers[0] = new
+    return usual(model, optimizers, n, batch)
+
+
+@torch.no_grad()
+def turn(parameters: Any) -> None:
+    for one in parameters:
+        if one.dim() == 2:
+            one.copy_(one.flip(0))
+
+
+turned = loop("turned", stepped=lambda model, *_: turn(model.parameters()))
+turned_data = loop("turned_data", stepped=lambda model, *_: turn([p.data for p in model.parameters()]))
+turned_states = loop(
+    "turned_states", stepped=lambda model, own, n: turn([state["exp_avg"] for state in own[0].state.values()])
+)
+BOTH = (by_closure, penalised, around, in_eval_by_turns, thawed)  # with updates during the backward, too
 STEPS = (
     clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, kept, given_up,
-    changed_within, looked_at, frozen_later, hooked, watched, other_shapes,
+    changed_within, looked_at, frozen_later, hooked, watched, other_shapes, taken_over, turned, turned_data,
+    turned_states, *BOTH,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    ("step", "updates"),
+    [pytest.param(step, updates, id=f"{step.__name__}-{updates}")
+     for updates, steps in (("after", STEPS), ("during", BOTH)) for step in steps],
+)  # fmt: skip
 @pytest.mark.grid(every=8)
-def test_what_surrounds_a_step(step: Any) -> None:
+def test_what_surrounds_a_step(step: Any, updates: str) -> None:
     plain = plainly("language", adamw, step)
     share = {scaled: 0.6, changed_within: 0.0}.get(step, 0.2)  # autocast keeps casts of the weights
-    placed, _ = trained(
-        "language", adamw, step, share, anew=step in (scaled, frozen_later, other_shapes, changed_within)
-    )
+    anew = step in (scaled, frozen_later, thawed, other_shapes, changed_within)
+    placed, _ = trained("language", adamw, step, share, anew=anew, updates=updates)
     assert same(placed, plain)
 
 
@@ -697,33 +787,6 @@ def test_recording_a_step_is_refused() -> None:
     added_up(model, optimizers, x)
 
 
-@pytest.mark.parametrize("measured", [True, False])
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.grid
-def test_a_closure_is_called_once_as_the_step_would(updates: str, measured: bool) -> None:
-    model, optimizers, x = small()
-    plain = copy.deepcopy(model._model)
-    limit = place(model, optimizers, 0.1, updates=updates)
-    if not measured:
-        own = copy.deepcopy(plain)
-        model, optimizers = rotoff.Checkpointable(own, cache_directory=None), adamw(list(own.parameters()))
-        model.compute_sequence(device_limit=limit + 2**18, optimizer=optimizers, updates=updates, refine=False)
-    losses = []
-    for one, optimizer in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
-        for _ in range(3):
-
-            def closure(one: Any = one, optimizer: Any = optimizer) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = one(x).square().sum()
-                loss.backward()
-                return loss
-
-            losses.append(optimizer.step(closure).item())
-    assert model._plan.placed is not None
-    assert losses[:3] == losses[3:]
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
 def during(share: float = 0.1) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
     model, optimizers, x = small()
     place(model, optimizers, share, updates="during")
@@ -952,29 +1015,6 @@ def test_no_later_step_takes_marks_for_gradients(then: str) -> None:
     assert not any(p.isnan().any() for p in net.parameters())
 
 
-class Around(Optimizer):
-    """Steps another optimizer, as Lookahead does."""
-
-    def __init__(self, inner: Optimizer) -> None:
-        super().__init__([p for group in inner.param_groups for p in group["params"]], {})
-        self.inner = inner
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-
-def test_an_optimizer_around_the_given_one_steps_it() -> None:
-    model, optimizers, x = during()
-    (net,) = model.children()
-    plain = copy.deepcopy(net)
-    for run, inner in ((model, optimizers[0]), (plain, adamw(list(plain.parameters()))[0])):
-        inner.param_groups[0]["lr"] = 0.01
-        around = Around(inner)
-        for _ in range(3):
-            added_up(run, [around], x)
-    assert same(list(net.parameters()), list(plain.parameters()))
-
-
 def test_a_model_with_marks_is_collected() -> None:
     model, optimizers, x = during()
     optimizers[0].model = model  # type: ignore[attr-defined]
@@ -1045,22 +1085,6 @@ def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
     optimizers[0].step()
     with pytest.raises(rotoff.ExecutionError, match="have not been cleared"):
         model(x[:2]).square().mean().backward()
-
-
-def test_a_gradient_from_outside_of_the_model_counts_once() -> None:
-    """A penalty of the parameters, asked for before the forward and after it."""
-    for before in (False, True):
-        model, optimizers, x = during()
-        plain = copy.deepcopy(model._model)
-        twin = adamw(list(plain.parameters()))
-        for one, own in ((model, optimizers), (plain, twin)):
-            for _ in range(2):
-                penalty = sum(p.square().sum() for p in one.parameters()) if before else 0.0
-                loss = one(x).sum()
-                (loss + penalty if before else loss + sum(p.square().sum() for p in one.parameters())).backward()
-                own[0].step()
-                own[0].zero_grad()
-        assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
 def test_a_step_that_another_took_the_place_of_is_right() -> None:
