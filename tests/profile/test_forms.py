@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Attention, Residual, fresh, plain, same, train
+from models import ALL, Attention, Residual, fresh, plain, same, train
 from planned_steps import every_form, step_peak, with_sequence
 from random_programs import random_sequence
 from recording_link import Counting, Forgetful, RecordingLink, moves_over
@@ -55,9 +55,10 @@ def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
         assert step_peak(wrapped, batch) <= wrapped.get_expected_memory(), k
 
 
-@pytest.mark.parametrize("name", WITH_FORMS)
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.grid
 def test_random_sequences_with_forms_train_bit_for_bit(name: str) -> None:
+    """With check=True, too, so that what is held is what is charged."""
     expected = plain(name, steps=2)
     for seed in seeds(8):
         wrapped, batch = measured(name, check=seed % 2 == 0)
