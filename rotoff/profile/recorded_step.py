@@ -209,15 +209,15 @@ class RecordedStep(Verified):
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module].rpartition(".")[0], len(self.operations)))
 
+    def leave(self) -> None:
+        """Take what the segment that ends has saved off the device."""
+        for content in self.segments[-1].saved:
+            if (storage := content.storage(seen=True)) is not None and content not in self._away:
+                self._away[content] = self._spill.put(storage)
+
     def enter(self, stage: int) -> None:
-        """Verify the segment that ends, and take what it has saved off the device."""
         with self.region(OWN), torch._C._DisableTorchDispatch():
-            kept = self._kept  # or what only autograd still had would be gone
             super().enter(stage)
-            for content in self.segments[-1].saved:
-                if (storage := content.storage(seen=True)) is not None and content not in self._away:
-                    self._away[content] = self._spill.put(storage)
-            del kept
             self._borders = []  # or what has died would be alive still
             self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
 

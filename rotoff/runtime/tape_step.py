@@ -73,6 +73,7 @@ class TapeStep:
         self._values: dict[Value, list[Content]] = {}  # the contents of each value on the device
         self._owners: Counter[Content] = Counter()  # in how many of them a content is
         self._copies: dict[Value, tuple[Ticket, int, list[Content], list[int]]] = {}  # on the host
+        self._leaving: set[Value] = set()  # of these, those whose bytes on the device may still be read
         self._arriving: dict[Value, dict[Content, tuple[torch.UntypedStorage, Ticket]]] = {}
         self.ended = False
         self.left_course = plan is None  # whether the forward made other operations than planned
@@ -266,6 +267,7 @@ class TapeStep:
         if self.times is not None:
             self.times.copy(self._next, ticket)
         self._copies[op.value] = ticket, place.offset, list(storages), sizes
+        self._leaving.add(op.value)
 
     def _free(self, tape: Tape, op: Op) -> None:
         if op.value in self._copies:
@@ -343,8 +345,9 @@ class TapeStep:
             tape.empty(v.stage)
 
     def _let_go(self, v: Value) -> None:
-        if (copy := self._copies.get(v)) is not None and self.link is not None:
-            self.link.wait(copy[0])  # it holds the bytes until it has copied them
+        if v in self._leaving and self.link is not None:
+            self._leaving.remove(v)
+            self.link.wait(self._copies[v][0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
             self._owners[content] -= 1
             if not self._owners[content]:
@@ -414,6 +417,7 @@ class TapeStep:
         for v in list(self._values):
             self._release(tape, v)
         self._copies.clear()
+        self._leaving.clear()
         self._arriving.clear()
         if self.link is not None:
             self.link = None

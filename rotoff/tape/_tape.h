@@ -427,16 +427,20 @@ class Making {
   // Runs the operation with the generator's state of then.
   static void call(const Operation& op, Stack& stack) {
     struct State {
-      const Operation& op;
-      Tensor now = op.state.defined() ? exchange(op.generator, op.state) : Tensor();
-      static Tensor exchange(at::Generator generator, const Tensor& state) {
+      at::Generator generator;
+      Tensor now;
+      explicit State(const Operation& op) : generator(op.generator) {
+        if (!op.state.defined()) return;
         std::lock_guard<std::mutex> alone(generator.mutex());
-        auto before = generator.get_state();
-        generator.set_state(state);
-        return before;
+        now = generator.get_state();
+        generator.set_state(op.state);
       }
-      ~State() { if (now.defined()) exchange(op.generator, now); }
-    } state{op};
+      ~State() {
+        if (!now.defined()) return;
+        std::lock_guard<std::mutex> alone(generator.mutex());
+        generator.set_state(now);
+      }
+    } state(op);
     op.op.callBoxed(&stack);
   }
 

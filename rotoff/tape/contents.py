@@ -220,6 +220,13 @@ def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
     return t.set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Whether two storages have the same bytes."""
+    many = one.nbytes() // 8 * 8
+    parts = [(a[:many].view(torch.int64), a[many:]) for a in map(bytes_in, (one, other))]
+    return one.nbytes() == other.nbytes() and all(map(torch.equal, *parts))  # words are compared faster than bytes
+
+
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of a storage, on its device."""
     return bytes_in(storage).clone().untyped_storage()

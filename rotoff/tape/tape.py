@@ -49,10 +49,10 @@ from .contents import (
     Reference,
     Slot,
     SlotReference,
-    bytes_in,
     copy_of,
     detached,
     is_plain,
+    same_bytes,
     witness_of,
 )
 from .dispatch import Below, compiled
@@ -243,7 +243,7 @@ class Tape(EagerMode):
         if content.op == RESIDENT and not storage.resizable():  # NumPy's memory: it may change unseen
             last = content.held
             assert last is not None
-            if last is storage or not torch.equal(bytes_in(last), bytes_in(storage)):
+            if last is storage or not same_bytes(last, storage):
                 content = self._contents[key] = self._resident(storage, t)
                 content.keep_copy(self._copy(storage))
         return content

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 
 from ..tensors.rng import other_generators, put_other_generators
-from .contents import RESIDENT, Content, Slot, checksum
+from .contents import RESIDENT, Content, Slot, checksum, same_bytes
 from .operators import below_autograd
 from .tape import Key, Known, Operation, Tape
 
@@ -29,6 +29,7 @@ class Verified(Tape):
         self._keys: dict[Content, tuple[Key, int]] = {}
         self._new: list[Key] = []  # of this stage, those not yet sure
         self._kept: list[torch.UntypedStorage] = []  # what autograd saves in this stage, until it is verified
+        self._right: list[Content] = []  # what was made again as it is
         self._earlier: dict[Content, int] = {}  # checksums of what earlier stages have made, while it lives
 
     def enter(self, stage: int) -> None:
@@ -40,8 +41,17 @@ class Verified(Tape):
                 with below_autograd():
                     self._verify()
                 put_other_generators(drawn)
-        super().enter(stage)
-        self._new, self._kept = [], []
+            self.leave()
+            super().enter(stage)
+            self._new, self._kept = [], []
+            self._earlier = {content: total for content, total in self._earlier.items() if content.alive()}
+            for content in self._right:
+                if (storage := content.storage(seen=True)) is not None:
+                    self._earlier[content] = checksum(storage)
+            self._right = []
+
+    def leave(self) -> None:
+        """Called when the open stage has ended and is verified."""
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
         if self.key not in self.known.sure:
@@ -81,22 +91,20 @@ class Verified(Tape):
                 content.hold_for_good(storage)
             self._tell(self.operations[first:][-1], "a kernel that PyTorch does not see wrote into a tensor near it")
             there = {}
-        sums = {content: checksum(storage) for content, storage in there.items()}
-        while sums and (wrong := self._first_wrong(sums, {content for content in made if content.held is None})):
+        while there and (wrong := self._first_wrong(there, {content for content in made if content.held is None})):
             wrong.hold_for_good(there[wrong])
             self.known.held.add(self._keys[wrong])
             self._tell(self.operations[wrong.op], "its result is another when it is made again")
-            del sums[wrong]
-        self._earlier.update(sums)
-        self._earlier = {content: total for content, total in self._earlier.items() if content.alive()}
+            del there[wrong]
+        self._right = list(there)
         self.known.sure.update(self._new)
 
-    def _first_wrong(self, sums: dict[Content, int], anew: set[Content]) -> Content | None:
-        """Make the contents of `sums` again; return the first that differs, or that cannot be made."""
-        have, numbers = self._there(set(sums), anew)
+    def _first_wrong(self, there: dict[Content, torch.UntypedStorage], anew: set[Content]) -> Content | None:
+        """Make the contents of `there` again; return the first that differs, or that cannot be made."""
+        have, numbers = self._there(set(there), anew)
         for op in self._run_all(sorted(numbers), have, set()):
             for content in (*op.made, *op.written()):
-                if content in sums and checksum(have[content]) != sums[content]:
+                if content in there and not same_bytes(have[content], there[content]):
                     return content
         return None
 

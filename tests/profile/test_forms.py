@@ -11,7 +11,7 @@ import torch
 from models import ALL, Attention, Residual, fresh, plain, same, train
 from planned_steps import every_form, step_peak, with_sequence
 from random_programs import random_sequence
-from recording_link import Counting, Forgetful, RecordingLink, moves_over
+from recording_link import Forgetful, RecordingLink, moves_over
 from thoroughness import seeds
 from torch import nn
 from torch.nn import functional as F
@@ -83,7 +83,7 @@ def test_moved_forms_have_no_race(name: str, eagerness: float) -> None:
 
 def test_order_checker_notices_missing_wait_for_form() -> None:
     expected, noticed = plain("residual", steps=2), 0
-    counting = Counting()
+    counting = Forgetful()
     wrapped, _ = measured("residual")
     over(counting, wrapped, "residual", 0)
     for n in range(1, counting.waits + 1):

@@ -10,7 +10,7 @@ import torch
 from models import fresh, plain, same, train
 from planned_steps import with_sequence
 from random_programs import random_sequence
-from recording_link import Counting, Forgetful, RecordingFileLink, RecordingLink, moves_over
+from recording_link import Forgetful, RecordingFileLink, RecordingLink, moves_over
 from thoroughness import seeds
 
 import rotoff
@@ -71,7 +71,7 @@ def test_a_wait_that_is_left_out_is_noticed() -> None:
     trainee, expected, noticed, superfluous = Trainee("residual"), plain("residual", steps=2), 0, 0
     for seed in range(3, 12):
         sequence = trainee.follow(seed)
-        counting = Counting()
+        counting = Forgetful()
         assert same(trainee.train(counting), expected)
         for n in range(1, counting.waits + 1):
             link = Forgetful(n)

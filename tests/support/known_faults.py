@@ -4,12 +4,6 @@ out. Those of the second fail in some runs."""
 from __future__ import annotations
 
 KNOWN_FAULTS = {
-    "profile/test_predicted_bytes.py::test_casts_of_inner_autocast_are_charged[False]": (
-        "predicted bytes are 13 % above the measured ones where autocast regions are closed within the forward"
-    ),
-    "profile/test_forms.py::test_order_checker_notices_missing_wait_for_form": (
-        "the checker of the tests' link does not see what the tape's slots read"
-    ),
     **dict.fromkeys(
         (
             f"runtime/test_changing_models.py::test_what_changes_between_steps_is_followed_or_refused[{name}]"

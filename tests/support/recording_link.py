@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import order_checker as order
 import torch
@@ -20,16 +21,49 @@ from order_checker import HOST, Recording
 
 import rotoff
 from rotoff.runtime.links.base import Link, Offset, Range
-from rotoff.runtime.links.cuda import CudaStreams, StreamLink
+from rotoff.runtime.links.cuda import CudaStreams, StreamLink, StreamTicket
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.links.pool import LinkPool
+from rotoff.tape.contents import Content
+from rotoff.tape.operators import tensors_of
+from rotoff.tape.tape import Known, Tape
 
 _FRESH, _RELEASED = 0xA5, 0xDB  # two bytes that make absurd numbers in every dtype
 
 
-def moves_over(wrapped: rotoff.Checkpointable, link: Link) -> None:
-    """Have `wrapped` move its values over `link`."""
+class TouchingTape(Tape):
+    """Tells a link of all that the model, what runs again and the backward read and write."""
+
+    def __init__(self, known: Known, link: RecordingLink | RecordingFileLink) -> None:
+        super().__init__(known)
+        self._link = link
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = super().call(func, args, kwargs)
+        self._touched(str(func), tensors_of(args, kwargs), tensors_of((out,), {}))
+        return out
+
+    def _run(self, number: int, have: dict[Content, torch.UntypedStorage], needed: set[Content]) -> None:
+        op = self.operations[number]
+        read = [have[content] for content in op.contents()]
+        super()._run(number, have, needed)
+        made = [have[content] for content in (*op.made, *op.written()) if content in have]
+        self._link.access(f"{op.operator} again", read, made)
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        tensor = super().unpack(packed)
+        self._touched("backward", [tensor], [])
+        return tensor
+
+    def _touched(self, what: str, read: Iterable[torch.Tensor], made: Iterable[torch.Tensor]) -> None:
+        reads, writes = ([t.untyped_storage() for t in some if self.plain(t)] for some in (read, made))
+        self._link.access(what, reads, writes)
+
+
+def moves_over(wrapped: rotoff.Checkpointable, link: RecordingLink | RecordingFileLink) -> None:
+    """Have `wrapped` move its values over `link`, and tell it of what else its steps do."""
+    wrapped._steps.new_tape = lambda known: TouchingTape(known, link)
 
     def take(device: torch.device, nbytes: int) -> Link:
         link.reserve(nbytes)
@@ -336,24 +370,26 @@ def scribble(storage: torch.UntypedStorage) -> None:
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_RELEASED)
 
 
-class Counting(RecordingLink):
-    waits = 0
-
-    def wait(self, ticket: object) -> None:
-        self.waits += 1
-        super().wait(ticket)
-
-
 class Forgetful(RecordingLink):
-    """Leaves the `n`-th wait of the interpreter out."""
+    """Leaves the `n`-th wait for what comes in out, of `waits`. What goes out is held by its ticket until somebody has
+    waited, so no wait for that can be missed."""
 
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int = 0) -> None:
         super().__init__(eagerness=0.0)
-        self.left = n
+        self.waits, self._n = 0, n
+        self._coming = set[int]()
+        self._forgotten: list[StreamTicket] = []  # alive, so that their end is not awaited in place of a wait
 
-    def wait(self, ticket: object) -> None:
-        self.left -= 1
-        if self.left != 0:
-            super().wait(ticket)
+    def copy_in(self, *copy: Any) -> StreamTicket:
+        ticket = super().copy_in(*copy)
+        self._coming.add(id(ticket))
+        return ticket
+
+    def wait(self, ticket: StreamTicket) -> None:
+        coming = id(ticket) in self._coming
+        self._coming.discard(id(ticket))
+        self.waits += coming
+        if coming and self.waits == self._n:
+            self._forgotten.append(ticket)
         else:
-            self.forgotten = ticket  # alive, so that its end is not awaited in its place
+            super().wait(ticket)
