@@ -152,19 +152,6 @@ def test_a_hook_of_all_modules_is_called_as_by_the_plain_model() -> None:
     assert found[0][1] == found[1][1]
 
 
-@pytest.mark.parametrize("before", [True, False])
-def test_a_hook_of_the_whole_sequential_is_as_one_around_it(before: bool) -> None:
-    inner = blocks()
-    model = inner if before else planned(inner)
-    handle = inner.register_forward_hook(lambda module, args, output: output * 2)
-    expected = gradients(inner)
-    model = planned(inner) if before else model
-    assert same(gradients(model), expected)
-    handle.remove()
-    model.register_forward_hook(lambda module, args, output: output * 2)
-    assert same(gradients(model), expected)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_within_somebodys_checkpoint_it_is_as_the_plain_model(reentrant: bool) -> None:
     net = blocks()

@@ -211,31 +211,23 @@ def test_an_input_that_cannot_be_looked_into_is_trained_as_by_the_plain_model(ba
 # -- what is on around the whole process
 
 
-def hooked(register: Any) -> Any:
-    """A context in which a hook for all modules is registered."""
-
-    @contextlib.contextmanager
-    def around() -> Iterator[None]:
-        handle = register(of_all_modules)
-        try:
-            yield
-        finally:
+@contextlib.contextmanager
+def hooks_of_all_modules() -> Iterator[None]:
+    handles = [register(lambda *_: None) for register in (
+        calls.register_module_forward_pre_hook, calls.register_module_forward_hook,
+        calls.register_module_full_backward_pre_hook, calls.register_module_full_backward_hook,
+    )]  # fmt: skip
+    try:
+        yield
+    finally:
+        for handle in handles:
             handle.remove()
-
-    return around
-
-
-def of_all_modules(*_: Any) -> None:
-    """Does nothing."""
 
 
 AROUND = {
     "FlopCounterMode": lambda: FlopCounterMode(display=False),
     "ModuleTracker": ModuleTracker,
-    "of_all_modules": hooked(calls.register_module_forward_hook),
-    "of_all_modules ": hooked(calls.register_module_forward_pre_hook),
-    "of_all_modules  ": hooked(calls.register_module_full_backward_hook),
-    "of_all_modules   ": hooked(calls.register_module_full_backward_pre_hook),
+    "hooks": hooks_of_all_modules,
 }
 
 

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from models import fresh, plain, same, train
+from models import fresh, same
 from planned_steps import smallest
 from step_by_step import works
 from torch import nn
@@ -161,34 +161,6 @@ def test_a_step_whose_graph_is_dropped_hinders_no_other_model() -> None:
         assert one.get_expected_memory() <= limit
 
 
-def test_planned_on_the_first_training_forward() -> None:
-    model, batch = fresh("residual")
-    limit = half(rotoff.Checkpointable(model).measure(batch()))
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).compute_sequence(limit)
-    with pytest.raises(rotoff.MeasureError, match="nothing has been measured"):
-        wrapped.chain  # noqa: B018
-    assert same(train(wrapped, batch), plain("residual"))
-    assert wrapped.get_expected_memory() <= limit
-    assert len(wrapped.sequence) > 0
-
-
-def test_a_new_batch_size_gets_a_plan_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    def run(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(5)
-        for rows in (64, 64, 17, 17, 64):
-            model(torch.randn(rows, 16)).square().mean().backward()
-        return [p.grad.clone() for p in model.parameters()]
-
-    expected = run(fresh("residual")[0])
-    wrapped = rotoff.Checkpointable(fresh("residual")[0]).measure(torch.randn(64, 16))
-    wrapped.compute_sequence(half(wrapped))
-    with caplog.at_level(logging.INFO, logger="rotoff"):
-        assert same(run(wrapped), expected)
-    assert {one.shapes for one in wrapped.plans()} == {((64, 16),), ((17, 16),)}
-    assert sum("the limit is" in r.message for r in caplog.records) == 1
-
-
 class Teacher(nn.Module):
     """Its forward changes a parameter, a buffer and the batch in place."""
 
@@ -282,18 +254,6 @@ def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
         assert rotoff.format_bytes(nbytes) in asked.message
     assert "over keeping everything" in planned.message
     assert re.search(r"planned in mode joint in \d+\.\d s, predicted peak", planned.message)
-
-
-def test_joint_is_never_behind_offload_alone() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(6)]
-    wrapped = rotoff.Checkpointable(nn.Sequential(*layers)).measure(torch.randn(16, 32, requires_grad=True))
-    with pytest.raises(rotoff.InfeasibleError) as raised:
-        wrapped.compute_sequence(1, mode="offload")
-    least = raised.value.min_mem_limit
-    offload = wrapped.compute_sequence(least, mode="offload").get_expected_makespan()
-    assert wrapped.compute_sequence(least, mode="joint").get_expected_makespan() <= offload
-    assert wrapped.get_expected_memory() <= least
 
 
 def test_training_without_a_limit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -102,6 +102,23 @@ def configured(folder: Path, **said: Any) -> rotoff.RotoffConfig:
     return rotoff.RotoffConfig.load(folder / "train.yaml")
 
 
+def asked(how: str, folder: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a row of a table gives to rotoff: a limit of one of the two kinds, by keyword or in a file."""
+    limit = {"device_limit": a_device_limit()} if "placed" in how else {"mem_limit": a_limit("bf16" in how)}
+    if "from a file" not in how:
+        return (), {**limit, "refine": False}
+    more = {} if "placed" in how else {"mode": "remat"}
+    return (configured(folder, **limit, **more, stages=5, options={"refine": False}),), {}
+
+
+def does_as_asked(how: str, planned: rotoff.Checkpointable | None) -> bool:
+    assert planned is not None
+    if "from a file" in how:
+        assert len(planned.chain) in (4, 5)  # what makes the logits and the loss may be one
+        assert "placed" in how or not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
+    return (moves_parameters if "placed" in how else works_hard)(planned)
+
+
 # -- Hugging Face
 
 
@@ -148,18 +165,23 @@ def alike(trainer: Any, plain: Any) -> bool:
     return losses(trainer) == losses(plain) and same([*trainer.model.parameters()], [*plain.model.parameters()])
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_trainer(tmp_path: Path, bf16: bool, plainly: Callable[..., Any]) -> None:
-    plain = plainly(bf16=bf16)
+@pytest.mark.parametrize(
+    "how",
+    ["limited", "bf16", "from a file", "placed from a file", "made by the trainer", "placed, made by the trainer"],
+)
+def test_trainer(tmp_path: Path, how: str, plainly: Callable[..., Any]) -> None:
+    """Also where ``train`` makes another model than the constructor; its forward must not be wrapped before it is
+    planned."""
+    options = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
+    plain, (args, kwargs) = plainly(**options), asked(how, tmp_path)
     from rotoff.integrations.transformers import RotoffCallback
 
-    callback = RotoffCallback(a_limit(bf16), refine=False)
-    trainer = hugging_face(tmp_path / "planned", callback, bf16=bf16)
+    callback = RotoffCallback(*args, **kwargs)
+    trainer = hugging_face(tmp_path / "planned", callback, **options)
     trainer.train()
-    assert works_hard(callback.planned)
-    assert losses(trainer) == losses(plain)
-    assert len(losses(plain)) == 4
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
+    assert does_as_asked(how, callback.planned)
+    assert callback.planned is attached(trainer.model) or "made" not in how
+    assert alike(trainer, plain) and len(losses(plain)) == 4
     assert type(trainer.model) is Net
 
 
@@ -185,23 +207,6 @@ def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
     resumed = hugging_face(tmp_path / "resumed", max_grad_norm=0.5)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # made while parameters were placed
     assert same(list(resumed.model.parameters()), list(plain.model.parameters()))
-
-
-@pytest.mark.parametrize("placed", [False, True])
-def test_trainer_with_one_argument_from_a_file(tmp_path: Path, placed: bool, plainly: Callable[..., Any]) -> None:
-    plain = plainly(bf16=False)
-    from rotoff.integrations.transformers import RotoffCallback
-
-    limit = (
-        {"device_limit": a_device_limit(), "updates": "after"} if placed else {"mem_limit": a_limit(), "mode": "remat"}
-    )
-    callback = RotoffCallback(configured(tmp_path, **limit, stages=5, options={"refine": False}))
-    trainer = hugging_face(tmp_path / "planned", callback)
-    trainer.train()
-    assert (moves_parameters if placed else works_hard)(callback.planned)
-    assert placed or not any(op.kind is rotoff.OpKind.OFFLOAD for op in callback.planned.sequence)
-    assert len(callback.planned.chain) in (4, 5)  # what makes the logits and the loss may be one
-    assert alike(trainer, plain)
 
 
 class Text(torch.utils.data.Dataset):
@@ -300,25 +305,6 @@ def test_trainers_checkpoints_interchange(
     assert set(stored) == set(build().state_dict())
 
 
-@pytest.mark.parametrize("placed", [False, True])
-def test_trainer_that_makes_its_model(tmp_path: Path, placed: bool, plainly: Callable[..., Any]) -> None:
-    """``train`` makes another model than the constructor; its forward must not be wrapped before it is planned."""
-    plain = plainly(model_init=build)
-    from rotoff.integrations.transformers import RotoffCallback
-
-    limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
-    callback = RotoffCallback(**limit, refine=False)
-    trainer = hugging_face(tmp_path, callback, model_init=build)
-    trainer.train()
-    assert callback.planned is attached(trainer.model)
-    assert (moves_parameters if placed else works_hard)(callback.planned)
-    assert alike(trainer, plain)
-    if not placed:
-        trainer = hugging_face(tmp_path, RotoffCallback(**limit), model_init=build, bf16=True)
-        with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) where the model is made"):
-            trainer.train()
-
-
 def test_trainer_that_makes_a_planned_model_under_mixed_precision(tmp_path: Path, plainly: Callable[..., Any]) -> None:
     planned: list[rotoff.Checkpointable] = []
 
@@ -384,6 +370,9 @@ def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
         hugging_face(tmp_path, RotoffCallback("1 MiB"), model=attached_by_hand)
     trainer.add_callback(RotoffCallback("1 GiB"))
     with pytest.raises(OptionError, match="give it to the constructor"):
+        trainer.train()
+    trainer = hugging_face(tmp_path, RotoffCallback(a_limit()), model_init=build, bf16=True)
+    with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) where the model is made"):
         trainer.train()
     for wrong in ("0%", "101%", "half%"):
         with pytest.raises(LimitError, match="a share of keeping everything such as"):
@@ -521,50 +510,31 @@ def plainly_lit(lightning: Any, precision: str = "32-true") -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lightning(tmp_path: Path, lightning: Any, precision: str) -> None:
-    plain = plainly_lit(lightning, precision)
+@pytest.mark.parametrize(
+    "how",
+    [
+        "limited",
+        "bf16",
+        "placed",
+        *(pytest.param(f"{kind}from a file", marks=pytest.mark.slow) for kind in ("", "placed ")),
+    ],
+)
+def test_lightning(tmp_path: Path, lightning: Any, how: str) -> None:
+    """Its steps are closures."""
     from rotoff.integrations.lightning import RotoffCallback
 
-    module, callback = lit(lightning), RotoffCallback(a_limit(precision == "bf16-mixed"), refine=False)
+    precision = "bf16-mixed" if how == "bf16" else "32-true"
+    args, kwargs = asked(how, tmp_path)
+    plain, module = plainly_lit(lightning, precision), lit(lightning)
+    callback = RotoffCallback(*args, **kwargs, **({"module": "net"} if args else {}))
     trainer = fit(lightning, module, tmp_path, callback, precision=precision)
-    assert works_hard(callback.planned)
-    assert module.seen == plain.seen
-    assert len(plain.seen) == 4
+    assert does_as_asked(how, callback.planned)
+    assert module.seen == plain.seen and len(plain.seen) == 4
     assert attached(module.net) is None
     trainer.save_checkpoint(tmp_path / "planned.ckpt")
     other = lit(lightning)
     other.load_state_dict(torch.load(tmp_path / "planned.ckpt", weights_only=False)["state_dict"])
     assert same(list(other.parameters()), list(plain.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_lightning_inside_a_device_limit(tmp_path: Path, lightning: Any) -> None:
-    """Lightning's steps are closures."""
-    plain = plainly_lit(lightning)
-    from rotoff.integrations.lightning import RotoffCallback
-
-    module, callback = lit(lightning), RotoffCallback(device_limit=a_device_limit(), refine=False)
-    fit(lightning, module, tmp_path, callback)
-    assert moves_parameters(callback.planned)
-    assert module.seen == plain.seen
-    assert same(list(module.parameters()), list(plain.parameters()))
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("placed", [False, True])
-@pytest.mark.slow
-def test_lightning_with_one_argument_from_a_file(tmp_path: Path, lightning: Any, placed: bool) -> None:
-    plain = plainly_lit(lightning)
-    from rotoff.integrations.lightning import RotoffCallback
-
-    limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
-    module = lit(lightning)
-    callback = RotoffCallback(configured(tmp_path, **limit, options={"refine": False}), module="net")
-    fit(lightning, module, tmp_path, callback)
-    assert (moves_parameters if placed else works_hard)(callback.planned)
-    assert module.seen == plain.seen
-    assert same(list(module.parameters()), list(plain.parameters()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
-from planned_steps import smallest
 from torch import nn
 from torch.nn import functional as F
 
@@ -88,8 +87,6 @@ KEPT, MOVED = 5_500_000, 5_000_000  # limits, above what the smaller step takes 
 GROWING: dict[str, tuple[Callable[..., torch.Tensor], int, Sequence[Any], Sequence[Any]]] = {
     "a number": (by_number, KEPT, [64], [512]),
     "a number, moved": (by_number, MOVED, [400], [512]),
-    "lengths": (by_data, KEPT, [torch.tensor([64, 10])], [torch.tensor([512, 10])]),
-    "lengths, moved": (by_data, MOVED, [torch.tensor([400, 10])], [torch.tensor([512, 10])]),
     "a mask": (by_mask, KEPT, [ALL & (torch.arange(512) < 64)], [ALL]),
 }
 
@@ -112,47 +109,6 @@ def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
     assert trained.peak(x, *large) <= trained.planned.get_expected_memory() <= limit
     trained.step(x, *small)
     assert trained.peak(x, *small) <= limit
-
-
-def test_the_first_step_after_measuring_may_be_the_larger_one(caplog: pytest.LogCaptureFixture) -> None:
-    x = torch.randn(4, 512, WIDTH)
-    trained = Trained(Blocks(by_data), KEPT, cache_directory=None)
-    trained.planned.measure(x, torch.tensor([64])).compute_sequence(KEPT, refine=False)
-    for _ in range(4):
-        trained.step(x, torch.tensor([512]))
-    assert SAID in caplog.text
-    assert trained.peak(x, torch.tensor([512])) <= KEPT
-
-
-class Inner(nn.Module):
-    """One block works on `times` copies of its rows and returns their mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times = 1
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, block in enumerate(self.blocks):
-            times = self.times if n == 2 else 1
-            x = block(x.repeat(times, 1, 1)).unflatten(0, (times, len(x))).mean(0)
-        return x.square().mean()
-
-
-@pytest.mark.parametrize("mode", ["offload", "joint"])
-def test_a_value_that_is_larger_on_the_host_is_said(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    """After the forward, the device holds no more than expected."""
-    torch.manual_seed(0)
-    model = Inner()
-    planned = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(4, 64, WIDTH))
-    planned.compute_sequence(smallest(planned, mode), mode=mode, refine=False)
-    step(planned, torch.randn(4, 64, WIDTH))
-    assert not caplog.messages
-    model.times = 4
-    step(planned, torch.randn(4, 64, WIDTH))
-    assert SAID in caplog.text
 
 
 def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,30 +171,6 @@ def test_a_size_told_by_one_other_holds_no_more_than_is_charged(sizes: tuple[int
     model.close()
 
 
-class Table(nn.Module):
-    """Multiplies by a table that it makes anew when a longer input comes."""
-
-    table = torch.empty(0, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] > len(self.table):
-            self.table = (torch.arange(x.shape[1])[:, None] * torch.arange(1, 1 + WIDTH) / WIDTH).cos()
-        return x * self.table[: x.shape[1]]
-
-
-def test_a_table_that_only_a_longer_input_makes_anew() -> None:
-    """Without the calls that make it, the next ones have the names of others that make it."""
-    torch.manual_seed(0)
-    plain = Written(Residual(WIDTH), Table(), Residual(WIDTH), nn.Linear(WIDTH, 8))
-    probe = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None).measure(torch.randn(6, 96, WIDTH))
-    least, most = probe.min_mem_limit("joint"), probe.keep_all_memory
-    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None)
-    wrapped.compute_sequence(least + (most - least) // 4, refine=False)
-    for n, (batch, length) in enumerate([(1, 16), (3, 70), (6, 70), (6, 70), (2, 40)]):
-        x = torch.randn(batch, length, WIDTH)
-        assert all(map(torch.equal, step(wrapped, (x,)), step(plain, (x,)))), n
-
-
 @pytest.mark.parametrize(
     ("kind", "share"), [("recorded", 0.05), pytest.param("convolutions", 0.2, marks=pytest.mark.slow)]
 )

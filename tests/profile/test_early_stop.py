@@ -83,9 +83,3 @@ def test_no_sequence_beats_the_bound_with_tails() -> None:
     assert CHAIN.compute_time <= rotoff.lower_bound(dear, limit) < rotoff.lower_bound(with_tails(0.0, 0.0, 0.0), limit)
     for mode in ("remat", "joint"):
         assert rotoff.lower_bound(dear, limit) <= rotoff.simulate(dear, rotoff.solve(dear, limit, mode)).makespan
-
-
-# -- how long they are
-
-
-# -- what plans make of them

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from allocated import left_bytes, peak_bytes
+from allocated import peak_bytes
 from models import ALL, fresh
 from planned_steps import Loss, smallest, step_peak, with_sequence
 from random_programs import random_sequence
@@ -198,62 +198,6 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
         wrapped.close()
     assert len(ratios) >= 3
     assert sum(ratios) / len(ratios) <= 1.05, ratios
-
-
-def test_dropped_forward_is_freed_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gc
-
-    model, draw = many("mlp")
-    wrapped = rotoff.Checkpointable(model).measure(draw())
-    L = len(wrapped.chain)
-    text = [f"F_all {i}" for i in range(1, L)] + ["offload abar 2", f"F_all {L}"] + [f"B {i}" for i in range(L, 0, -1)]
-    with_sequence(wrapped, rotoff.Sequence.from_text(text))
-    x = draw()
-    wrapped(x).sum().backward()  # the link's thread and file are there
-    gc.collect()  # what the measurement has left
-    monkeypatch.setattr(gc, "collect", lambda *_: 0)  # `left_bytes` calls it
-    gc.disable()
-    try:
-        left_bytes(lambda: wrapped(x) is None)  # what a mode makes of its methods once
-        assert left_bytes(lambda: wrapped(x) is None) <= 0
-    finally:
-        gc.enable()
-    wrapped.close()
-
-
-class Quantizer(nn.Module):
-    """Its distances live as long as its forward, and their graph leads to nothing unless they are `used`."""
-
-    used = False
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(width, width), nn.Linear(width, 4 * width)
-        self.codes, self.down = nn.Parameter(torch.randn(16, width)), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        distances = torch.cdist(x, self.codes)
-        x = self.after(torch.tanh(self.down(torch.tanh(self.codes[distances.argmin(1)] + x))))
-        return x.tanh().square().mean() + (distances.mean() if self.used else 0.0)
-
-
-@pytest.mark.parametrize("mode", ["joint", "offload"])
-def test_saved_tensors_of_unused_graph_are_not_held(mode: str) -> None:
-    torch.manual_seed(0)
-    model, plain, x = Quantizer(), Quantizer(), torch.randn(256, 32)
-    plain.load_state_dict(model.state_dict())
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
-    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode, refine=False)
-    for used in (False, True, False):
-        model.used = plain.used = used
-        for p in (*model.parameters(), *plain.parameters()):
-            p.grad = torch.zeros_like(p)
-        measured = peak_bytes(lambda: wrapped(x).backward())
-        assert used or measured <= wrapped.get_expected_memory()
-        plain(x).backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-    wrapped.close()
 
 
 class ForNothing(nn.Module):

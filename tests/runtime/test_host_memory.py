@@ -26,7 +26,7 @@ from rotoff.planning.step_planner import make_plan
 from rotoff.profile.estimate.estimate import estimate_profile
 from rotoff.profile.tape_profile import TapeProfile as Profile
 from rotoff.runtime.links import pinned as host_memory
-from rotoff.runtime.links.pinned import SEGMENT_BYTES, PinnedSegment, Slab, pin, room_for_plan
+from rotoff.runtime.links.pinned import PinnedSegment, Slab, pin, room_for_plan
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
@@ -70,10 +70,6 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
 def close(segments: list[Any]) -> None:
     for segment in segments:
         segment.close()
-
-
-def test_memory_is_locked_in_segments_of_a_gib() -> None:
-    assert SEGMENT_BYTES == 1 << 30
 
 
 def test_segments_lie_one_after_another_in_the_slab(runtime: FakeRuntime) -> None:

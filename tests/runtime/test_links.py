@@ -288,35 +288,6 @@ class TestFileLink:
         """
         assert run_python(code) == "ends\n"
 
-    @pytest.mark.slow
-    def test_a_forked_child_has_a_thread_and_a_file_of_its_own(self):
-        code = """
-            import os, torch
-            from rotoff.runtime.links.file import FileLink
-            link = FileLink()
-            link.reserve(8)
-            written = link.copy_out([torch.full((8,), 1, dtype=torch.uint8)], 0)
-            link.wait(written)
-            child = os.fork()
-            if child == 0:
-                code = 1
-                try:
-                    link.wait(written)
-                except RuntimeError as error:
-                    code = 0 if "forked" in str(error) else 2
-                again = link.copy_out([torch.full((8,), 2, dtype=torch.uint8)], 0)
-                target = link.allocate(8)
-                link.wait(link.copy_in([target], 0, again))
-                code += 10 * (target.tolist() != [2] * 8)
-                link.close()
-                os._exit(code)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-            target = link.allocate(8)
-            link.wait(link.copy_in([target], 0, written))
-            print(target.tolist() == [1] * 8)
-        """
-        assert run_python(code) == "0\nTrue\n"
-
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
     def test_resident_memory_falls_while_bytes_are_away(self):
         code = """

@@ -84,53 +84,6 @@ def test_a_zero_gradient_of_what_a_step_does_not_use_is_one(name: str, updates: 
         assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters())), n
 
 
-def turned(parameters: list[nn.Parameter], states: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        for one in parameters:
-            one.copy_(one.flip(0))
-
-
-def turned_data(parameters: list[nn.Parameter], states: list[torch.Tensor]) -> None:
-    for one in parameters:
-        one.data.copy_(one.data.flip(0))
-
-
-def turned_states(parameters: list[nn.Parameter], states: list[torch.Tensor]) -> None:
-    for one in states:
-        one.copy_(one.flip(0))
-
-
-@pytest.mark.parametrize("change", [turned, turned_data, turned_states])
-@pytest.mark.parametrize("share", [1, 2])
-@pytest.mark.grid(every=3)
-def test_numbers_that_change_places_are_seen(change: Callable[..., None], share: float) -> None:
-    x, pairs = rows(), made("AdamW", "after", share)
-    for _ in range(4):
-        for run, model, optimizer in pairs:
-            run(x, 0).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            states = [state["exp_avg"] for state in optimizer.state.values()]
-            change([p for p in model.trunk.parameters() if p.dim() == 2], states)
-    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
-
-
-@pytest.mark.parametrize("share", [1, 2])
-def test_a_new_optimizer_may_take_over_the_states(share: float) -> None:
-    """`load_state_dict` does not copy them."""
-    x, pairs = rows(), made("AdamW", "after", share)
-    for n in range(6):
-        for k, (run, model, optimizer) in enumerate(pairs):
-            if n == 3:
-                new = torch.optim.AdamW(model.parameters(), lr=1e-3)
-                new.load_state_dict(optimizer.state_dict())
-                pairs[k] = run, model, optimizer = run, model, new
-            run(x, 0).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
-
-
 @pytest.mark.parametrize("updates", ["after", "during"])
 def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> None:
     torch.manual_seed(0)
@@ -159,34 +112,3 @@ def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> 
     states = [layers[0][0].weight, optimizer.state[layers[0][0].weight]["exp_avg"].clone()]
     assert peak_bytes(lambda: (step(), step()), before=start) + x.nbytes <= model.get_expected_memory()
     assert torch.equal(optimizer.state[states[0]]["exp_avg"], states[1])
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.grid(every=3)
-def test_steps_in_eval_mode_come_between(name: str, set_to_none: bool, updates: str) -> None:
-    x, pairs = rows(), made(name, updates, 1.7)
-    for n in range(4):
-        for run, _, optimizer in pairs:
-            run.train(n % 2 == 0)
-            run(x, 0).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=set_to_none)
-    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("thaws", [True, False])
-def test_parameters_may_be_frozen_or_thawed_before_the_backward(updates: str, thaws: bool) -> None:
-    """As a GAN does with its discriminator around the loss of its generator."""
-    x, pairs = rows(), made("AdamW", updates, 1.05)
-    for n in range(4):
-        for run, model, optimizer in pairs:
-            model.trunk[2:].requires_grad_(n % 2 == 0 or not thaws)
-            loss = run(x, 0).square().mean()
-            model.trunk[2:].requires_grad_(thaws)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert all(map(torch.equal, pairs[0][1].parameters(), pairs[1][1].parameters()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Iterator
 
@@ -15,7 +14,6 @@ from torch.autograd.graph import save_on_cpu
 from trunks import LENGTH, WIDTH, Trunk
 
 import rotoff
-from rotoff.core.sequence import FORWARDS
 
 
 def run_twice(L: int) -> rotoff.Sequence:
@@ -45,41 +43,6 @@ def test_a_backward_under_other_autocast_than_the_forward(forward_casts: bool) -
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
         wrapped.measure(batch())
     assert same(step(with_sequence(wrapped, run_twice(len(wrapped.chain))), batch), expected)
-
-
-@pytest.mark.parametrize("switch", ["frozen, then thawed", "frozen between", "eval between"])
-def test_what_is_switched_between_a_forward_and_its_backward(switch: str) -> None:
-    """A GAN freezes its discriminator for the generator's loss and thaws it before the backward."""
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.3), nn.Tanh()) for _ in range(6)]
-    model = nn.Sequential(*layers, nn.Linear(32, 4))
-    begun_frozen = switch == "frozen, then thawed"
-
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        x = torch.randn(64, 32).requires_grad_()
-        model.requires_grad_(not begun_frozen)
-        loss = model(x).square().mean()
-        if switch == "eval between":
-            model.eval()
-        else:
-            model.requires_grad_(begun_frozen)
-        loss.backward()
-        flags = [p.requires_grad for p in model.parameters()] + [m.training for m in layers]
-        assert set(flags) == ({False, True} if switch == "frozen between" else {True, switch != "eval between"})
-        model.train()
-        model.requires_grad_(not begun_frozen)
-        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
-        return [x.grad.clone(), *grads, *(b.clone() for b in model.buffers())]
-
-    state = copy.deepcopy(model.state_dict())
-    expected = step(model) + step(model)
-    model.load_state_dict(state)
-    model.requires_grad_(not begun_frozen)
-    wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32).requires_grad_())
-    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
-    assert any(op.kind in FORWARDS for op in wrapped.sequence.ops[len(wrapped.chain) + 1 :])
-    assert same(step(wrapped) + step(wrapped), expected)
 
 
 def batch() -> torch.Tensor:

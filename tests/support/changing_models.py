@@ -95,12 +95,15 @@ def part_of(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return loss
 
 
-@runs("a loss of another part of the outputs", step=part_of, room=0.6)
-def _(net: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    hidden = [net.blocks[0](x)]
-    for block in net.blocks[1:]:
-        hidden.append(block(hidden[-1]))
-    return [net.head(hidden[-1]), *hidden]
+class Hidden(Trunk):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        hidden = [self.blocks[0](x)]
+        for block in self.blocks[1:]:
+            hidden.append(block(hidden[-1]))
+        return [self.head(hidden[-1]), *hidden]
+
+
+row("a loss of another part of the outputs", step=part_of, room=0.6)(Hidden)
 
 
 @runs("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6)
@@ -504,7 +507,7 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 for _name, _generator in {"a torch.Generator": torch.Generator, "torch's own": lambda: torch.default_generator}.items():
-    row(f"draws from {_name}", at(0, lambda net: net.generator.manual_seed(5)))(
+    row(f"draws from {_name}", at(0, lambda net: net.generator.manual_seed(5)), large)(
         along(
             lambda net, x, n: x * torch.bernoulli(torch.full_like(x, 0.5), generator=net.generator),
             generator=_generator,
@@ -899,6 +902,34 @@ def of_all(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return torch.stack([loss, *(g.double().sum() for g in given)])
 
 
+def of_hidden(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    """The gradient of a result in the middle, which the caller asks for in one way after the other."""
+    y, *hidden = run(*call[0])
+    middle, seen = hidden[1], list[torch.Tensor]()
+    if n % 4:
+        middle.retain_grad()
+    else:
+        middle.register_hook(seen.append)
+    loss = y.double().mean() + middle.double().sin().mean()
+    if n % 4 == 1:
+        seen = [g for g in torch.autograd.grad(loss, [middle, *net.parameters()], allow_unused=True) if g is not None]
+    else:
+        loss.backward(inputs=[middle] if n % 4 == 2 else None)
+        seen = seen or [middle.grad]
+    return torch.stack([loss, *(g.double().square().sum() for g in seen)])
+
+
+def thawed_between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    """As a GAN does with its discriminator; in other steps the other way round."""
+    net.blocks[1:3].requires_grad_(n % 2 == 1)
+    loss = error_of(run(*call[0]))
+    net.blocks[1:3].requires_grad_(n % 2 == 0)
+    loss.backward()
+    net.requires_grad_()
+    return loss
+
+
+row("a part frozen between the forward and its backward, or thawed", step=thawed_between, room=0.6)(normed)
 row("a double backward", step=twice)(Trunk)
 row("gradients accumulated over parts of a batch", step=accumulated, call=lambda n: ((drawn(n, 48, WIDTH),), {}))(
     Dropout
@@ -906,6 +937,7 @@ row("gradients accumulated over parts of a batch", step=accumulated, call=lambda
 row("updates within the backward", step=updated_in_backward)(Tied)
 row("gradients to which hooks add noise", step=noisy, call=large)(Dropout)
 row("gradients of the input and of all parameters", step=of_all)(Trunk)
+row("gradients of a result in the middle", step=of_hidden, room=0.6)(Hidden)
 row("a second and a third backward through the same graph", step=again_backward, call=large)(Dropout)
 row("a backward for each of two losses", step=gradient_of_each)(Trunk)
 

@@ -23,19 +23,6 @@ WORLD: dict[str, Any] = {"seen": []}
 # -- views and kinds of tensors
 
 
-@adds(
-    "a cache of a no_grad result by key",
-    sets("key", lambda n: n // 2),
-    again=lambda net: net.cache.clear(),
-    has={"cache": dict},
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    if (net.key, n) not in net.cache:
-        with torch.no_grad():
-            net.cache[net.key, n] = x.mean(0) * 0.1
-    return torch.sin(x + net.cache[net.key, n])
-
-
 @adds("a view of a view changed in place after a use")
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y = torch.sin(x) + 0.0
@@ -72,13 +59,6 @@ row("tables without gradients, of which the forward reads views", room=0.3)(
         tables=tables,
     )
 )
-
-
-@adds("a list of views")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    vs = [x[:, i] for i in range(WIDTH)]
-    vs[0] = vs[0] * 2
-    return torch.tanh(torch.stack(vs, 1))
 
 
 @adds("out= given", has={"room": lambda: nn.Buffer(torch.zeros(LENGTH, WIDTH), persistent=False)})
@@ -182,25 +162,7 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.sin(x) + k
 
 
-row("a buffer of another dtype assigned", at(2, lambda net: setattr(net, "b", net.b.double())), room=0.6)(
-    along(lambda net, x, n: x * net.b.float(), b=lambda: nn.Buffer(torch.ones(WIDTH)))
-)
-
-
 # -- functions of autograd, and of torch.func
-
-
-class Cast(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx: Any, x: torch.Tensor) -> Any:
-        ctx.save_for_backward(x)
-        return x.sin()
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return g * ctx.saved_tensors[0].cos()
 
 
 class Stateful(torch.autograd.Function):
@@ -260,23 +222,6 @@ class DirtyBuffer(torch.autograd.Function):
         return g * ctx.b, None
 
 
-class Sums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k: Any, *xs: Any) -> Any:
-        ctx.save_for_backward(*xs)
-        return torch.cat([x.exp() for x in xs], 1) * 0.1
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return None, *(p * x.exp() * 0.1 for p, x in zip(g.chunk(2, 1), ctx.saved_tensors, strict=True))
-
-
-@adds("custom_fwd casts")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return Cast.apply(x)
-
-
 @adds("a function of autograd with setup_context and two outputs", sets("k", lambda n: 1 + n), has={"k": lambda: 1})
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y, i = NewStyle.apply(x, net.k)
@@ -290,7 +235,6 @@ row("a function of autograd that changes its input in place")(along(lambda net, 
 row("a function of autograd that counts in a buffer", may_refuse="changed in place a tensor", room=0.5)(
     along(lambda net, x, n: torch.sin(DirtyBuffer.apply(x, net.count) * 0.1), count=lambda: nn.Buffer(torch.ones(())))
 )
-row("a function of autograd given a list of tensors")(along(lambda net, x, n: Sums.apply(2, *x.chunk(2, 1))))
 
 
 @adds("torch.func.grad, of a function that counts", may_refuse="torch.func|differentiat", room=0.6, has={"calls": int})
@@ -304,12 +248,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> Any:
     net.calls += 1
     net.n += 1
     return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.02 * net.calls))(x) * (1 + net.n / 10)
-
-
-@adds("functional_call of a block with stacked weights")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    p = {k: v * 0.5 for k, v in net.blocks[n].named_parameters()}
-    return torch.func.functional_call(net.blocks[n], p, (x,))
 
 
 row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.6)(
@@ -331,31 +269,6 @@ row("a thread that runs a part of the forward", may_refuse="thread|cannot see|ou
 
 
 # -- hooks
-
-
-class Keyworded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor, *, scale: float = 1.0, bias: Any = None) -> torch.Tensor:
-        x = self.block(x) * scale
-        return x if bias is None else x + 0.1 * bias
-
-
-@row("forward hooks with kwargs, one of which is always called", sets("k", lambda n: 1.0 + 0.1 * n))
-class KwHooks(Trunk, seen=list):
-    made_of = Keyworded
-    k = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        for b in self.blocks:
-            b.register_forward_pre_hook(
-                lambda m, a, kw: (a, {**kw, "scale": self.k, "bias": a[0].mean(1, keepdim=True)}), with_kwargs=True
-            )
-            b.register_forward_hook(lambda m, a, kw, out: torch.tanh(out * kw.get("scale", 1.0)), with_kwargs=True)
-            b.register_forward_hook(lambda m, a, out: self.seen.append(float(out.detach().mean())), always_call=True)
 
 
 def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -481,23 +394,7 @@ class Cached(Trunk):
             return self.head(x)
 
 
-def weight_normed() -> nn.Module:
-    net = Trunk()
-    for b in net.blocks:
-        nn.utils.weight_norm(b.up)
-    return net
-
-
-row(
-    "a parametrization whose factor changes",
-    lambda net, n: [setattr(b.up.parametrizations.weight[0], "scale", 1 + 0.1 * n) for b in net.blocks],
-)(parametrized)
 row("a parametrization within cached()")(lambda: parametrized(Cached))
-row(
-    "weight norm of the older form removed",
-    at(2, lambda net: [nn.utils.remove_weight_norm(b.up) for b in net.blocks]),
-    room=0.6,
-)(weight_normed)
 row("a module called twice with state")(
     along(lambda net, x, n: net.bn(net.bn(x)) + x, bn=lambda: nn.BatchNorm1d(WIDTH))
 )
@@ -767,7 +664,6 @@ def caught(name: str, of: type[Caught] = Caught, room: float = 0.0, **has: Any) 
 
 
 caught("of wrong shapes")
-caught("of a singular matrix, in every step", attempt=factor, fails=tuple(range(5)))
 caught("of a singular matrix that nobody needs", attempt=factor, used=False)
 caught("of a custom Function", attempt=lambda net, x, fails: Fallible.apply(x * 0.1, fails))
 caught("beside what was made for nothing before", of=UsedLater, room=0.6)

@@ -4,12 +4,16 @@ CUDA."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
+
+
+def nothing(*_: Any) -> None: ...
 
 
 def usual(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
@@ -32,13 +36,36 @@ def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
     return found
 
 
-def clipped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return norm
+def loop(
+    name: str, updated: Any = nothing, stepped: Any = nothing, set_to_none: bool = True, around: Any = nullcontext
+) -> Any:
+    """A step that calls ``updated(model, optimizers, n)`` after the backward, and `stepped` after the update. updated may
+    return what the step returns, which is the loss otherwise. around: the forward."""
+
+    def step(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+        with around():
+            loss = model(batch()).float().square().mean()
+        loss.backward()
+        told = updated(model, optimizers, n)
+        optimizers[0].step()
+        optimizers[0].zero_grad(set_to_none=set_to_none)
+        stepped(model, optimizers, n)
+        return loss.detach() if told is None else told
+
+    step.__name__ = name
+    return step
+
+
+def clamp(model: Any, *_: Any) -> None:
+    """As old code does: past autograd's version counters."""
+    for p in model.parameters():
+        p.data.clamp_(-0.1, 0.1)
+
+
+clipped = loop("clipped", lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+clamped, clamped_before = loop("clamped", stepped=clamp), loop("clamped_before", clamp)
+zeroed = loop("zeroed", set_to_none=False)
+in_bfloat16 = loop("in_bfloat16", around=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
 def accumulated(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
@@ -82,14 +109,6 @@ def looked_at(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     optimizers[0].step()
     optimizers[0].zero_grad()
     return loss.detach() + seen
-
-
-def clamped(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """As old code does: past autograd's version counters."""
-    loss = usual(model, optimizers, n, batch)
-    for p in model.parameters():
-        p.data.clamp_(-0.1, 0.1)
-    return loss
 
 
 def loaded(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:

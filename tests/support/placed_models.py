@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from models import ALL, Attention, Residual
 from torch import nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 Batch = Callable[[], torch.Tensor]
@@ -199,16 +199,6 @@ class Recurs(nn.Module):
         return self.cells(self.before(x))[0]
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.norm = nn.MultiheadAttention(32, 4, batch_first=True), nn.LayerNorm(32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(x)
-        return x + self.attention(h, h, h)[0]
-
-
 def deep(width: int = 64, layers: int = 4, bias: bool = True) -> nn.Module:
     return nn.Sequential(*(layer for _ in range(layers) for layer in (nn.Linear(width, width, bias), nn.GELU())))
 
@@ -221,11 +211,6 @@ def first_frozen() -> nn.Module:
     model = nn.Sequential(*(nn.Sequential(*one) for one in layers), nn.Linear(32, 4))
     model[:2].requires_grad_(False)
     return model
-
-
-def frozen_between() -> nn.Module:
-    layers = [nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32).requires_grad_(False), nn.GELU(), nn.Linear(32, 32)]
-    return nn.Sequential(nn.Linear(32, 32).requires_grad_(False), *layers)
 
 
 def convolutions() -> nn.Module:
@@ -272,13 +257,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "paused": (Paused, numbers(24, 16)),
     "adapted": (Adapted, numbers(16, 64)),
     "lstm": (Recurs, numbers(8, 12, 32)),
-    "attention": (Attends, numbers(8, 12, 32)),
     "parametrized": (parametrized, numbers(64, 32)),
-    "weight_norm": (lambda: nn.Sequential(weight_norm(nn.Linear(32, 32)), nn.Tanh(), nn.Linear(32, 8)), numbers(64, 32)),
     "spectral": (spectral, numbers(2, 3, 8, 8)),
     "convolutions": (convolutions, numbers(4, 3, 16, 16)),
     "first frozen": (first_frozen, numbers(64, 32)),
-    "frozen between": (frozen_between, numbers(64, 32)),
     "encoder": (encoder, numbers(8, 12, 32)),
     "encoder in eval": (lambda: encoder().eval(), numbers(8, 12, 32)),
 }  # fmt: skip
