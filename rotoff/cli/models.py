@@ -30,17 +30,14 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     Raises:
         UsageError: if there is no such function, it raises, or it does not return (model, sample).
     """
+    from ..tools.largest import read_built
+
     function = _load_function(text)
     try:
         made = function()
     except Exception as error:
         raise UsageError(f"{text} raised {type(error).__name__}: {error} (--traceback shows where)") from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise UsageError(f"{text} returned {type(made).__name__}; it must return (model, sample)")
-    model, sample = made
-    if isinstance(sample, dict):
-        return model, (), sample
-    return model, sample if isinstance(sample, tuple) else (sample,), {}
+    return read_built(made, text)
 
 
 def _load_function(text: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, fields
 from typing import Any
@@ -19,7 +18,7 @@ from ..report.chain_table import chain_table, keep_all_line
 from ..report.chrome_trace import save_chrome_trace
 from ..report.expected_step import ShownStep, keeping_all, shown_step
 from ..report.summary import fates, group_fates
-from ..report.terminal import has_colour, render
+from ..report.terminal import render
 from ..solver import solve, sweep
 from ..solver.bounds import min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
@@ -138,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
     suffix = check_suffix(options.output, (*_PICTURES, ".json"))
     chain = read_chain(options.chain)
     if options.sequence is None:
-        if options.ops or options.events or suffix == ".json":
+        if options.events or suffix == ".json":
             raise UsageError("operations and traces need a sequence; give SEQ.json")
         return _show_chain(chain, options)
     sequence = read_sequence(options.sequence)
@@ -150,13 +149,11 @@ def _show(options: argparse.Namespace) -> int:
     elif suffix is not None:
         from .. import plot
 
-        plot.save(plot.timeline(chain, sequence, options.mem_limit, title=options.title), options.output)
+        plot.save(plot.timeline(chain, sequence, options.mem_limit), options.output)
     if options.json:
         print_json(_figures(chain, sequence, step, options.events))
     elif options.output:
         print(f"written to {options.output}")
-    elif options.ops:
-        print(sequence)
     elif options.events:
         print(f"{'start s':>12} {'end s':>12} {'lane':<8} {'device':>11} {'host':>11}  operation")
         for e in step.trace.events:
@@ -164,8 +161,7 @@ def _show(options: argparse.Namespace) -> int:
             print(f"{e.start:>12.6g} {e.end:>12.6g} {e.lane:<8} {held}  {e.op}{'  (again)' if e.recompute else ''}")
         print(f"\n{step.trace}")
     else:
-        colour = {"always": True, "never": False}.get(options.color, has_colour(sys.stdout))
-        print(render(chain, sequence, options.mem_limit, width=options.width, colour=colour))
+        print(render(chain, sequence, options.mem_limit))
     return 0
 
 
@@ -173,7 +169,7 @@ def _show_chain(chain: Chain, options: argparse.Namespace) -> int:
     if options.output:
         from .. import plot
 
-        plot.save(plot.stages(chain, title=options.title), options.output)
+        plot.save(plot.stages(chain), options.output)
     if options.json:
         whole = keeping_all(chain)
         print_json({**chain.to_dict(), "keep_all": {"makespan": whole.makespan, "peak_bytes": whole.peak_bytes}})
@@ -187,13 +183,10 @@ def _figures(chain: Chain, sequence: Sequence, step: ShownStep, events: bool) ->
     trace = step.trace
     found: dict[str, Any] = {"mode": sequence.mode, "mem_limit": step.mem_limit, "overhead": step.overhead}
     found |= {one.name: getattr(trace, one.name) for one in fields(trace) if one.name != "events"}
-    found["stages"] = [
-        {"stage": f.stage, "name": chain.stage(f.stage).name, "fate": f.word, "runs": f.runs} for f in fates(sequence)
-    ]
+    found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(sequence).items()]
     if chain.parameters:
-        found["parameters"] = [
-            {"group": f.group, "name": chain.group(f.group).name, "fate": f.word} for f in group_fates(sequence)
-        ]
+        groups = group_fates(sequence).items()
+        found["parameters"] = [{"group": k, "name": chain.group(k).name, "fate": word} for k, word in groups]
     if events:
         names = ("lane", "start", "end", "memory", "host_memory", "recompute")
         found["events"] = [{**{k: getattr(e, k) for k in names}, "op": str(e.op)} for e in trace.events]
@@ -281,12 +274,6 @@ COMMANDS = (
                 help="after: refuse updates of parameters before B 1 (default: during)",
             ),
             argument("--events", action="store_true", help="print every operation with its times and bytes"),
-            argument("--ops", action="store_true", help="print the operations themselves, one a line"),
-            argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)"),
-            argument(
-                "--color", choices=("auto", "always", "never"), default="auto", help="(default: auto, as NO_COLOR says)"
-            ),
-            argument("--title", default="", help="of a picture (default: the chain's name and the step's costs)"),
         ),
         "Exits with 1 if the machine refuses the sequence; the message names the operation.\n"
         "Pictures need matplotlib (the extra rotoff[plot]); a trace opens at https://ui.perfetto.dev.",
