@@ -72,19 +72,9 @@ COMMANDS = (
         (
             argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)"),
             argument(
-                "--seconds",
-                type=_seconds,
-                default=2.0,
-                metavar="N",
-                help="duration of the timed steps at each of three limits (default: 2)",
+                "--seconds", type=_seconds, default=2.0, metavar="N", help="of timed steps at each of three limits"
             ),
-            argument(
-                "-o",
-                "--output",
-                default="doctor.json",
-                metavar="FILE",
-                help="write the findings here (default: doctor.json)",
-            ),
+            argument("-o", "--output", default="doctor.json", metavar="FILE", help="(default: doctor.json)"),
         ),
         "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
         " against"

@@ -62,9 +62,7 @@ _SEARCH = (
     argument("--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"),
     argument("--host-limit", type=_size_or_zero, metavar="SIZE", help="bytes that may wait on the host (default: any)"),
     argument("--refine", type=float, default=True, metavar="SECONDS", help="about how long to search on exact bytes"),
-    argument(
-        "--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone, without a search"
-    ),
+    argument("--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone"),
 )
 
 
@@ -204,14 +202,7 @@ COMMANDS = (
             argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"'),
             argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)"),
             argument("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}"),
-            argument(
-                "--option",
-                type=_option,
-                action="append",
-                default=[],
-                metavar="NAME=VALUE",
-                help="option of that policy; may be repeated",
-            ),
+            argument("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of the policy"),
             *_SEARCH,
             argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file"),
         ),
@@ -224,27 +215,11 @@ COMMANDS = (
         _sweep,
         (
             CHAIN,
-            argument(
-                "--mem-limit", type=size, nargs="+", metavar="SIZE", help="limits (default: 12, smallest to largest)"
-            ),
-            argument(
-                "--modes",
-                type=_names(MODES),
-                default=MODES,
-                metavar="NAMES",
-                help=f"some of {','.join(MODES)} (default: all)",
-            ),
-            argument(
-                "--policies",
-                type=_names((*_SYSTEMS, "all")),
-                default=(),
-                metavar="NAMES",
-                help="systems of the papers to compare with the modes, or all",
-            ),
+            argument("--mem-limit", type=size, nargs="+", metavar="SIZE", help="(default: 12, smallest to largest)"),
+            argument("--modes", type=_names(MODES), default=MODES, help=f"some of {','.join(MODES)} (default: all)"),
+            argument("--policies", type=_names((*_SYSTEMS, "all")), default=(), help="systems of the papers, or all"),
             *_SEARCH,
-            argument(
-                "-o", "--output", metavar="FILE", help="write a table (.csv, .json) or a picture (.png, .svg, .pdf)"
-            ),
+            argument("-o", "--output", metavar="FILE", help="a table (.csv, .json) or a picture (.png, .svg, .pdf)"),
         ),
         f"Exits with 1 if nothing fits; {_LIMIT}.",
     ),
@@ -256,23 +231,15 @@ COMMANDS = (
         (
             CHAIN,
             argument(
-                "sequence",
-                metavar="SEQ.json",
-                nargs="?",
-                help="a file of `rotoff solve`; without it, the chain itself is shown",
+                "sequence", metavar="SEQ.json", nargs="?", help="a file of `rotoff solve`; else the chain is shown"
             ),
             argument(
-                "-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a trace for Perfetto (.json)"
+                "-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a Perfetto trace (.json)"
             ),
             argument(
-                "--mem-limit", type=size, metavar="SIZE", help="refuse a plan above it (default: the sequence's own)"
+                "--mem-limit", type=size, metavar="SIZE", help="refuse more bytes (default: the sequence's limit)"
             ),
-            argument(
-                "--updates",
-                choices=WHEN,
-                default="during",
-                help="after: refuse updates of parameters before B 1 (default: during)",
-            ),
+            argument("--updates", choices=WHEN, default="during", help="after: refuse updates before B 1"),
             argument("--events", action="store_true", help="print every operation with its times and bytes"),
         ),
         "Exits with 1 if the machine refuses the sequence; the message names the operation.\n"

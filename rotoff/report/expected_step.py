@@ -6,7 +6,7 @@ the expected figures in its meta, so that ``display()``, the timeline and the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -112,18 +112,14 @@ def held(trace: Trace) -> list[tuple[float, int, int, int]]:
 
 def _read(said: Any, trace: Trace) -> _Expected | None:
     """What a plan's meta says of its step; None if that is another one, or nothing that this module wrote."""
-    if not isinstance(said, Mapping) or said.get("machine") != _figures(trace):
-        return None
     try:
+        if said["machine"] != _figures(trace) or len(said["memory"]) != len(trace.events):
+            return None
         limit, levels = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
-        found = _Expected(
-            None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED)),
-            bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED),
-            levels,
-        )
+        limit = None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED))
+        return _Expected(limit, bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED), levels)
     except (LookupError, TypeError, ChainError, LimitError):
         return None
-    return found if len(levels) == len(trace.events) else None
 
 
 def _figures(trace: Trace) -> list[float]:
