@@ -32,7 +32,7 @@ def _doctor(options: argparse.Namespace) -> int:
         raise UsageError(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
     from ..planning.options import read_device
     from ..tools.doctor.examination import examine
-    from ..tools.doctor.findings import FAILED, OK, Report
+    from ..tools.doctor.findings import FAILED, VERDICTS, Report
 
     device = read_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     assert device is not None
@@ -52,7 +52,8 @@ def _doctor(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report.to_dict())
     else:
-        counts = ", ".join(f"{report.count(verdict)} {verdict}" for verdict in (OK, "attention", FAILED))
+        ended = [finding.verdict for finding in report.findings]
+        counts = ", ".join(f"{ended.count(verdict)} {verdict}" for verdict in VERDICTS)
         print(f"\n{counts}, in {report.seconds:.0f} s; written to {options.output}")
         print(
             "Is this hardware new to rotoff? Please attach the file to an issue: it is used to check rotoff's"
@@ -71,19 +72,9 @@ COMMANDS = (
         (
             argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)"),
             argument(
-                "--seconds",
-                type=_seconds,
-                default=2.0,
-                metavar="N",
-                help="duration of the timed steps at each of three limits (default: 2)",
+                "--seconds", type=_seconds, default=2.0, metavar="N", help="of timed steps at each of three limits"
             ),
-            argument(
-                "-o",
-                "--output",
-                default="doctor.json",
-                metavar="FILE",
-                help="write the findings here (default: doctor.json)",
-            ),
+            argument("-o", "--output", default="doctor.json", metavar="FILE", help="(default: doctor.json)"),
         ),
         "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
         " against"

@@ -30,17 +30,14 @@ def load_target(text: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     Raises:
         UsageError: if there is no such function, it raises, or it does not return (model, sample).
     """
+    from ..tools.largest import read_built
+
     function = _load_function(text)
     try:
         made = function()
     except Exception as error:
         raise UsageError(f"{text} raised {type(error).__name__}: {error} (--traceback shows where)") from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise UsageError(f"{text} returned {type(made).__name__}; it must return (model, sample)")
-    model, sample = made
-    if isinstance(sample, dict):
-        return model, (), sample
-    return model, sample if isinstance(sample, tuple) else (sample,), {}
+    return read_built(made, text)
 
 
 def _load_function(text: str) -> Any:
@@ -88,16 +85,8 @@ def _device(otherwise: str | None, said: str) -> Argument:
 
 
 _CUT = (
-    argument(
-        "--stages",
-        metavar="N|NAMES",
-        help="about how many stages to cut into, or dotted names of modules (by commas): each becomes one stage",
-    ),
-    argument(
-        "--backward-from",
-        metavar="NAMES",
-        help="keys (loss) or indices (0) of the outputs that the backward starts from, by commas (default: any)",
-    ),
+    argument("--stages", metavar="N|NAMES", help="about how many, or dotted names of modules, by commas, one for each"),
+    argument("--backward-from", metavar="NAMES", help="outputs where the backward starts: keys or indices, by commas"),
     argument("--no-forms", action="store_true", help="stages are saved whole, or not at all"),
 )
 
@@ -120,26 +109,10 @@ def _cut(options: argparse.Namespace) -> dict[str, Any]:
 # of `plan` and `largest`
 _QUESTION = (
     _device("H200", "H200"),
-    argument(
-        "--mem-limit",
-        type=size,
-        metavar="SIZE",
-        help="bytes that a step may allocate beyond parameters, gradients, states and the batch, which then stay on the"
-        " device (default: all of the device is planned, and these may move)",
-    ),
+    argument("--mem-limit", type=size, metavar="SIZE", help="of a step; parameters, gradients and states then stay"),
     argument("--optimizer", default="adam", metavar="NAME", help=f"{_OPTIMIZER} (default: adam)"),
-    argument(
-        "--master-weights",
-        action="store_true",
-        help="count float32 copies of parameters in half precision, and states in float32",
-    ),
-    argument(
-        "--host-bandwidth",
-        type=float,
-        default=40e9,
-        metavar="B/S",
-        help="bandwidth of the host's memory while the link is busy, for updates on the host (default: 40e9)",
-    ),
+    argument("--master-weights", action="store_true", help="count float32 weights and states for half precision"),
+    argument("--host-bandwidth", type=float, default=40e9, metavar="B/S", help="of the host's memory (default: 40e9)"),
     argument("--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"),
 )
 
@@ -256,9 +229,7 @@ COMMANDS = (
             argument("--microbatches", type=int, default=1, metavar="N", help="of a pipeline's batch (default: 1)"),
             argument("--schedule", default="1F1B", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B"),
             argument("--chunks", type=int, default=1, metavar="N", help="stages of each rank (default: 1)"),
-            argument(
-                "--ranks-per-link", type=int, default=1, metavar="N", help="neighbours that share a link (default: 1)"
-            ),
+            argument("--ranks-per-link", type=int, default=1, metavar="N", help="that share a link (default: 1)"),
             *_CUT,
         ),
         f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too'
@@ -271,11 +242,7 @@ COMMANDS = (
         _audit,
         (
             _MODEL,
-            argument(
-                "settings",
-                metavar="SETTINGS",
-                help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file, or a Trainer's arguments in one",
-            ),
+            argument("settings", help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file, or a Trainer's"),
             _device("H200", "H200"),
             argument("--optimizer", metavar="NAME", help=f"{_OPTIMIZER} (default: what the file says)"),
             argument("--master-weights", action="store_true", default=None, help="as for rotoff plan"),
@@ -291,9 +258,7 @@ COMMANDS = (
         (
             argument("target", metavar="MODULE:FUNCTION", help="takes a size, returns the model and a sample"),
             *_QUESTION,
-            argument(
-                "--step-time", type=float, metavar="SECONDS", help="most estimated seconds of a step, with the updates"
-            ),
+            argument("--step-time", type=float, metavar="SECONDS", help="the most of a step, with its updates"),
             argument("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)"),
             argument("--most", type=int, default=2**20, metavar="N", help="the largest size to try (default: 2**20)"),
             *_CUT,

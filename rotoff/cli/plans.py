@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import asdict, fields
 from typing import Any
@@ -19,7 +18,7 @@ from ..report.chain_table import chain_table, keep_all_line
 from ..report.chrome_trace import save_chrome_trace
 from ..report.expected_step import ShownStep, keeping_all, shown_step
 from ..report.summary import fates, group_fates
-from ..report.terminal import has_colour, render
+from ..report.terminal import render
 from ..solver import solve, sweep
 from ..solver.bounds import min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
@@ -63,9 +62,7 @@ _SEARCH = (
     argument("--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"),
     argument("--host-limit", type=_size_or_zero, metavar="SIZE", help="bytes that may wait on the host (default: any)"),
     argument("--refine", type=float, default=True, metavar="SECONDS", help="about how long to search on exact bytes"),
-    argument(
-        "--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone, without a search"
-    ),
+    argument("--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone"),
 )
 
 
@@ -138,7 +135,7 @@ def _show(options: argparse.Namespace) -> int:
     suffix = check_suffix(options.output, (*_PICTURES, ".json"))
     chain = read_chain(options.chain)
     if options.sequence is None:
-        if options.ops or options.events or suffix == ".json":
+        if options.events or suffix == ".json":
             raise UsageError("operations and traces need a sequence; give SEQ.json")
         return _show_chain(chain, options)
     sequence = read_sequence(options.sequence)
@@ -150,13 +147,11 @@ def _show(options: argparse.Namespace) -> int:
     elif suffix is not None:
         from .. import plot
 
-        plot.save(plot.timeline(chain, sequence, options.mem_limit, title=options.title), options.output)
+        plot.save(plot.timeline(chain, sequence, options.mem_limit), options.output)
     if options.json:
         print_json(_figures(chain, sequence, step, options.events))
     elif options.output:
         print(f"written to {options.output}")
-    elif options.ops:
-        print(sequence)
     elif options.events:
         print(f"{'start s':>12} {'end s':>12} {'lane':<8} {'device':>11} {'host':>11}  operation")
         for e in step.trace.events:
@@ -164,8 +159,7 @@ def _show(options: argparse.Namespace) -> int:
             print(f"{e.start:>12.6g} {e.end:>12.6g} {e.lane:<8} {held}  {e.op}{'  (again)' if e.recompute else ''}")
         print(f"\n{step.trace}")
     else:
-        colour = {"always": True, "never": False}.get(options.color, has_colour(sys.stdout))
-        print(render(chain, sequence, options.mem_limit, width=options.width, colour=colour))
+        print(render(chain, sequence, options.mem_limit))
     return 0
 
 
@@ -173,7 +167,7 @@ def _show_chain(chain: Chain, options: argparse.Namespace) -> int:
     if options.output:
         from .. import plot
 
-        plot.save(plot.stages(chain, title=options.title), options.output)
+        plot.save(plot.stages(chain), options.output)
     if options.json:
         whole = keeping_all(chain)
         print_json({**chain.to_dict(), "keep_all": {"makespan": whole.makespan, "peak_bytes": whole.peak_bytes}})
@@ -187,13 +181,10 @@ def _figures(chain: Chain, sequence: Sequence, step: ShownStep, events: bool) ->
     trace = step.trace
     found: dict[str, Any] = {"mode": sequence.mode, "mem_limit": step.mem_limit, "overhead": step.overhead}
     found |= {one.name: getattr(trace, one.name) for one in fields(trace) if one.name != "events"}
-    found["stages"] = [
-        {"stage": f.stage, "name": chain.stage(f.stage).name, "fate": f.word, "runs": f.runs} for f in fates(sequence)
-    ]
+    found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(sequence).items()]
     if chain.parameters:
-        found["parameters"] = [
-            {"group": f.group, "name": chain.group(f.group).name, "fate": f.word} for f in group_fates(sequence)
-        ]
+        groups = group_fates(sequence).items()
+        found["parameters"] = [{"group": k, "name": chain.group(k).name, "fate": word} for k, word in groups]
     if events:
         names = ("lane", "start", "end", "memory", "host_memory", "recompute")
         found["events"] = [{**{k: getattr(e, k) for k in names}, "op": str(e.op)} for e in trace.events]
@@ -211,14 +202,7 @@ COMMANDS = (
             argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"'),
             argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)"),
             argument("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}"),
-            argument(
-                "--option",
-                type=_option,
-                action="append",
-                default=[],
-                metavar="NAME=VALUE",
-                help="option of that policy; may be repeated",
-            ),
+            argument("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of the policy"),
             *_SEARCH,
             argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file"),
         ),
@@ -231,27 +215,11 @@ COMMANDS = (
         _sweep,
         (
             CHAIN,
-            argument(
-                "--mem-limit", type=size, nargs="+", metavar="SIZE", help="limits (default: 12, smallest to largest)"
-            ),
-            argument(
-                "--modes",
-                type=_names(MODES),
-                default=MODES,
-                metavar="NAMES",
-                help=f"some of {','.join(MODES)} (default: all)",
-            ),
-            argument(
-                "--policies",
-                type=_names((*_SYSTEMS, "all")),
-                default=(),
-                metavar="NAMES",
-                help="systems of the papers to compare with the modes, or all",
-            ),
+            argument("--mem-limit", type=size, nargs="+", metavar="SIZE", help="(default: 12, smallest to largest)"),
+            argument("--modes", type=_names(MODES), default=MODES, help=f"some of {','.join(MODES)} (default: all)"),
+            argument("--policies", type=_names((*_SYSTEMS, "all")), default=(), help="systems of the papers, or all"),
             *_SEARCH,
-            argument(
-                "-o", "--output", metavar="FILE", help="write a table (.csv, .json) or a picture (.png, .svg, .pdf)"
-            ),
+            argument("-o", "--output", metavar="FILE", help="a table (.csv, .json) or a picture (.png, .svg, .pdf)"),
         ),
         f"Exits with 1 if nothing fits; {_LIMIT}.",
     ),
@@ -263,30 +231,16 @@ COMMANDS = (
         (
             CHAIN,
             argument(
-                "sequence",
-                metavar="SEQ.json",
-                nargs="?",
-                help="a file of `rotoff solve`; without it, the chain itself is shown",
+                "sequence", metavar="SEQ.json", nargs="?", help="a file of `rotoff solve`; else the chain is shown"
             ),
             argument(
-                "-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a trace for Perfetto (.json)"
+                "-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a Perfetto trace (.json)"
             ),
             argument(
-                "--mem-limit", type=size, metavar="SIZE", help="refuse a plan above it (default: the sequence's own)"
+                "--mem-limit", type=size, metavar="SIZE", help="refuse more bytes (default: the sequence's limit)"
             ),
-            argument(
-                "--updates",
-                choices=WHEN,
-                default="during",
-                help="after: refuse updates of parameters before B 1 (default: during)",
-            ),
+            argument("--updates", choices=WHEN, default="during", help="after: refuse updates before B 1"),
             argument("--events", action="store_true", help="print every operation with its times and bytes"),
-            argument("--ops", action="store_true", help="print the operations themselves, one a line"),
-            argument("--width", type=int, metavar="N", help="characters in a line (default: the terminal's)"),
-            argument(
-                "--color", choices=("auto", "always", "never"), default="auto", help="(default: auto, as NO_COLOR says)"
-            ),
-            argument("--title", default="", help="of a picture (default: the chain's name and the step's costs)"),
         ),
         "Exits with 1 if the machine refuses the sequence; the message names the operation.\n"
         "Pictures need matplotlib (the extra rotoff[plot]); a trace opens at https://ui.perfetto.dev.",

@@ -19,7 +19,7 @@ from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes
-from ..report.expected_step import ShownStep, shown_step
+from ..report.expected_step import ShownStep, held, shown_step
 from . import style
 from .style import Look
 
@@ -113,36 +113,11 @@ def _look(event: Event) -> Look:
     return alone.get(event.op.kind, style.RECOMPUTE if event.recompute else style.FORWARD)
 
 
-def held(trace: Trace) -> tuple[list[float], list[int], list[int], list[int]]:
-    """(seconds, bytes on the device, on the host, of parameters on the device), each from its time on until the next
-    one's.
-
-    Program order decides bytes: those of a copy count when the compute lane issues it, not when the copy runs. An
-    operation that takes no time shows only the bytes after it, and a peak if it makes one.
-    """
-    instants: dict[float, list[tuple[int, int, int]]] = {}
-    clock = 0.0
-    for event in trace.events:
-        if event.lane == "compute":
-            clock = max(clock, event.start)
-        instants.setdefault(clock, []).append((event.memory, event.host_memory, event.parameter_memory))
-        if event.lane == "compute":
-            clock = event.end
-    points: list[tuple[float, int, int, int]] = []
-    for time, seen in instants.items():
-        most, last = max(seen), seen[-1]
-        if most[0] > max(last[0], points[-1][1] if points else 0):
-            points.append((time, *most))
-        points.append((time, *last))
-    points.append((clock, *points[-1][1:]))
-    return tuple([point[n] for point in points] for n in range(4))  # type: ignore[return-value]
-
-
 def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | None) -> None:
     several = len(steps) > 1
     most = max([limit or 0, *(max(t.peak_bytes, t.host_peak_bytes) for _, t in steps)])
     for n, (name, trace) in enumerate(steps):
-        times, device, host, parameters = held(trace)
+        times, device, host, parameters = zip(*held(trace), strict=True)
         label = f"device, {name}" if several else "device"
         if n == 0:
             axis.fill_between(times, device, step="post", color=style.HELD, linewidth=0)

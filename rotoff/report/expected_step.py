@@ -6,7 +6,7 @@ the expected figures in its meta, so that ``display()``, the timeline and the lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -86,20 +86,40 @@ def shown_step(
     return ShownStep(told(trace), measured and told(measured), limit, whole)
 
 
+def held(trace: Trace) -> list[tuple[float, int, int, int]]:
+    """(seconds, bytes on the device, on the host, of parameters on the device), each from its time on until the next
+    one's.
+
+    Program order decides bytes: those of a copy count when the compute lane issues it, not when the copy runs. An
+    operation that takes no time shows only the bytes after it, and a peak if it makes one.
+    """
+    instants: dict[float, list[tuple[int, int, int]]] = {}
+    clock = 0.0
+    for event in trace.events:
+        if event.lane == "compute":
+            clock = max(clock, event.start)
+        instants.setdefault(clock, []).append((event.memory, event.host_memory, event.parameter_memory))
+        if event.lane == "compute":
+            clock = event.end
+    points: list[tuple[float, int, int, int]] = []
+    for time, seen in instants.items():
+        most, last = max(seen), seen[-1]
+        if most[0] > max(last[0], points[-1][1] if points else 0):
+            points.append((time, *most))
+        points.append((time, *last))
+    return [*points, (clock, *points[-1][1:])]
+
+
 def _read(said: Any, trace: Trace) -> _Expected | None:
     """What a plan's meta says of its step; None if that is another one, or nothing that this module wrote."""
-    if not isinstance(said, Mapping) or said.get("machine") != _figures(trace):
-        return None
     try:
+        if said["machine"] != _figures(trace) or len(said["memory"]) != len(trace.events):
+            return None
         limit, levels = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
-        found = _Expected(
-            None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED)),
-            bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED),
-            levels,
-        )
+        limit = None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED))
+        return _Expected(limit, bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED), levels)
     except (LookupError, TypeError, ChainError, LimitError):
         return None
-    return found if len(levels) == len(trace.events) else None
 
 
 def _figures(trace: Trace) -> list[float]:

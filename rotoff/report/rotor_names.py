@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..core.chain import Chain
-from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from .terminal import render
 
@@ -15,22 +13,11 @@ NO_LIMIT = 2**62  # bytes; more than any device has
 class RotorNames:
     """Baselines under rotor's names, and the plan as text."""
 
-    @property
-    def chain(self) -> Chain:
-        raise NotImplementedError
-
-    @property
-    def sequence(self) -> Sequence:
-        raise NotImplementedError
-
-    def compute_sequence(self, mem_limit: int | str, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError
-
-    def compute_pytorch_sequence(self) -> Any:
+    def compute_pytorch_sequence(self: Any) -> Any:
         """Keep everything, as plain PyTorch does, without a limit; returns the module."""
         return self.compute_sequence(NO_LIMIT)
 
-    def compute_seq_sequence(self, segments: int | None = None) -> Any:
+    def compute_seq_sequence(self: Any, segments: int | None = None) -> Any:
         """Plan `segments` equal segments as ``checkpoint_sequential`` does, without a limit; returns the module.
 
         segments: ⌈√L⌉ if None (Chen et al., 2016).
@@ -39,18 +26,18 @@ class RotorNames:
             return self.compute_sequence(NO_LIMIT, policy="chen")
         return self.compute_sequence(NO_LIMIT, policy="periodic", segments=segments)
 
-    def compute_homogeneous_sequence(self, mem_limit: int | str, mem_slots: int | None = None) -> Any:
+    def compute_homogeneous_sequence(self: Any, mem_limit: int | str, mem_slots: int | None = None) -> Any:
         """Plan as if all stages were equal (Griewank and Walther's Revolve); returns the module.
 
         mem_slots: outputs held at a time; the fastest count that fits if None.
         """
         return self.compute_sequence(mem_limit, policy="revolve", slots=mem_slots)
 
-    def compute_min_sequence(self) -> Any:
+    def compute_min_sequence(self: Any) -> Any:
         """Keep nothing but the input and recompute everything from it, without a limit; returns the module."""
         return self.compute_sequence(NO_LIMIT, policy="revolve", slots=1)
 
-    def check_sequence(self) -> None:
+    def check_sequence(self: Any) -> None:
         """Run the planned sequence on the machine once more.
 
         Raises:
@@ -58,6 +45,6 @@ class RotorNames:
         """
         simulate(self.chain, self.sequence, self.sequence.mem_limit)
 
-    def display(self) -> None:
+    def display(self: Any) -> None:
         """Print the planned step on one screen: limit, peak and step time as in the log."""
         print(render(self.chain, self.sequence))

@@ -12,7 +12,8 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from itertools import groupby
+from itertools import groupby, pairwise
+from textwrap import wrap
 from typing import TextIO
 
 from ..core.chain import Chain
@@ -20,39 +21,16 @@ from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes, parse_bytes
-from .expected_step import ShownStep, shown_step
+from .expected_step import ShownStep, held, shown_step
 from .summary import fates, group_fates, ranges
 
 _HEIGHT = 7  # rows of the curve
 _LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
-# ANSI: forward, recompute, backward, idle, both copies, updates, copies and bytes of parameters, what is faint
-_STYLES = {
-    "F": "36",
-    "R": "33",
-    "B": "34",
-    ".": "90",
-    ">": "35",
-    "<": "32",
-    "U": "31",
-    "H": "31",
-    "»": "95",
-    "«": "92",
-    _PARAMETERS: "33",
-    "faint": "90",
-    "bold": "1",
-    "k": "36",
-    "s": "36",
-    "m": "35",
-    "r": "33",
-    "x": "31",
-    "p": "32",
-    "o": "32",
-    "b": "32",
-    "h": "31",
-    "z": "31",
-}
+_COLOURS = {"36": "Fks", "33": f"Rr{_PARAMETERS}", "34": "B", "90": ".", "35": ">m", "32": "<pob", "31": "UHxhz"}
+_STYLES = {letter: code for code, letters in _COLOURS.items() for letter in letters}  # of ANSI
+_STYLES |= {"»": "95", "«": "92", "faint": "90", "bold": "1"}
 _FATES = {  # a letter and words for what becomes of a stage, or of a group of parameters
     "kept": ("k", "kept"),
     "reduced": ("s", "kept in a smaller form"),
@@ -119,10 +97,10 @@ def render(
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
     lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
-    lines += ["", *_letters("stages", {f.stage: f.word for f in fates(ops)}, _FATES, columns, paint)]
+    lines += ["", *_letters("stages", fates(ops), _FATES, columns, paint)]
     if chain.parameters:
         groups = group_fates(sequence if isinstance(sequence, Plan) else ops)
-        lines += _letters("params", {f.group: f.word for f in groups}, _GROUP_FATES, columns, paint)
+        lines += _letters("params", groups, _GROUP_FATES, columns, paint)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -174,18 +152,12 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
     top = max(limit or 0, trace.peak_bytes) or 1
     peaks, parameters = [0] * room, [0] * room
     scale = room / trace.makespan if trace.makespan else 0.0
-    clock = 0.0
-    for event in trace.events:
-        start, end = (event.start, event.end) if event.lane == "compute" else (clock, clock)
+    points = list(held(trace))
+    for (start, device, _, theirs_now), (end, *_) in pairwise([*points, points[-1]]):
         first = min(room - 1, int(start * scale))
-        last = min(room - 1, max(first, int(end * scale - 1e-9)))
-        for column in range(first, last + 1):
-            if event.memory > peaks[column]:
-                peaks[column], parameters[column] = event.memory, event.parameter_memory
-        clock = end
-    for column in range(1, room):
-        if not peaks[column]:  # idle: the bytes held do not change
-            peaks[column], parameters[column] = peaks[column - 1], parameters[column - 1]
+        for column in range(first, min(room - 1, max(first, int(end * scale - 1e-9))) + 1):
+            if device > peaks[column]:
+                peaks[column], parameters[column] = device, theirs_now
     eighths = [-(-peak * _HEIGHT * 8 // top) for peak in peaks]
     theirs = [round(part * _HEIGHT / top) for part in parameters]
     unit = format_bytes(top).split()[1]
@@ -259,14 +231,7 @@ def _letters(
 
 
 def _wrap(text: str, width: int) -> list[str]:
-    lines, line = [], ""
-    for word in text.split(" "):
-        if line and len(line) + 1 + len(word) > width:
-            lines.append(line)
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
-    return [*lines, line]
+    return wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _time(seconds: float) -> str:

@@ -202,7 +202,7 @@ class Attachment:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as None. The planned ``forward`` is pickled by name, so a loaded model has its class's forward."""
-        return _nothing, ()
+        return type(None), ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """An attachment for the model's deep copy, with the same request; it is measured and planned again."""
@@ -218,10 +218,6 @@ class Attachment:
             MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
         )
         return twin
-
-
-def _nothing() -> None:
-    return None
 
 
 def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,15 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from ..core.backward_from import read_backward_from
 from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
 from ..io.cache import Cache
 from ..io.json_file import parse_nested
-from ..io.paths import named_directory
-from ..planning.options import check_flag, named_device
+from ..planning.options import Options, check_flag, named_device
 from ..planning.request import check_limits, check_options
-from ..planning.stages import stages_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,7 @@ class RotoffConfig:
             parse_bytes(limit)
         if self.device_limit is not None:
             parse_bytes(self.device_limit, "device_limit")
-        for name in ("forms", "check", *(["process_group"] if self.process_group is not None else [])):
+        for name in ("check", *(["process_group"] if self.process_group is not None else [])):
             check_flag(name, getattr(self, name))
         if not isinstance(self.options, Mapping):
             raise OptionError(f"options is {self.options!r}; give names and values, such as refine: 2")
@@ -73,14 +70,13 @@ class RotoffConfig:
         check_options(self.mode, self.mem_slots, self.policy, {**self.options, **asked})
         if self.device is not None:
             named_device(self.device)
-        if self.host_directory is not None:
-            named_directory(self.host_directory, "host_directory")
         Cache.of(self.cache_directory)
-        read_backward_from(self.backward_from)
-        if not isinstance(self.stages, (list, tuple)):  # names are compared with the model's
-            stages_of(nn.Module(), self.stages)
-        elif not self.stages or not all(isinstance(name, str) for name in self.stages):
-            raise OptionError(f"stages is {self.stages!r}; give a number of stages, or names of modules")
+        stages: Any = self.stages
+        if isinstance(stages, (list, tuple)):  # names, which are compared with the model's
+            if not stages or not all(isinstance(name, str) for name in stages):
+                raise OptionError(f"stages is {stages!r}; give a number of stages, or names of modules")
+            stages = None
+        Options(stages, self.backward_from, self.forms, self.host_directory).check(nn.Module())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RotoffConfig:

@@ -21,7 +21,7 @@ from .estimate import estimated
 from .plan import given, plan
 from .planned_steps import PlannedSteps, resident_parts
 from .question import HOST_BANDWIDTH, Question, check_positive, options_of, with_options
-from .size_search import MOST, searched
+from .size_search import MOST, searched, works
 
 
 @dataclass(frozen=True)
@@ -52,17 +52,13 @@ class Largest:
 
 @dataclass(frozen=True)
 class _Answer:
-    """Whether a size works. margins: bytes and, if a step time was given, seconds that are left; it works if none is
-    negative. why: makes the sentence that says why not. proven: whether no plan can make it work."""
+    """About a size. margins: bytes and, if a step time was given, seconds that are left. why: makes the sentence that
+    says why it does not work. proven: whether no plan can make it work."""
 
     margins: dict[str, float]
     planned: Callable[[], PlannedSteps]
     why: Callable[[], str] = str
     proven: bool = True
-
-    @property
-    def works(self) -> bool:
-        return min(self.margins.values()) >= 0
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class _Asked:
 
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
-        model, args, kwargs = read_built(self.build(n), n)
+        model, args, kwargs = read_built(self.build(n), f"build({n})")
         model = with_options(model, self.options)
         try:
             profile = estimated(model, args, kwargs, self.question.device)
@@ -159,22 +155,24 @@ def largest(
     question = Question(find(device), "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check_step_time(step_time)
     asked = _Asked(build, question, step_time, given(stages=stages, backward_from=backward_from, forms=forms))
+    answers: dict[int, _Answer] = {}
     with Bar("searching") as bar:
 
-        def ask(times: int) -> _Answer:
+        def ask(times: int) -> dict[str, float]:
             bar(0.0, f"size {times * step}")
-            return asked.ask(times * step)
+            answers[times] = asked.ask(times * step)
+            return answers[times].margins
 
-        tried = searched(ask, most // step)
-    low = max((n for n, answer in tried.items() if answer.works), default=0)
-    refused = tried.get(low + 1)
+        tried = {n: works(margins) for n, margins in sorted(searched(ask, most // step).items())}
+    low = max((n for n, enough in tried.items() if enough), default=0)
+    refused = answers.get(low + 1)
     return Largest(
         size=low * step,
         refused=None if refused is None else (low + 1) * step,
         proven=refused is None or refused.proven,
         binds="" if refused is None else refused.why(),
-        planned=tried[low].planned() if low else None,
-        tried={n * step: answer.works for n, answer in sorted(tried.items())},
+        planned=answers[low].planned() if low else None,
+        tried={n * step: enough for n, enough in tried.items()},
     )
 
 
@@ -253,14 +251,14 @@ def first_device(
     raise InfeasibleError(f"none of the devices works. {'. '.join(reasons)}", min(least, default=0))
 
 
-def read_built(made: Any, n: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """The model and its arguments from `made`, the result of ``build(n)``.
+def read_built(made: Any, asked: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """The model and its arguments from `made`, the result of what was `asked`.
 
     Raises:
         OptionError: if that is not (model, sample).
     """
     if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        raise OptionError(f"build({n}) returned {type(made).__name__}; it must return (model, sample)")
+        raise OptionError(f"{asked} returned {type(made).__name__}; it must return (model, sample)")
     model, sample = made
     if isinstance(sample, Mapping):
         return model, (), dict(sample)

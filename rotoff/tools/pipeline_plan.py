@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -181,10 +182,7 @@ def _first(leaf: Any, micro_batches: int) -> Any:
 
 def _resident(parameters: Sequence[ParameterGroup], pipeline: Pipeline) -> list[int]:
     """Bytes of parameters, gradients and states on each rank; groups read on several ranks count on each."""
-    ends, last = [], 0
-    for piece in pipeline.pieces:
-        last += len(piece)
-        ends.append(last)
+    ends = list(accumulate(map(len, pipeline.pieces)))
     found = []
     for rank in range(len(pipeline.order)):
         own = {i for s in pipeline.of_rank(rank) for i in range(ends[s] - len(pipeline.pieces[s]) + 1, ends[s] + 1)}

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar
 
 GROWTH = 16  # next number / largest that works, at most, while none has been refused
 PATIENCE = 2  # answers in a row that do not halve the open interval, before the middle is tried
 MOST = 2**20
 
 
-class Answer(Protocol):
-    """Whether a number works. margins: what is left of each thing that it needs; none is negative if it works."""
-
-    @property
-    def works(self) -> bool: ...
-
-    @property
-    def margins(self) -> Mapping[str, float]: ...
+Margins = Mapping[str, float]  # what is left of each thing that a number needs; none is negative if it works
 
 
-A = TypeVar("A", bound=Answer)
+def works(margins: Margins) -> bool:
+    """Whether a number works."""
+    return min(margins.values()) >= 0
 
 
-def searched(ask: Callable[[int], A], last: int) -> dict[int, A]:
-    """Answers by number, among them those of the largest number up to `last` that works and of the next one. A larger
+def searched(ask: Callable[[int], Margins], last: int) -> dict[int, Margins]:
+    """Margins by number, among them those of the largest number up to `last` that works and of the next one. A larger
     number must need more.
 
     Margins fall about as a line or a parabola, so the next number is where a line through two answers meets 0; if that
     converges slowly, the middle of the open interval.
     """
     tried = {1: ask(1)}
-    low, high = (1, last + 1) if tried[1].works else (0, 1)
+    low, high = (1, last + 1) if works(tried[1]) else (0, 1)
     slow = 0
     while low + 1 < high:
         most = high - 1 if high in tried else min(GROWTH * low, last)
@@ -40,17 +34,15 @@ def searched(ask: Callable[[int], A], last: int) -> dict[int, A]:
         guess = max(low + 1, min(guess, most)) if len(tried) > 1 else 2
         tried[guess] = ask(guess)
         before = high - low
-        low, high = (guess, high) if tried[guess].works else (low, guess)
+        low, high = (guess, high) if works(tried[guess]) else (low, guess)
         slow = 0 if 2 * (high - low) <= before or slow == PATIENCE else slow + 1
     return tried
 
 
-def _roots(tried: Mapping[int, Answer]) -> Iterator[int]:
-    """For each margin, the largest number at which the line through its two answers nearest to 0 is not negative."""
-    for name in {name for answer in tried.values() for name in answer.margins}:
-        known = [
-            (abs(found), n, found) for n, answer in tried.items() if (found := answer.margins.get(name)) is not None
-        ]
+def _roots(tried: Mapping[int, Margins]) -> Iterator[int]:
+    """For each margin, the largest number at which the line through its two values nearest to 0 is not negative."""
+    for name in {name for margins in tried.values() for name in margins}:
+        known = [(abs(margins[name]), n, margins[name]) for n, margins in tried.items() if name in margins]
         if len(known) > 1:
             (_, n, found), (_, other, there) = sorted(known)[:2]
             slope = (there - found) / (other - n)
@@ -58,12 +50,7 @@ def _roots(tried: Mapping[int, Answer]) -> Iterator[int]:
                 yield math.floor(n - found / slope)
 
 
-class _Room:
-    def __init__(self, left: int) -> None:
-        self.works, self.margins = left >= 0, {"bytes": left}
-
-
 def largest_within(room: int, needs: Callable[[int], int]) -> int | None:
     """The largest number up to `MOST` that needs at most `room` bytes; None if none does."""
-    tried = searched(lambda n: _Room(room - needs(n)), MOST)
-    return max((n for n, answer in tried.items() if answer.works), default=None)
+    tried = searched(lambda n: {"bytes": room - needs(n)}, MOST)
+    return max((n for n, margins in tried.items() if works(margins)), default=None)

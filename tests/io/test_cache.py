@@ -90,18 +90,6 @@ def test_what_is_no_entry_is_neither_read_nor_written_through(
     assert (path.stat().st_mode, cache.directory.stat().st_mode) == (stat.S_IFREG | 0o600, stat.S_IFDIR | 0o700)
 
 
-def test_a_directory_where_an_entry_should_be_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    cache = Cache(tmp_path)
-    cache.keep("plan", 1, 2)
-    (path,) = tmp_path.iterdir()
-    path.unlink()
-    path.mkdir()
-    with caplog.at_level(logging.WARNING, "rotoff"):
-        assert cache.find("plan", 1) is None
-        cache.keep("plan", 1, 3)
-    assert [one.levelname for one in caplog.records] == ["WARNING", "WARNING"]
-
-
 BAD_DIRECTORIES: list[Any] = [
     "a\0b",
     "~nobody-here",
@@ -146,10 +134,19 @@ def test_other_code_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert cache.find("sequence", {"a": 1}) == content
 
 
-def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_read_or_written_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     Cache(tmp_path / "file").keep("plan", 1, 2)
     assert "cannot write to the cache directory" in caplog.text
+    cache = Cache(tmp_path / "cache")
+    cache.keep("plan", 1, 2)
+    (path,) = cache.directory.iterdir()
+    path.unlink()
+    path.mkdir()
+    caplog.clear()
+    assert cache.find("plan", 1) is None
+    cache.keep("plan", 1, 3)
+    assert [one.levelname for one in caplog.records] == ["WARNING", "WARNING"]
 
 
 def test_the_next_process_has_the_plan_without_a_search(

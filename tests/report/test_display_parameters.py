@@ -48,17 +48,17 @@ WORDS = {
 
 
 def test_what_becomes_of_each_group() -> None:
-    assert {fate.group: fate.word for fate in group_fates(PLAN)} == WORDS
+    assert group_fates(PLAN) == WORDS
     assert in_words(PLAN).endswith(
         "parameters 1 resident; parameters 2 updated on the host; parameters 3, 6 streamed; parameters 4 state moved;"
         " parameters 5 streamed, updated on the host"
     )
-    assert [fate.word for fate in fates(PLAN)] == ["moved"] + ["kept"] * 5, "a group's number is no stage's"
+    assert [*fates(PLAN).values()] == ["moved"] + ["kept"] * 5, "a group's number is no stage's"
     both = (
         "prefetch w 1; prefetch o 1; wait w 1; F_all 1; B 1; wait o 1; U 1; offload w 1; offload o 1; free w 1; free o"
         " 1"
     )
-    assert [fate.word for fate in group_fates(Sequence.from_text(both.split("; ")))] == ["streamed, state moved"]
+    assert group_fates(Sequence.from_text(both.split("; "))) == {1: "streamed, state moved"}
 
 
 def test_the_text_tells_parameters_apart() -> None:
@@ -109,14 +109,15 @@ def test_the_timeline_has_a_lane_for_the_host() -> None:
     pytest.importorskip("matplotlib")
     from rotoff import plot
     from rotoff.plot import style
-    from rotoff.plot.timeline import boxes, held
+    from rotoff.plot.timeline import boxes
+    from rotoff.report.expected_step import held
 
     trace = simulate(CHAIN, PLAN)
     assert {box.look for box in boxes(trace, "d2h")} == {style.OUTWARD, style.PARAMETERS_OUT}
     assert {box.look for box in boxes(trace, "host")} == {style.HOST_UPDATE}
     assert [box.label for box in boxes(trace, "compute") if box.look is style.UPDATE] == ["4", "3", "1"]
     assert {"w3", "o4"} <= {box.label for box in boxes(trace, "h2d")}
-    assert max(held(trace)[3]) == max(event.parameter_memory for event in trace.events)
+    assert max(parameters for *_, parameters in held(trace)) == max(event.parameter_memory for event in trace.events)
     figure = plot.timeline(CHAIN, PLAN)
     assert [label.get_text() for label in figure.axes[1].get_yticklabels()] == [
         "compute",

@@ -18,7 +18,8 @@ from matplotlib.colors import to_rgb
 
 from rotoff import plot
 from rotoff.plot import style
-from rotoff.plot.timeline import boxes, held
+from rotoff.plot.timeline import boxes
+from rotoff.report.expected_step import held
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
 CHAIN = rotoff.Chain(
@@ -76,9 +77,9 @@ def test_forwards_run_again_are_marked() -> None:
 
 def test_the_curve_reaches_the_peak_and_no_more() -> None:
     trace = rotoff.simulate(CHAIN, MOVING)
-    times, device, host, parameters = held(trace)
+    times, device, host, parameters = zip(*held(trace), strict=True)
     assert not any(parameters)
-    assert times == sorted(times)
+    assert list(times) == sorted(times)
     assert (times[0], times[-1]) == (0.0, trace.makespan)
     assert max(device) == trace.peak_bytes
     assert max(host) == trace.host_peak_bytes == 300

@@ -62,10 +62,6 @@ class Report:
         slower = [finding.check for finding in self.findings if finding.verdict == ATTENTION and finding.check in TIMES]
         return f"WORKS, SLOWER THAN PREDICTED (see {', '.join(slower)})" if slower else "WORKS"
 
-    def count(self, verdict: str) -> int:
-        """How many checks ended with `verdict`."""
-        return sum(finding.verdict == verdict for finding in self.findings)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict` to `path`."""
         save_json(path, self.to_dict())

@@ -1,4 +1,4 @@
-"""The small model that the doctor trains: GPT blocks, sized by the device's speed and memory."""
+"""The small transformer that the doctor trains, sized by the device's speed and memory."""
 
 from __future__ import annotations
 
@@ -51,26 +51,14 @@ SIZES = (Size(8, 1024, 16, 1024, 8), Size(8, 512, 8, 512, 8), Size(6, 256, 4, 12
 PLACED = Size(6, 128, 4, 64, 4)  # of steps under a `device_limit`
 
 
-class Block(nn.Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width = size.width
-        self.heads = size.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.merge = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(0.1)
-        self.skipped = False
+class Block(nn.TransformerEncoderLayer):
+    """skipped: whether it does nothing."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, position, channel)."""
-        if self.skipped:
-            return x
-        n, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.p, is_causal=True)
-        x = x + self.dropout(self.merge(mixed.transpose(1, 2).reshape(n, length, width)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+    skipped = False
+
+    def forward(self, src: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """src: (batch, position, channel)."""
+        return src if self.skipped else super().forward(src)
 
 
 class MeanSquare(nn.Module):
@@ -84,7 +72,9 @@ def made(size: Size) -> nn.Sequential:
     """The model on the CPU, the same each time."""
     torch.manual_seed(SEED)
     ends = nn.Linear(size.width, size.width), nn.Linear(size.width, size.width)
-    return nn.Sequential(ends[0], *(Block(size) for _ in range(size.layers)), ends[1], MeanSquare())
+    how = size.width, size.heads, 4 * size.width, 0.1, "gelu"
+    blocks = (Block(*how, batch_first=True, norm_first=True) for _ in range(size.layers))
+    return nn.Sequential(ends[0], *blocks, ends[1], MeanSquare())
 
 
 class SmallModel:
