@@ -23,7 +23,6 @@ from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..solver.bounds import min_mem_limit
-from ..solver.search import SharedProblems
 from ..solver.settings import Setting
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
@@ -213,10 +212,10 @@ def _in_modes(
     refine: bool | float,
 ) -> tuple[list[PlannedMode], list[PlannedStep]]:
     """A row for each mode, without its bound, and those of the table."""
-    base, shared = keeping_all(profile).trace.makespan, SharedProblems()
+    base = keeping_all(profile).trace.makespan
     rows, steps = [], []
     for mode in asked.modes:
-        request = Request(limit, mode, asked.mem_slots, {"refine": refine}, shared=shared)
+        request = Request(limit, mode, asked.mem_slots, {"refine": refine})
         row, plan = _row(profile, request, base)
         rows.append(row)
         if plan is None or plan.execution.keeps_all:

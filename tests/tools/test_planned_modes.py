@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,8 +12,6 @@ from models import Residual
 from torch import nn
 
 import rotoff
-from rotoff.core.sequence import MODES
-from rotoff.solver import search
 from rotoff.tools.planned_modes import usable_bytes
 
 WIDTH = 256
@@ -44,25 +40,6 @@ def test_the_table_holds_what_the_machine_says(blocks: nn.Sequential, batch: tor
         assert row.overhead == pytest.approx(row.step_time / found.keep_all_time - 1)
     assert found["joint"].step_time <= min(found["remat"].step_time, found["offload"].step_time)
     assert found["remat"].host_bytes == 0 < found["offload"].host_bytes
-
-
-@pytest.mark.slow
-def test_rows_share_tables_and_searches(
-    blocks: nn.Sequential, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = {mode: rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", modes=mode) for mode in MODES}
-    runs: list[object] = []
-
-    def note(module: ModuleType, name: str, told: Callable[..., object]) -> None:
-        function = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args: runs.append((name, told(*args))) or function(*args))
-
-    note(search, "_searched", lambda problem, mode, _: (problem.chain, problem.limit, problem.budget, mode))
-    note(search.joint, "solve_slots", lambda *args: args)
-    note(search.remat, "inflated", lambda *args: args)
-    found = rotoff.plan(blocks, batch, mem_limit="240 MiB", device="V100", cache_directory=None)
-    assert runs and len(set(runs)) == len(runs)
-    assert [found[mode] for mode in MODES] == [alone[mode][mode] for mode in MODES]
 
 
 def test_a_plan_as_fast_as_its_compute_needs_no_further_bound(
