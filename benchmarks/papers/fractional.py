@@ -21,7 +21,7 @@ from itertools import accumulate
 from rotoff import Chain, min_mem_limit, parse_bytes
 from rotoff.solver.arrays import arrays
 from rotoff.solver.bounds import infeasible
-from rotoff.solver.policies.needs import needs, peak_bytes
+from rotoff.solver.policies.lowering import needs, peak_bytes
 
 SLACK = 1e-9  # bytes, relative to the limit: what sums of real numbers may be off by
 

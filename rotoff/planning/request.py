@@ -13,9 +13,8 @@ from ..io.progress import Bar
 from ..solver import solve
 from ..solver.in_flight import parse_in_flight, solve_in_flight
 from ..solver.policies import check_policy
-from ..solver.search import SharedProblems
 from ..solver.slots import parse_slots
-from ..solver.solve import check_alone, check_mode_options, solved
+from ..solver.solve import check_alone, check_mode_options
 
 
 def check_options(mode: str, mem_slots: int, policy: str | None, options: dict[str, Any]) -> None:
@@ -76,8 +75,6 @@ class Request:
     placed: bool = False  # whether the limit is for all that the device holds
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
     cache: Cache = field(default_factory=lambda: Cache(None))
-    # what was found for other requests of one question
-    shared: SharedProblems | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
@@ -92,4 +89,4 @@ class Request:
             options |= {"mode": self.mode, "mem_slots": self.mem_slots}
             if self.in_flight > 1:
                 return solve_in_flight(chain, limit, self.in_flight, beside, **options)
-            return solved(self.shared or SharedProblems(), chain, limit, **options)
+            return solve(chain, limit, **options)

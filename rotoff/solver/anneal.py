@@ -1,4 +1,4 @@
-"""Refinement on exact bytes: simulated annealing over plans (`solver.plan_codes`), from the best proposals.
+"""Refinement on exact bytes: simulated annealing over plans, from the best proposals.
 
 Every move decodes a whole plan in compiled code. Effort is counted in plans, not in seconds, and the random numbers
 are seeded, so the same chain, limit and options give the same sequence on every machine.
@@ -7,24 +7,27 @@ are seeded, so the same chain, limit and options give the same sequence on every
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from ..core.chain import Chain
 from ..errors import OptionError
+from .kernels.plan import Evaluator
 from .plan_codes import ALL, APART, EARLY, MOVE, evaluator, in_columns
-from .pool import THREADS, Pool
 
+THREADS = 2
 WIDEST = 24  # columns: plans with deeper recompute trees are not searched from
 DEFAULT_SECONDS = 1.0
 USUAL_STAGES, MOST_LONGER = 125, 4.0  # the default effort grows with L / USUAL_STAGES, by at most MOST_LONGER
 OPERATIONS_PER_SECOND = 25e6  # assumed decoding rate of one thread; converts seconds into a count
 SHARE = {"joint": 1.0, "remat": 0.4, "offload": 0.4}  # a pure mode's space is smaller, and joint searches it again
-# (and, or) masks of every code: remat never moves; offload runs every forward once and keeps all that autograd saves.
-RULES = {"joint": (-1, 0), "remat": (~(MOVE | APART | EARLY), 0), "offload": (MOVE, ALL)}
+# Of a mode, (and, or) of every code, and masks of the two fields of a group: remat never moves; offload runs every
+# forward once and keeps all that autograd saves.
+RULES = {"joint": (-1, 0, -1, -1), "remat": (~(MOVE | APART | EARLY), 0, 0, 0), "offload": (MOVE, ALL, -1, -1)}
 # Temperatures at which the rounds start in each thread, as shares of the keep-all time; each ends a hundred times
 # colder. The first thread refines the best plan, the second one leaves its local minimum.
 ROUNDS = ((3e-3, 3e-3), (1e-3, 3e-2), (1e-3, 3e-3), (1e-3, 1e-3), (3e-4, 3e-3), (3e-4, 1e-3))
@@ -38,6 +41,7 @@ STRAYED = 3.0
 FLOAT_ERROR = 1e-12  # relative error of a step time
 CLOSE = 1.001  # step time / a bound on it that ends a search shorter than the default: times are off by more
 NEAREST = 0.1
+FOUND = 4  # plans that are returned at most
 COOL_STAGES = 50  # with more stages each is a smaller part of the step, so the start temperatures are lowered
 
 
@@ -86,6 +90,119 @@ def least_compute(chain: Chain) -> float:
     )
 
 
+class Pool:
+    """The plans found so far.
+
+    Args:
+        plans: the first plans.
+        judge: returns the seconds of a plan, and its bytes over both limits.
+        weights: seconds that a byte over the limit costs, in each thread; the first counts for scores.
+    """
+
+    def __init__(
+        self,
+        plans: Iterable[np.ndarray],
+        judge: Callable[[np.ndarray], tuple[float, int, int]],
+        weights: list[float],
+    ) -> None:
+        self.weights = weights
+        self.excess: list[int] = []  # each plan's bytes over the limit
+        self.plans: list[np.ndarray] = []
+        self.scores: list[
+            tuple[bool, float]
+        ] = []  # whether it exceeds the limit, and seconds with the penalty for that
+        self._judge = judge
+        for plan in plans:
+            self.add(plan)
+
+    def add(self, plan: np.ndarray) -> None:
+        makespan, over, host_over = self._judge(plan)
+        self.plans.append(plan)
+        self.excess.append(over + host_over)
+        self.scores.append((bool(self.excess[-1]), makespan + self.weights[0] * self.excess[-1]))
+
+    @property
+    def best(self) -> tuple[bool, float]:
+        """The best score."""
+        return min(self.scores)
+
+    @property
+    def fits(self) -> bool:
+        """Whether any plan fits."""
+        return not all(self.excess)
+
+    def winners(self, most: int) -> list[np.ndarray]:
+        """The best plans that fit, the best first, at most `most`; of those that take equally long, one."""
+        order = {self.scores[n]: n for n in reversed(self.ranked()) if not self.scores[n][0]}
+        return [self.plans[order[score]] for score in sorted(order)[:most]]
+
+    def ranked(self) -> list[int]:
+        """The numbers of all plans, the best first."""
+        return sorted(range(len(self.scores)), key=lambda n: self.scores[n])
+
+
+def in_threads(kernels: Sequence[Callable[..., float]], calls: Iterable[tuple[Any, ...]]) -> list[float]:
+    """Call each of the compiled searches in a thread of its own. An interrupt stops them: they run without the GIL, and
+    look at their last argument, which comes from here."""
+    stop = np.zeros(1, dtype=np.int8)
+    with ThreadPoolExecutor(THREADS) as threads:
+        jobs = [threads.submit(kernel, *call, stop) for kernel, call in zip(kernels, calls, strict=True)]
+        try:
+            return [job.result() for job in jobs]
+        except BaseException:
+            stop[0] = 1
+            raise
+
+
+def annealed(
+    decoders: Sequence[Evaluator],
+    starts: Iterable[np.ndarray],
+    rounds: Sequence[tuple[float, ...]],
+    each: int,
+    rules: tuple[int, ...],
+    weights: Sequence[float],
+    scale: float,
+    limit: int,
+    enough: float,
+    progress: Callable[[float, float], None] | None = None,
+) -> list[np.ndarray]:
+    """The best plans found that fit, from `starts`, which need not fit; the best first.
+
+    Every round anneals in each thread, with `each` changes: one from the best plan so far, one from the next start. The
+    search ends early at a plan that takes `enough` seconds.
+
+    Args:
+        decoders: one for each thread. rounds: temperatures at which the threads start, in units of `scale`; each ends
+            a hundred times colder. rules: of the mode (`RULES`).
+        weights: what a plan over the limit by a share x costs more in each thread, in units of `scale` and x.
+    """
+    pool = Pool(starts, decoders[0].judge, [weight * scale / max(1, limit) for weight in weights])
+    mask = np.array(rules, dtype=np.int16)
+    for turn, heats in enumerate(rounds if each and pool.plans else ()):
+        if pool.best <= (False, enough):
+            if progress is not None:
+                progress(1.0, pool.best[1])
+            break
+        order = pool.ranked()
+        firsts = [pool.plans[n] for n in (order[0], order[(1 + turn) % len(order)])]
+        lasts, bests = ([plan.copy() for plan in firsts] for _ in range(2))
+        hot = [heat * max(scale, pool.best[1] if pool.fits else 0.0) for heat in heats]
+        calls = [
+            (lasts[n], each, 1 + turn * THREADS + n, hot[n], hot[n] / 100, mask, pool.weights[n], bests[n])
+            for n in range(THREADS)
+        ]
+        for n, seconds in enumerate(in_threads([decoder.anneal for decoder in decoders], calls)):
+            pool.add(bests[n] if math.isfinite(seconds) else lasts[n])
+            if pool.fits and any(decoders[n].judge(lasts[n])[1:]):
+                pool.weights[n] *= STRAYED
+        if not pool.fits:
+            nearest = NEAREST * scale / min(pool.excess)
+            pool.weights = [max(GROWTH * weight, nearest) for weight in pool.weights]
+        if progress is not None:
+            progress((turn + 1) / len(rounds), pool.best[1])
+    return pool.winners(FOUND) if pool.plans else []
+
+
 def refined(
     chain: Chain,
     limit: int,
@@ -95,45 +212,21 @@ def refined(
     host_limit: int | None = None,
     progress: Callable[[float, float], None] | None = None,
 ) -> np.ndarray | None:
-    """The best plan that fits, found from `starts` (which need not fit); None if none was found.
-
-    Every round anneals in each thread: one from the best plan so far, one from the next start. The search ends early
-    when a plan is fast `enough`.
-    """
+    """The best plan that fits, found from `starts`; None if none was found."""
     starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
     if not starts or budget.seconds == 0:
         return None
     width = max(codes.shape[1] for codes in starts)
-    evaluators = [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)]
-
-    def judge(codes: np.ndarray) -> tuple[float, int]:
-        makespan, _, _, over = evaluators[0].evaluate(codes)
-        return makespan, over
-
-    scale, enough = chain.compute_time or 1.0, budget.enough(chain)
-    weights = [weight * scale / max(1, limit) for weight in OVER_WEIGHTS]
-    pool = Pool([in_columns(codes, width) for codes in starts], judge, weights)
-    each = max(1, budget.evaluations(chain, mode) // len(ROUNDS))
-    rules = np.array(RULES[mode], dtype=np.int16)
-    cooler = min(1.0, COOL_STAGES / len(chain))
-    kernels = [one.anneal for one in evaluators]
-    with ThreadPoolExecutor(THREADS) as threads:
-        for turn, heats in enumerate(ROUNDS):
-            if pool.best <= (False, enough):
-                if progress is not None:
-                    progress(1.0, pool.best[1])
-                break
-            order = pool.ranked()
-            firsts = [order[0], order[(1 + turn) % len(order)]]
-            hot = [scale * cooler * heat for heat in heats]
-            for worker, (last, best) in enumerate(pool.annealed(threads, kernels, firsts, each, turn, hot, rules)):
-                if best is not None:
-                    pool.add(best)
-                if evaluators[worker].evaluate(last)[3] and pool.fits:
-                    pool.weights[worker] *= STRAYED
-            if not pool.fits:
-                nearest = NEAREST * scale / min(pool.excess)
-                pool.weights = [max(GROWTH * weight, nearest) for weight in pool.weights]
-            if progress is not None:
-                progress((turn + 1) / len(ROUNDS), pool.best[1])
-    return next(iter(pool.winners(1)), None)
+    found = annealed(
+        [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)],
+        [in_columns(codes, width).ravel() for codes in starts],
+        [tuple(min(1.0, COOL_STAGES / len(chain)) * heat for heat in heats) for heats in ROUNDS],
+        max(1, budget.evaluations(chain, mode) // len(ROUNDS)),
+        RULES[mode],
+        OVER_WEIGHTS,
+        chain.compute_time or 1.0,
+        limit,
+        budget.enough(chain),
+        progress,
+    )
+    return found[0].reshape(-1, width) if found else None

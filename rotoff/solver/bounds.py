@@ -78,8 +78,7 @@ def _offload_minimum(chain: Chain, updates: str) -> int:
 
 def _remat_minimum(chain: Chain, updates: str = "during") -> int:
     c = remat_arrays(chain, updates)
-    _, W = need_tables(chain, updates)
-    least = int(c.out[0] + W[1])
+    least = int(c.out[0] + remat_needs(chain, updates)[1, -2])
     if updates == "after" and chain.parameters:
         gradients = sum(group.grad_bytes for group in chain.parameters)
         transient = max(group.update_transient_bytes for group in chain.parameters if group.grad_bytes or not gradients)
@@ -122,11 +121,10 @@ def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
 
 
 @lru_cache(maxsize=4)
-def need_tables(chain: Chain, updates: str = "during") -> tuple[np.ndarray, np.ndarray]:
-    """P and W of `remat_need`: exact bytes that persistent recompute needs beyond the input of its first stage."""
+def remat_needs(chain: Chain, updates: str = "during") -> np.ndarray:
+    """[i, j]: exact bytes that persistent recompute of i..j needs beyond the input of i (`kernels.least_limit`)."""
     c = remat_arrays(chain, updates)
-    P, W = remat_need(c.out, c.grad, c.ck_transient, c.n_forms, c.saved, c.f_transient, c.b_transient)
-    return P, W
+    return remat_need(c.out, c.delta, c.n_forms, c.saved, c.M_all, c.M_B, c.M_ck)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ is counted in plans and random numbers are seeded, so equal inputs give equal se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..core.chain import Chain
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
-from .anneal import Budget
+from .anneal import RULES, THREADS, Budget, annealed
 from .bounds import host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
@@ -34,11 +33,8 @@ from .genes import (
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
-from .plan_codes import ALL, APART, EARLY, MOVE, empty, in_columns, keep_all
-from .pool import THREADS, Pool
+from .plan_codes import MOVE, empty, in_columns, keep_all
 
-# (and, or) of the codes, and of the masks and flags of the groups.
-RULES = {"joint": (-1, 0, -1, -1), "remat": (~(MOVE | APART | EARLY), 0, 0, 0), "offload": (MOVE, ALL, -1, -1)}
 EFFORT = 160_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
@@ -52,10 +48,8 @@ LATER_HEATS = (3e-3, 1e-3)  # from the plan of those
 WEIGHTS = (0.5, 2.0)
 # Both where a stage's groups do not fit together: steps take many keep-all times, and so do plans over the limit.
 TIGHT = (3e-3, 3e-3, 1e-3, 1e-3), (50.0, 200.0)
-GROWTH = 10.0
 TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
 KEPT = 8  # starts
-FOUND = 4  # plans whose operations are reordered
 
 
 @dataclass(frozen=True)
@@ -162,7 +156,7 @@ def _starts(problem: PlacedProblem) -> list[np.ndarray]:
     activations = [in_columns(codes, VISITS) for codes in _activations(problem)]
 
     def score(codes: np.ndarray, genes: np.ndarray) -> tuple[bool, float]:
-        makespan, over, host_over, _ = kernel.judge(joined(codes, genes))
+        makespan, over, host_over = kernel.judge(joined(codes, genes))
         excess = over + host_over
         return excess > 0, float(excess) if excess else makespan
 
@@ -254,32 +248,18 @@ def _annealed(
     weights: tuple[float, float],
     progress: Callable[[float, float], None] | None,
 ) -> list[np.ndarray]:
-    if not starts:
-        return []
     chain = problem.chain
-    kernels = [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)]
-
-    def judge(plan: np.ndarray) -> tuple[float, int]:
-        makespan, over, host_over, _ = kernels[0].judge(plan)
-        return makespan, over + host_over
-
-    scale, enough = chain.compute_time or 1.0, budget.enough(chain)
-    pool = Pool(starts, judge, [weight * scale / max(1, problem.limit) for weight in weights])
-    rules = np.array(RULES[problem.mode], dtype=np.int16)
     L, K = len(chain), len(chain.parameters)
     shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
-    each = int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats)
-    searches = [kernel.search for kernel in kernels]
-    with ThreadPoolExecutor(THREADS) as threads:
-        for turn, heat in enumerate(heats if each else ()):
-            if pool.best <= (False, enough):
-                break
-            order, hot = pool.ranked(), [heat * max(scale, pool.best[1] if pool.fits else 0.0)] * THREADS
-            firsts = [order[0], order[1 + turn] if turn + 2 < len(heats) and turn + 1 < len(order) else order[0]]
-            for worker, (last, best) in enumerate(pool.annealed(threads, searches, firsts, each, turn, hot, rules)):
-                pool.add(last if best is None else best)
-                if not (pool.fits and pool.gained(firsts[worker])):  # where little fits, it may all have been over
-                    pool.weights[worker] *= GROWTH
-            if progress is not None:
-                progress((turn + 1) / len(heats), pool.best[1])
-    return pool.winners(FOUND)
+    return annealed(
+        [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)],
+        starts,
+        [(heat, heat) for heat in heats],
+        int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats),
+        RULES[problem.mode],
+        weights,
+        chain.compute_time or 1.0,
+        problem.limit,
+        budget.enough(chain),
+        progress,
+    )

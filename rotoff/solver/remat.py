@@ -16,7 +16,7 @@ import numpy as np
 from .._dp import First, Opt, Table
 from ..core.chain import Chain
 from .arrays import Arrays, arrays
-from .bounds import at_rest_bytes, need_tables, remat_arrays
+from .bounds import at_rest_bytes, remat_arrays, remat_needs
 from .plan_codes import CK, DROP, from_forwards, select
 from .slots import Slots, discretize
 
@@ -171,70 +171,47 @@ def first_codes(i: int, cut: int, form: int = 0) -> list[tuple[int, int]]:
 
 
 def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.ndarray | None:
-    """A recompute plan on exact bytes that keeps what fits, stage by stage; None if by `bounds.need_tables` none fits.
+    """A recompute plan on exact bytes that keeps what fits, stage by stage; None if by `bounds.remat_needs` none fits.
 
     Parameters stay on the device.
     """
-    c, L = remat_arrays(chain, updates), len(chain)
-    P, W = need_tables(chain, updates)
-    done: list[tuple[int, int]] = []
-    waiting: list[tuple[str, int, int, int]] = []  # a stack of work: a segment i..j in m bytes, or a sweep
-    i, m = 1, mem_limit - at_rest_bytes(chain) - int(c.out[0])
-    if W[1] > m:
+    c, L, needs = remat_arrays(chain, updates), len(chain), remat_needs(chain, updates)
+    m = mem_limit - at_rest_bytes(chain) - int(c.out[0])
+    if needs[1, L] > m:
         return None
-    while i <= L:
-        choice = _first_fit(c, i, L, m, P, W[1:], 0)
-        i, m = _run(c, choice, i, m, done, waiting)
+    done: list[tuple[int, int]] = []
+    waiting: list[tuple[int, int, int | None]] = [(1, L, m)]  # segments i..j in m bytes, and sweeps, without m
     while waiting:
-        what, i, j, m = waiting.pop()
-        if what == "sweep":
+        i, j, left = waiting.pop()
+        if left is None:
             done += first_codes(i, j)
             continue
-        choice = _first_fit(c, i, j, m, P, P[1:, j], int(c.delta[j]))
-        next_i, next_m = _run(c, choice, i, m, done, waiting)
-        if next_i <= j:
-            waiting.append(("segment", next_i, j, next_m))
+        first, k, form = _first_fit(c, i, j, left, needs)
+        if first == First.BARE:
+            done += [*first_codes(i, k - 1), (k, select(form) | DROP)]
+            waiting += [(i, k - 1, left), (i, k - 1, None)]
+        else:
+            done += first_codes(i, k if first == First.CK else 0, form)
+            waiting += [(i, k, left)] if first == First.CK else []
+        if k < j:
+            waiting.append((k + 1, j, left - int(c.out[k] if first == First.CK else c.saved[k, form])))
     return from_forwards(chain, done)
 
 
-def _run(
-    c: Arrays,
-    choice: tuple[str, int, int],
-    i: int,
-    m: int,
-    done: list[tuple[int, int]],
-    waiting: list[tuple[str, int, int, int]],
-) -> tuple[int, int]:
-    """Append a choice's forwards to `done`, and its later work to `waiting`. Returns the next stage and its bytes."""
-    kind, k, x = choice
-    if kind == "all":
-        done += first_codes(i, 0, x)
-        return i + 1, m - int(c.saved[i, x])
-    waiting.append(("segment", i, k if kind == "ck" else k - 1, m))
-    if kind == "ck":
-        done += first_codes(i, k)
-        return k + 1, m - int(c.out[k])
-    waiting.append(("sweep", i, k - 1, m))
-    done += [*first_codes(i, k - 1), (k, select(x) | DROP)]
-    return k + 1, m - int(c.saved[k, x])
-
-
-def _first_fit(c: Arrays, i: int, j: int, m: int, P: np.ndarray, rest: np.ndarray, held: int) -> tuple[str, int, int]:
-    """A first choice for i..j that leaves the rest feasible in m bytes. rest[k]: least bytes of stages k+1..j.
-
-    ("all", i, form); ("ck", k, 0); or ("bare", k, form): sweep to k - 1, keep ā_k, and make its input again later.
-    """
+def _first_fit(c: Arrays, i: int, j: int, m: int, needs: np.ndarray) -> tuple[First, int, int]:
+    """A first choice for i..j, as in `Opt.choice`, that leaves the rest feasible in m bytes."""
+    held, rest = int(c.delta[j]) if j < len(c.out) - 1 else 0, needs[1:, j]
     for x in range(int(c.n_forms[i])):
         if max(held + c.M_all[i, x], c.M_B[i, x]) <= m and (i == j or c.saved[i, x] + rest[i] <= m):
-            return "all", i, x
+            return First.ALL, i, x
     for k in range(j - 1, i - 1, -1):
-        if held + c.M_sweep[i, k] <= m and c.out[k] + rest[k] <= m and P[i, k] <= m:
-            return "ck", k, 0
+        if held + c.M_sweep[i, k] <= m and c.out[k] + rest[k] <= m and needs[i, k] <= m:
+            return First.CK, k, 0
     for k in range(j - 1, i, -1):
         for x in range(int(c.n_forms[k])):
             kept, before = int(c.saved[k, x]), int(c.out[k - 1])
             again = c.delta[k] + kept + c.M_sweep[i, k - 1]
             operands = max(held + before + c.M_all[k, x], before + c.M_B[k, x])
-            if held + c.M_sweep[i, k - 1] <= m and max(again, operands, kept + rest[k], P[i, k - 1]) <= m:
-                return "bare", k, x
-    raise AssertionError("the need tables said that this segment fits")
+            if held + c.M_sweep[i, k - 1] <= m and max(again, operands, kept + rest[k], needs[i, k - 1]) <= m:
+                return First.BARE, k, x
+    raise AssertionError("the table of needs said that this segment fits")

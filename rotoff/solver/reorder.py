@@ -9,7 +9,6 @@ until nothing comes in.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -18,30 +17,20 @@ from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, parse_value
 from ..core.simulator import Machine, early_stops
 from ..core.steady_step import PERIODS, at_rest
-from .anneal import Budget
+from .anneal import THREADS, Budget, in_threads
 from .kernels.order import Order
 from .placed_search import PlacedProblem
-from .pool import THREADS
+from .plan_codes import KINDS
 
-# Rows of `kernels.order`.
+# Rows of `kernels.order`, and of `kernels.lanes`.
 OPERATION = np.dtype(
     [(name, np.int64) for name in ("need", "more", "host_more")]
-    + [("seconds", np.float64)]
-    + [(name, np.int32) for name in ("kind", "value", "first", "last")]
-    + [("dropped", np.int32, 3), ("crosses", np.int32)],
+    + [(name, np.int32) for name in ("first", "last", "crosses")],
     align=True,
 )
-COMPUTE, UPDATE, LOSE, WAIT, OFFLOAD, PREFETCH, ON_HOST = range(7)
-KINDS = {
-    **dict.fromkeys((*FORWARDS, OpKind.B), COMPUTE),
-    OpKind.U: UPDATE,
-    OpKind.FREE: LOSE,
-    OpKind.DROP: LOSE,
-    OpKind.WAIT: WAIT,
-    OpKind.OFFLOAD: OFFLOAD,
-    OpKind.PREFETCH: PREFETCH,
-    OpKind.H: ON_HOST,
-}
+EVENT = np.dtype(
+    [("kind", np.int32), ("subject", np.int32), ("seconds", np.float64), ("waits", np.int32, 3)], align=True
+)
 OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort into a count of moves
 HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
 
@@ -49,24 +38,19 @@ HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's tim
 def reordered(problem: PlacedProblem, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
     """The seconds and the operations of `sequence`, or of a faster order, found in about the budget's seconds in each
     thread."""
-    ops, periods = tuple(sequence), PERIODS if problem.chain.parameters else 1
-    kernels, first = _orders(problem, sequence, periods), np.arange(len(ops), dtype=np.int32)
+    ops = tuple(sequence)
+    kernels, first = _orders(problem, sequence), np.arange(len(ops), dtype=np.int32)
     scale = kernels[0].seconds(first)
-    tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * periods))
+    tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * PERIODS))
     if not tries or not any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops):
         return scale, sequence
-    stop, jobs = np.zeros(1, np.int8), []
-    with ThreadPoolExecutor(THREADS) as threads:
-        for seed, (kernel, heat) in enumerate(zip(kernels, HEATS, strict=True), start=1):
-            best, hot = first.copy(), heat * scale
-            jobs.append((best, threads.submit(kernel.anneal, first.copy(), tries, seed, hot, hot / 100, best, stop)))
-        try:
-            for _, job in jobs:
-                job.result()
-        except BaseException:
-            stop[0] = 1
-            raise
-    made, order = min(((kernels[0].seconds(best), best) for best, _ in jobs), key=lambda one: one[0])
+    bests = [first.copy() for _ in HEATS]
+    calls = [
+        (first.copy(), tries, seed, heat * scale, heat * scale / 100, best)
+        for seed, (heat, best) in enumerate(zip(HEATS, bests, strict=True), start=1)
+    ]
+    in_threads([kernel.anneal for kernel in kernels], calls)
+    made, order = min(((kernels[0].seconds(best), best) for best in bests), key=lambda one: one[0])
     return (scale, sequence) if made >= scale else (made, in_order(sequence, order))
 
 
@@ -82,18 +66,20 @@ def in_order(sequence: Sequence, order: np.ndarray) -> Sequence:
     return replace(sequence, ops=made, resident=kept)
 
 
-def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Order]:
+def _orders(problem: PlacedProblem, sequence: Sequence) -> list[Order]:
     """A kernel for each thread."""
     chain, ops, L = problem.chain, tuple(sequence), len(problem.chain)
     machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
     start = machine.held_bytes, machine.host_bytes
-    rows, accesses = np.zeros(len(ops), OPERATION), list[int]()
+    rows, events, accesses = np.zeros(len(ops), OPERATION), np.zeros(len(ops), EVENT), list[int]()
     for n, op in enumerate(ops):
-        held, on_host, row = machine.held_bytes, machine.host_bytes, rows[n]
-        row["kind"], row["first"] = KINDS[op.kind], len(accesses)
-        row["seconds"], row["dropped"] = _seconds(machine, op, n in early), _dropped(chain, op)
-        row["crosses"] = periods > 1 and _crosses(op, problem.updates)
-        row["value"] = 0 if op.kind in COMPUTES else _job(chain, op)
+        held, on_host, row, event = machine.held_bytes, machine.host_bytes, rows[n], events[n]
+        event["kind"] = KINDS.index(OpKind.F_ALL if op.kind is OpKind.F_SEL else op.kind)
+        event["subject"] = (
+            op.stage - 1 if op.kind is OpKind.H else 0 if op.kind in COMPUTES else _number(chain, op.value)
+        )
+        event["seconds"], event["waits"] = _seconds(machine, op, n in early), _dropped(chain, op)
+        row["first"], row["crosses"] = len(accesses), _crosses(op, problem.updates)
         accesses += _accesses(chain, op, problem.updates)
         memory = machine.step(op, n in early).memory
         row["last"], row["need"] = len(accesses), memory - held
@@ -103,7 +89,7 @@ def _orders(problem: PlacedProblem, sequence: Sequence, periods: int) -> list[Or
     movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
     access = np.array([*accesses, 0], np.int32)
     limits = problem.limit, problem.host_limit
-    return [Order(chain, rows, access, movable, 2 * L + 2, periods, *start, *limits) for _ in range(THREADS)]
+    return [Order(chain, rows, events, access, movable, 2 * L + 2, *start, *limits) for _ in range(THREADS)]
 
 
 def _crosses(op: Op, updates: str) -> bool:
@@ -113,12 +99,6 @@ def _crosses(op: Op, updates: str) -> bool:
     return op.value.of == "w" or (
         op.value.of == "o" and (updates == "during" or op.kind not in (OpKind.PREFETCH, OpKind.WAIT))
     )
-
-
-def _job(chain: Chain, op: Op) -> int:
-    """The number of what a lane runs; the first step's of an update on the host."""
-    L, K = len(chain), len(chain.parameters)
-    return 2 * L + 2 + 3 * K + op.stage - 1 if op.kind is OpKind.H else _number(chain, op.value)
 
 
 def _number(chain: Chain, v: Value) -> int:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from copy import copy
-from dataclasses import dataclass, field, replace
-from itertools import tee
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,6 +25,7 @@ Progress = Callable[[float, float], None]  # fraction done, best step time in se
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
 ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1: of all plans together, then of the best one
+STARTS = 6  # of the search: the fastest proposals, and two that do not fit
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
 
 
@@ -41,9 +39,6 @@ class Candidate:
     codes: np.ndarray | None
     source: str
     resident: tuple[str, ...] = ()
-
-
-Proposal = tuple[Candidate | None, np.ndarray | None]  # None if the plan does not fit; None if no search starts there
 
 
 def best_candidate(problem: Problem, mode: str, progress: Progress | None = None) -> Candidate:
@@ -64,7 +59,7 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
     least = min_mem_limit(chain, mode, problem.updates)
     if limit < least:
         raise infeasible(chain, mode, limit, problem.updates)
-    best = _best(problem, mode, progress) if not chain.parameters else _placed(problem, mode, progress)
+    best = _best(problem, mode, progress)
     if trace.peak_bytes <= limit and (best is None or kept.makespan <= best.makespan):
         return kept
     if best is None:
@@ -83,9 +78,7 @@ def parse_host_limit(host_limit: int | str) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that the searches of all modes share. limit, host_limit: bytes. slots: N of the joint dynamic
-    program. known: plans to start from. found: results so far. proposed: all proposals so far.
-    """
+    """limit, host_limit: bytes. slots: N of the joint dynamic program. known: plans to start from."""
 
     chain: Chain
     limit: int
@@ -94,10 +87,6 @@ class Problem:
     budget: Budget
     updates: str = "during"
     known: tuple[np.ndarray, ...] = ()
-    # results by (mode, whether with forms, whether the directions of the link slow each other down)
-    found: dict[tuple[str, bool, bool], Candidate | None] = field(default_factory=dict, compare=False)
-    # by all that they depend on; each iterator stays at its start, and is run in copies, which share what they find
-    proposed: dict[Any, Iterator[Proposal]] = field(default_factory=dict, compare=False)
 
     def fits(self, mode: str) -> bool:
         """Whether `mode` has a plan within the limit on the device."""
@@ -108,85 +97,35 @@ class Problem:
         chain = replace(self.chain, stages=tuple(replace(stage, forms=()) for stage in self.chain.stages))
         return replace(self, chain=chain, known=tuple(codes for codes in self.known if codes.max() < select(1)))
 
-    @property
-    def disturbed(self) -> bool:
-        """Whether the directions of the link slow each other down."""
-        return min(self.chain.bidirectional_shares) < 1
-
-    def proposals(self, mode: str) -> Iterator[Proposal]:
-        """Plans of every kind that `mode` allows, made when they are asked for the first time."""
-        key = self.chain, self.limit, self.host_limit, self.slots, self.budget.seconds > 0, mode
-        if key not in self.proposed:
-            (self.proposed[key],) = tee(_proposals(self, mode), 1)
-        return copy(self.proposed[key])
-
-
-class SharedProblems:
-    """Problems that are solved for one question, several times or in several modes; they share what they find."""
-
-    def __init__(self) -> None:
-        self._problems: dict[Problem, Problem] = {}
-        self._proposed: dict[Any, Iterator[Proposal]] = {}
-
-    def of(self, problem: Problem) -> Problem:
-        """`problem`, or an equal one from before, with all that was found for others."""
-        return self._problems.setdefault(problem, replace(problem, proposed=self._proposed))
-
 
 def _best(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
-    """The best plan found. If stages have smaller forms, a search without them runs first; its result competes and is a
-    start of the second search, so forms never make a plan slower. The two searches share the effort."""
-    forms = any(stage.forms for stage in problem.chain.stages)
-    key = mode, forms, problem.disturbed
-    if key in problem.found:
-        return problem.found[key]
-    # The results of `solve` in the pure modes, with their whole effort; they compete below.
-    pure = [name for name in ("offload", "remat") if mode == "joint" and problem.fits(name)]
-    rivals, close = _rivals(problem, pure, _best)
-    given, enough = (None, True) if close else _undisturbed(problem, mode, _best, progress)
-    others = rivals if enough else [_by_forms(problem, mode, forms, progress)]
-    problem.found[key] = best = _fastest([given, *others])
-    return best
-
-
-Search = Callable[[Problem, str, Progress | None], Candidate | None]
-
-
-def _rivals(problem: Problem, modes: list[str], search: Search) -> tuple[list[Candidate], bool]:
-    """The plans that `search` finds in `modes`, one after the other, and whether the last is fast enough."""
-    found: list[Candidate] = []
-    for mode in modes:
-        made = search(problem, mode, None)
-        found += [made] if made is not None else []
-        if made is not None and made.makespan <= problem.budget.enough(problem.chain):
-            return found, True
-    return found, False
+    """The best plan found. If the directions of the link slow each other down, the plan for a link whose directions do
+    not competes; where it takes no longer on the real link, no search can gain anything."""
+    chain, given = problem.chain, None
+    if mode != "remat" and min(chain.bidirectional_shares) < 1:
+        ideal = replace(chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
+        given = _best(replace(problem, chain=ideal), mode, progress)
+    if given is not None:
+        seconds = simulate(chain, Sequence(given.ops, resident=list(given.resident)), updates=problem.updates).makespan
+        if seconds <= given.makespan * (1 + FLOAT_ERROR):
+            return replace(given, makespan=seconds)
+        given = replace(given, makespan=seconds)
+    if chain.parameters:
+        return _fastest([given, _placed(problem, mode, progress)])
+    return _fastest([given, _by_forms(problem, mode, progress)])
 
 
 def _fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
     return min((made for made in candidates if made is not None), key=lambda made: made.makespan, default=None)
 
 
-def _undisturbed(
-    problem: Problem, mode: str, search: Search, progress: Progress | None
-) -> tuple[Candidate | None, bool]:
-    """If the directions of the link slow each other down: the plan for a link whose directions do not, with its time on
-    the real link, and whether that is no longer than on the ideal one, so that no search can gain anything."""
-    if mode == "remat" or not problem.disturbed:
-        return None, False
-    chain = replace(problem.chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
-    made = search(replace(problem, chain=chain), mode, progress)
-    if made is None:
-        return None, False
-    trace = simulate(problem.chain, Sequence(made.ops, resident=list(made.resident)), updates=problem.updates)
-    return replace(made, makespan=trace.makespan), trace.makespan <= made.makespan * (1 + FLOAT_ERROR)
-
-
-def _by_forms(problem: Problem, mode: str, forms: bool, progress: Progress | None) -> Candidate | None:
-    if not forms:
+def _by_forms(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+    """If stages have smaller forms, a search without them runs first; its result competes and is a start of the second
+    search, so forms never make a plan slower. The two searches share the effort."""
+    if not any(stage.forms for stage in problem.chain.stages):
         return _searched(problem, mode, progress)
     plain = problem.without_forms()
-    best = _best(plain, mode, None) if plain.fits(mode) else None
+    best = _searched(plain, mode, None) if plain.fits(mode) else None
     if mode == "offload":  # which keeps all that autograd saves
         return best
     if best is not None:
@@ -199,22 +138,27 @@ def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candida
     """The best of all proposals and of the search from them. A plan that is fast enough ends the search."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     enough = problem.budget.enough(chain)
-    plans: list[np.ndarray] = []
     found: list[Candidate] = []
-    for made, codes in _competitors(problem, mode):
-        plans += [codes] if codes is not None else []
-        if made is not None:
-            found.append(made)
-            if made.makespan <= enough:
-                if progress is not None:
-                    progress(1.0, made.makespan)
-                return made
+    others: list[np.ndarray] = []  # that do not fit
+    for source, codes in _proposals(problem, mode):
+        made = judged(chain, limit, codes, source, host)
+        if made is None:
+            others.append(codes)
+            continue
+        found.append(made)
+        if made.makespan <= enough:
+            if progress is not None:
+                progress(1.0, made.makespan)
+            return made
     found.sort(key=lambda candidate: candidate.makespan)
-    starts = [candidate.codes for candidate in found if candidate.codes is not None][:6]
-    starts += [codes for codes in plans if not any(codes is start for start in starts)][: 2 + 6 - len(starts)]
-    codes = refined(chain, limit, mode, starts, problem.budget, host, progress)
-    made = None if codes is None else judged(chain, limit, codes, "refined", host)
-    return _fastest([*found, made, *_of_less(problem, mode, starts)])
+    starts = [made.codes for made in found if made.codes is not None][:STARTS]
+    starts += others[: STARTS + 2 - len(starts)]
+    best = refined(chain, limit, mode, starts, problem.budget, host, progress)
+    made = None if best is None else judged(chain, limit, best, "refined", host)
+    found += [made] if made is not None else []
+    if not found and mode == "joint":
+        return _host_candidate(problem)
+    return _fastest([*found, *_of_less(problem, mode, starts)])
 
 
 def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[Candidate]:
@@ -233,21 +177,6 @@ def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[
         starts = [codes]
 
 
-def _competitors(problem: Problem, mode: str) -> Iterator[Proposal]:
-    """Candidates and plans to search from, the fastest to make first."""
-    chain, limit, host = problem.chain, problem.limit, problem.host_limit
-    for codes in problem.known:
-        yield judged(chain, limit, codes, "known", host), codes
-    if mode == "joint":
-        # The results of the pure modes compete, so that joint is never slower than they are.
-        for pure in ("offload", "remat"):
-            if problem.fits(pure):
-                yield _best(problem, pure, None), None
-    yield from problem.proposals(mode)
-    if mode == "joint":
-        yield _host_candidate(problem), None
-
-
 def _host_candidate(problem: Problem) -> Candidate | None:
     plan = host_plan(problem.chain, problem.limit)
     if plan is None:
@@ -259,39 +188,29 @@ def _host_candidate(problem: Problem) -> Candidate | None:
     return Candidate(trace.makespan, ops, None, "host")
 
 
-def _proposals(problem: Problem, mode: str) -> Iterator[Proposal]:
-    chain, limit, host = problem.chain, problem.limit, problem.host_limit
-    if mode == "joint":
-        for pure in ("remat", "offload"):
-            yield from problem.proposals(pure)
-    for source, codes in _plans(problem, mode):
-        yield judged(chain, limit, codes, source, host), codes
-
-
-def _plans(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
-    """(source, plan) of all kinds that `mode` alone allows. If a search follows, slow tables are filled with fewer
-    slots."""
+def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
+    """(source, plan) of all kinds that `mode` allows, the fastest to make first. If a search follows, slow tables are
+    filled with fewer slots."""
     chain, limit, quick = problem.chain, problem.limit, problem.budget.seconds > 0
     work = TABLE_WORK if quick else 20 * TABLE_WORK
-
-    def fits(codes: np.ndarray) -> bool:
-        return judged(chain, limit, codes, "", problem.host_limit) is not None
-
+    yield from (("known", codes) for codes in problem.known)
+    if mode != "remat":
+        yield from (("offload", codes) for codes in offload.proposals(chain))
+    if mode == "offload":
+        return
+    yield from remat.proposals(
+        chain, limit, work, lambda codes: judged(chain, limit, codes, "", problem.host_limit) is not None
+    )
     if mode == "remat":
-        yield from remat.proposals(chain, limit, work, fits)
-    elif mode == "offload":
-        for codes in offload.proposals(chain):
-            yield "offload", codes
-    else:
-        for codes in all_moving(chain, limit):
-            yield "all-moving", codes
-        slots, reach = joint.quick(chain) if quick else (problem.slots, len(chain))
-        for N in sorted({min(problem.slots, N) for N in ((slots, 2 * slots) if quick else (slots,))}):
-            yield from joint.proposals(chain, limit, N, reach)
-        for source, codes in remat.inflated(chain, limit, work):
-            moved = codes.copy()
-            moved[1:] |= MOVE
-            yield f"{source}-moved", moved
+        return
+    yield from (("all-moving", codes) for codes in all_moving(chain, limit))
+    slots, reach = joint.quick(chain) if quick else (problem.slots, len(chain))
+    for N in sorted({min(problem.slots, N) for N in ((slots, 2 * slots) if quick else (slots,))}):
+        yield from joint.proposals(chain, limit, N, reach)
+    for source, codes in remat.inflated(chain, limit, work):
+        moved = codes.copy()
+        moved[1:] |= MOVE
+        yield f"{source}-moved", moved
 
 
 def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit: int | None = None) -> Candidate | None:
@@ -299,42 +218,27 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
     L = len(chain)
     for most_ops in (16 * L + 64, 2 * L * L + 64):
         decoder = evaluator(chain, limit, codes.shape[1], host_limit, most_ops)
-        makespan, _, _, over = decoder.evaluate(codes)
+        makespan, *over = decoder.judge(codes.ravel())
         if math.isfinite(makespan):
-            break
-    if over or not math.isfinite(makespan):
-        return None
-    rows = decoder.operations(codes)
-    assert rows is not None
-    return Candidate(makespan, to_ops(rows), codes, source)
+            return None if any(over) else Candidate(makespan, to_ops(decoder.text(codes.ravel())[0]), codes, source)
+    return None
 
 
 def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
-    """The best plan found for a chain with parameters; in joint, the results of the pure modes compete."""
-    key = mode, True, problem.disturbed
-    if key in problem.found:
-        return problem.found[key]
-    pure = [name for name in ("remat", "offload") if mode == "joint" and problem.fits(name)]
-    found, close = _rivals(problem, pure, _placed)
-    given, enough = (None, True) if close else _undisturbed(problem, mode, _placed, progress)
-    found += [given] if given is not None else []
-    if enough:
-        problem.found[key] = best = _fastest(found)
-        return best
-    starts = [*problem.known, *(made.codes for made in found if made.codes is not None)]
+    """The best plan found for a chain with parameters."""
     placed = placed_search.PlacedProblem(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
-    plans = placed_search.searched(placed, problem.budget, starts, progress)
+    plans = placed_search.searched(placed, problem.budget, list(problem.known), progress)
     share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
     texts = [(*reordered(placed, placed_search.sequence_of(placed, plan), share), plan) for plan in plans]
     if texts:
         _, text, plan = min(texts, key=lambda one: one[0])
         _, text = reordered(placed, text, problem.budget.part(ORDER_SHARE))
-        found.append(_of_sequence(problem, text, "placed", plan))
-    if not found:
-        found += [_of_sequence(problem, *made) for made in placed_search.least(placed)]
-    fitting = [made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit]
-    problem.found[key] = best = _fastest(fitting)
-    return best
+        found = [_of_sequence(problem, text, "placed", plan)]
+    else:
+        found = [_of_sequence(problem, *made) for made in placed_search.least(placed)]
+    return _fastest(
+        made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit
+    )
 
 
 def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.ndarray | None = None) -> Candidate:

@@ -14,7 +14,7 @@ from ..core.steady_step import check_when
 from ..errors import OptionError, nearest
 from .anneal import Budget
 from .policies import check_policy, run
-from .search import Problem, SharedProblems, as_sequence, best_candidate, parse_host_limit
+from .search import Problem, as_sequence, best_candidate, parse_host_limit
 from .slots import parse_slots
 
 _OF_MODES = ("refine", "host_limit", "progress", "updates")
@@ -69,26 +69,11 @@ def solve(
         return run(policy, chain, limit, options if updates is None else {**options, "updates": updates})
     if options:
         raise OptionError(f"{next(iter(options))} is not an argument of solve; an option of a policy needs policy=")
-    return solved(SharedProblems(), chain, limit, mode, mem_slots, refine, host_limit, progress, updates)
-
-
-def solved(
-    shared: SharedProblems,
-    chain: Chain,
-    limit: int,
-    mode: str,
-    mem_slots: int = 50,
-    refine: bool | float = True,
-    host_limit: int | str | None = None,
-    progress: Callable[[float, float], None] | None = None,
-    updates: str | None = None,
-) -> Sequence:
-    """The result of `solve` in a mode. shared: of all that is solved for one question; it changes no result."""
     host = None if host_limit is None else parse_host_limit(host_limit)
     check_mode(mode)
     when = "during" if updates is None else updates
     check_when(when)
-    problem = shared.of(Problem(chain, limit, host, parse_slots(mem_slots), Budget.of(refine), when))
+    problem = Problem(chain, limit, host, parse_slots(mem_slots), Budget.of(refine), when)
     return as_sequence(problem, best_candidate(problem, mode, progress), mode)
 
 

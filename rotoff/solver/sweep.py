@@ -144,8 +144,7 @@ def sweep(
 def _by_mode(problems: list[Problem], mode: str, bests: dict[str, list[Candidate | None]]) -> Iterator[Sequence | None]:
     """The sequence of each problem, in rising limits. `bests` has the candidates of earlier modes, and gets this one's.
 
-    Problems remember what their pure modes found, so joint solves nothing again. At each limit the candidates of those
-    modes, which may be plans of smaller limits, compete: joint's rows are never slower than theirs.
+    At each limit the candidates of the pure modes, which may be plans of smaller limits, compete with joint's.
     """
     bests[mode] = []
     best: Candidate | None = None

@@ -24,7 +24,6 @@ from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..solver.bounds import min_mem_limit
-from ..solver.search import SharedProblems
 from ..solver.settings import Setting
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
@@ -140,9 +139,9 @@ class Question:
         self, profile: Estimate, limit: int, options: Mapping[str, Any], make: WholeDevice, growth: Growth | None
     ) -> tuple[list[PlannedStep], float | None]:
         """A row for each mode with a plan, and the seconds that none of them can beat."""
-        rows, times, shared = [], [], SharedProblems()
+        rows, times = [], []
         for mode in self.modes:
-            request = self.request(limit, mode, shared=shared)
+            request = self.request(limit, mode)
             try:
                 plan = make_plan(profile, request)
             except InfeasibleError:

@@ -21,7 +21,6 @@ from rotoff import (
     Sequence,
     Stage,
     Trace,
-    keep_all,
     simulate,
 )
 from rotoff.core.parameters import in_parts
@@ -67,39 +66,6 @@ def test_all_resident() -> None:
     assert (trace.idle_time, trace.host_peak_bytes) == (0, 0)
 
 
-def test_parameters_that_come_and_go() -> None:
-    """Group 1 is streamed and updated here: U ends the validity of the host's copies. Group 2 is updated by the host,
-    which goes on while compute does; its parameters come back before the step ends."""
-    check(
-        """
-        prefetch w 1   h2d        0    2        60  180
-        wait w 1       compute    0    2        60  180
-        F_all 1        compute    2    3    100060  180
-        drop w 1       compute    3    3    100060  180
-        F_all 2        compute    3    5    300020  180
-        prefetch w 1   h2d        5    7   2300060  180
-        B 2            compute    5    9   3300080  180
-        offload g 2    d2h        9   11   1120080  200
-        drop w 2       compute    9    9   1120080  200
-        H 2            host      11   13   1120060  200
-        wait w 1       compute    9    9   1120060  180
-        B 1            compute    9   11   1120100  180
-        prefetch o 1   h2d       11   15     20180  180
-        free g 2       compute   11   11     20180  180
-        prefetch w 2   h2d       15   16     20180  180
-        wait o 1       compute   11   15     20180  180
-        U 1            compute   15   18     20187  180
-        offload w 1    d2h       18   22     20140  100
-        offload o 1    d2h       22   30     20140  180
-        free w 1       compute   18   22     20140  180
-        free o 1       compute   22   30     20100  180
-        wait w 2       compute   30   30     20020  180
-        """,
-        ["w 2"],
-        30,
-    )
-
-
 def test_what_is_in_flight_between_steps() -> None:
     """Both groups are updated by the host at the end of the step and arrive during the next: a steady step takes 20 s,
     the first 13."""
@@ -126,76 +92,6 @@ def test_what_is_in_flight_between_steps() -> None:
         20,
     )
     assert max(event.end for event in trace.events) == 28, "what ends in the next step is shown where it ends"
-
-
-def test_a_tied_group_a_frozen_one_and_a_gradient_that_leaves() -> None:
-    """The gradient of stages 1 and 2 takes its bytes with B 2 and is whole after B 1. Group 2 is frozen, and
-    resident."""
-    check(
-        """
-        prefetch w 2   h2d        0    1        60  100
-        wait w 2       compute    0    1        60  100
-        F_all 1        compute    1    2    100060  100
-        drop w 2       compute    2    2    100060  100
-        F_all 2        compute    2    4    300040  100
-        prefetch w 2   h2d        4    5   2300060  100
-        B 2            compute    4    8   3300100  100
-        wait w 2       compute    8    8   1120100  100
-        B 1            compute    8   10   1120100  100
-        drop w 2       compute   10   10     20100  100
-        offload g 1    d2h       10   14     20080  140
-        free g 1       compute   10   14     20080  140
-        prefetch g 1   h2d       14   16     20080  140
-        prefetch o 1   h2d       16   20     20160  140
-        wait g 1       compute   14   16     20160  140
-        wait o 1       compute   16   20     20160  140
-        U 1            compute   20   23     20167  140
-        offload o 1    d2h       23   31     20120  100
-        free o 1       compute   23   31     20120  100
-        """,
-        ["w 1"],
-        31,
-        TIED,
-    )
-
-
-def test_one_link_for_both_ways() -> None:
-    half = replace(CHAIN, duplex=False)
-    text = (
-        "F_all 1; F_all 2; B 2; offload g 2; prefetch o 1; B 1; wait o 1; U 1; drop w 2; H 2; offload o 1; prefetch w 2"
-    )
-    text += "; free g 2; free o 1; wait w 2"
-    trace = simulate(half, Sequence.from_text(text.split("; "), resident=["w 1", "w 2"]))
-    shown = {str(e.op): (e.lane, e.start, e.end) for e in trace.events}
-    assert shown["offload g 2"] == ("d2h", 7, 9)
-    assert shown["prefetch o 1"] == ("h2d", 9, 13)
-    assert shown["offload o 1"] == ("d2h", 16, 24)
-    assert shown["prefetch w 2"] == ("h2d", 24, 25)
-
-
-def test_an_update_on_the_host_waits_for_what_stands_before_it() -> None:
-    """H 2 has its gradient early, but is written after ``B 1``; the host's lane runs in the order of the text."""
-    text = (
-        "wait w 1; F_all 1; F_all 2; B 2; offload g 2; B 1; free g 2; offload g 1; drop w 1; drop w 2; H 2; H 1; free g"
-        " 1"
-    )
-    sequence = Sequence.from_text(f"{text}; prefetch w 2; prefetch w 1; wait w 2".split("; "), resident=["w 1", "w 2"])
-    shown = {str(e.op): (e.start, e.end) for e in simulate(CHAIN, sequence).events}
-    assert shown["B 1"][1] == shown["H 2"][0]
-    assert shown["H 1"][0] == shown["offload g 1"][1] > shown["H 2"][1]
-    assert shown["prefetch w 2"][0] >= shown["H 2"][1]
-    assert shown["prefetch w 1"][0] == shown["H 1"][1]
-
-
-def test_what_the_host_updates_comes_back_after_the_update() -> None:
-    text = (
-        "F_all 1; F_all 2; B 2; U 2; B 1; offload g 1; drop o 1; drop w 1; H 1; prefetch o 1; prefetch w 1; free g 1;"
-        " wait w 1"
-    )
-    sequence = Sequence.from_text(f"{text}; wait o 1".split("; "), resident=["w 1", "o 1", "w 2", "o 2"])
-    shown = {str(e.op): (e.start, e.end) for e in simulate(CHAIN, sequence).events}
-    assert shown["prefetch o 1"][0] == shown["H 1"][1]
-    assert shown["prefetch w 1"][0] == shown["prefetch o 1"][1]
 
 
 # -- between steps
@@ -340,13 +236,6 @@ def test_a_chain_without_parameters_knows_none() -> None:
         simulate(CHAIN.without_parameters(), Sequence.from_text(["prefetch w 1"]))
     with pytest.raises(InvalidSequenceError, match="nothing may follow B 1$"):
         simulate(CHAIN.without_parameters(), Sequence.from_text(["F_all 1", "F_all 2", "B 2", "B 1", "B 1"]))
-
-
-def test_a_limit_holds_parameters_too() -> None:
-    peak = simulate(CHAIN, keep_all(CHAIN)).peak_bytes
-    simulate(CHAIN, keep_all(CHAIN), peak)
-    with pytest.raises(InvalidSequenceError, match=r"op 2 \(B 2\): holds 3300200 bytes .* 1 more than the limit"):
-        simulate(CHAIN, keep_all(CHAIN), peak - 1)
 
 
 def test_updates_after_the_backward() -> None:

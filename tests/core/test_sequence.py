@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +68,19 @@ def test_parse_is_the_reverse_of_str(op: Op) -> None:
         *("F_sel 1", "F_sel 1 0", "F_sel 1 -1", "F_sel 1 x", "B", "B a 1", "B abar 1"),
         *("U", "U w 1", "H 1 2", "U -1", "offload W 1", "offload o", "wait g x"),
         *("offload 1", "offload b 1", "offload a", "offload a x", "offload a 1 2", "load a 1", "wait Abar 1"),
+        *(None, 3, ["F_all", "1"], ops.F_all(1)),
     ],
 )
-def test_what_is_not_an_operation(text: str) -> None:
+def test_what_is_not_an_operation(text: Any) -> None:
     with pytest.raises(SequenceFormatError) as caught:
         rotoff.parse(text)
     assert str(caught.value).startswith(f"{text!r} is not an operation")
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("thing", [None, 3, ["F_all", "1"], ops.F_all(1)])
-def test_what_is_not_text_is_no_operation(thing: Any) -> None:
-    with pytest.raises(SequenceFormatError, match="is not an operation"):
-        rotoff.parse(thing)
-
-
 @pytest.mark.parametrize("value", [a(0), abar(3), w(1), g(22), o(3)])
 def test_a_value_is_text_too(value: Value) -> None:
     assert parse_value(str(value)) == value
-    assert len({value, a(3), abar(3), w(3), g(3), o(3)}) in (5, 6)
 
 
 @pytest.mark.parametrize("kind", [OpKind.B, OpKind.U, OpKind.F_ALL])
@@ -125,20 +120,6 @@ def test_what_cannot_be_resident(resident: Any, sentence: str) -> None:
         Sequence.from_text("F_all 1", resident=resident)
 
 
-def test_operations_are_frozen_values() -> None:
-    op = ops.F_all(1)
-    assert len({op, ops.F_all(1), ops.F_ck(1)}) == 2
-    with pytest.raises(AttributeError):
-        op.stage = 2  # type: ignore[misc]
-
-
-def test_an_operation_knows_its_value() -> None:
-    values = [(ops.F_all(3), abar(3)), (ops.F_sel(3, 1), abar(3)), (ops.F_ck(3), a(3)), (ops.F_none(3), a(3))]
-    values += [(ops.offload(a(2)), a(2)), (ops.wait(abar(2)), abar(2))]
-    for op, value in values:
-        assert op.value == value
-
-
 STEP = """
 F_ck 1
 F_all 2
@@ -158,38 +139,16 @@ def test_a_sequence_is_a_sequence_of_operations() -> None:
     assert sequence[-2:] == (ops.F_all(1), ops.B(1))
     assert (sequence.mode, sequence.mem_limit) == ("remat", 100)
     assert Sequence.from_text(str(sequence), mode="remat", mem_limit=100) == sequence
-
-
-def test_only_operations_make_a_sequence() -> None:
     with pytest.raises(SequenceFormatError, match=r"'F_all 1' is not a rotoff\.Op; use rotoff\.parse"):
         Sequence(("F_all 1",))  # type: ignore[arg-type]
 
 
-def test_a_file_reads_back(tmp_path: Path) -> None:
-    sequence = Sequence.from_text(list(TEXTS), mode="joint", mem_limit=2**40, meta={"solver": "x"})
-    sequence.save(tmp_path / "sequence.json")
-    back = Sequence.load(str(tmp_path / "sequence.json"))
-    assert back == sequence
-    assert back.meta == {"solver": "x"}
-
-
-def test_the_file_has_the_fields_of_the_format(tmp_path: Path) -> None:
-    Sequence.from_text(STEP).save(tmp_path / "sequence.json")
-    assert json.loads((tmp_path / "sequence.json").read_text()) == {
-        "format": "rotoff.sequence",
-        "version": 1,
-        "mode": "",
-        "mem_limit": None,
-        "ops": ["F_ck 1", "F_all 2", "B 2", "F_all 1", "B 1"],
-    }
-
-
 def test_unknown_fields_are_kept(tmp_path: Path) -> None:
-    data = {"format": "rotoff.sequence", "version": 1, "ops": ["F_all 1", "B 1"], "seed": 3, "mem_limit": 10.5}
-    Sequence.from_dict(data).save(tmp_path / "sequence.json")
+    data = {"format": "rotoff.sequence", "version": 1, "mode": "", "ops": ["F_all 1", "B 1"], "seed": 3}
+    Sequence.from_dict({**data, "mem_limit": 10.5, "meta": {"solver": "x"}}).save(tmp_path / "sequence.json")
     back = json.loads((tmp_path / "sequence.json").read_text())
-    assert back["seed"] == 3
-    assert back["mem_limit"] == 10
+    assert back == {**data, "mem_limit": 10, "meta": {"solver": "x"}}
+    assert Sequence.load(str(tmp_path / "sequence.json")) == Sequence.from_dict(back)
 
 
 @given(st.lists(operations, max_size=20), st.text(max_size=5), st.none() | st.integers(1, 2**50))
@@ -215,18 +174,15 @@ GOOD = {"format": "rotoff.sequence", "version": 1, "ops": ["F_all 1", "B 1"]}
         ({**GOOD, "mode": 3}, '"mode" is text'),
         ({**GOOD, "meta": 3}, '"meta" an object'),
         ({**GOOD, "mem_limit": "6 GiB"}, "\"mem_limit\" of the sequence is '6 GiB'"),
-        ({**GOOD, "mem_limit": True}, '"mem_limit" of the sequence is True'),
+        *(
+            ({**GOOD, "mem_limit": limit}, f'"mem_limit" of the sequence is {limit}')
+            for limit in (True, math.nan, math.inf, -1, 0)
+        ),
     ],
 )
 def test_what_is_not_a_sequence(data: Any, sentence: str) -> None:
     with pytest.raises(SequenceFormatError, match=sentence):
         Sequence.from_dict(data)
-
-
-@pytest.mark.parametrize("limit", [float("nan"), float("inf"), -1, 0])
-def test_a_limit_in_a_file_is_a_number_of_bytes(limit: float) -> None:
-    with pytest.raises(SequenceFormatError, match='"mem_limit" of the sequence is '):
-        Sequence.from_dict({**GOOD, "mem_limit": limit})
 
 
 def test_a_broken_file_is_named(tmp_path: Path) -> None:

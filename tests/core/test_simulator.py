@@ -75,48 +75,6 @@ def test_recompute_keeps_the_input_and_charges_the_gradient() -> None:
     assert [event.recompute for event in trace.events] == [False] * 4 + [True] * 2 + [False] * 2
 
 
-def test_f_none_1_does_not_lose_the_callers_input() -> None:
-    check("""
-        F_none 1  compute   0   1    100011  0
-        F_none 2  compute   1   3    200031  0
-        F_all 3   compute   3   6     30321  0
-        B 3       compute   6  36   3007321  0
-        F_none 1  compute  36  37    103041  0
-        F_all 2   compute  37  39     23241  0
-        B 2       compute  39  59   2005241  0
-        F_all 1   compute  59  60     12131  0
-        B 1       compute  60  70   1003131  0
-    """)
-
-
-def test_a_value_may_be_held_as_a_and_as_abar() -> None:
-    """abar i may be made beside a i; B i drops both, and B i+1 leaves abar i where it is."""
-    check("""
-        F_ck 1    compute   0   1    100011  0
-        F_all 1   compute   1   2     10111  0
-        F_all 2   compute   2   4     20311  0
-        F_all 3   compute   4   7     30611  0
-        B 3       compute   7  37   3007611  0
-        B 2       compute  37  57   2005341  0
-        B 1       compute  57  67   1003131  0
-    """)
-
-
-def test_the_backward_phase_begins_with_a_L_too() -> None:
-    """After ``F_ck L`` one δ is charged in every op; the caller's a_L stays charged from there to the end."""
-    check("""
-        F_ck 1    compute   0   1    100011  0
-        F_ck 2    compute   1   3    200031  0
-        F_ck 3    compute   3   6    300061  0
-        F_all 3   compute   6   9     34361  0
-        B 3       compute   9  39   3007361  0
-        F_all 2   compute  39  41     23241  0
-        B 2       compute  41  61   2005241  0
-        F_all 1   compute  61  62     12131  0
-        B 1       compute  62  72   1003131  0
-    """)
-
-
 def test_a_smaller_form_has_its_own_costs() -> None:
     check("""
         F_all 1   compute   0   1     10101  0
@@ -147,26 +105,6 @@ def test_offload_and_prefetch() -> None:
     assert (trace.d2h_bytes, trace.h2d_bytes) == (100, 100)
 
 
-def test_a_wait_holds_the_compute_lane_until_the_arrival() -> None:
-    """An offloaded ``a``; the host copy is gone after the B that drops it; prefetch too late costs its whole length."""
-    trace = check("""
-        F_ck 1           compute   0   1    100011   0
-        offload a 1      d2h       1   2        11  10
-        F_ck 2           compute   1   3    200031  10
-        free a 1         compute   3   3        31  10
-        offload a 2      d2h       3   5        21  30
-        F_all 3          compute   3   6     30321  30
-        B 3              compute   6  36   3007321  30
-        prefetch a 1     h2d      36  36.5    3041  10
-        wait a 1         compute  36  36.5    3041  10
-        F_all 2          compute  36.5  38.5   23241  10
-        B 2              compute  38.5  58.5 2005241  10
-        F_all 1          compute  58.5  59.5   12131   0
-        B 1              compute  59.5  69.5 1003131   0
-    """)
-    assert trace.idle_time == 0.5
-
-
 BOTH_WAYS = """
     F_all 1          compute   0   1     10101    0
     offload abar 1   d2h       1  11       101  100
@@ -190,79 +128,6 @@ def test_without_duplex_both_directions_share_one_lane() -> None:
     check(BOTH_WAYS.format(31, 36, 36, 36, 39, 39, 69, 69, 89, 89, 99), HALF_DUPLEX)
 
 
-def test_without_duplex_an_offload_waits_for_a_prefetch() -> None:
-    table = """
-        F_all 1          compute   0   1     10101    0
-        offload abar 1   d2h       1  11       101  100
-        F_ck 2           compute   1   3    200121  100
-        free abar 1      compute   3  11       121  100
-        prefetch abar 1  h2d      11  16       121  100
-        offload a 2      d2h      {}  {}       121  120
-        wait abar 1      compute  11  16       121  120
-        F_all 3          compute  16  19     30421  120
-        B 3              compute  19  49   3007421  120
-        F_all 2          compute  49  51     23331  100
-        B 2              compute  51  71   2005331  100
-        B 1              compute  71  81   1003131  100
-    """
-    check(table.format(11, 13))
-    check(table.format(16, 18), HALF_DUPLEX)
-
-
-def test_a_prefetch_waits_for_its_own_offload() -> None:
-    """The copy out is not waited for by compute here: dropping the device copy is what holds it."""
-    trace = check("""
-        F_all 1          compute   0   1     10101    0
-        offload abar 1   d2h       1  11       101  100
-        drop abar 1      compute   1  11       101  100
-        prefetch abar 1  h2d      11  16       101  100
-        wait abar 1      compute  11  16       101  100
-        F_all 2          compute  16  18     20301  100
-        F_all 3          compute  18  21     30601  100
-        B 3              compute  21  51   3007601  100
-        B 2              compute  51  71   2005331  100
-        B 1              compute  71  81   1003131  100
-    """)
-    assert trace.idle_time == 15
-
-
-def test_copies_in_one_direction_queue() -> None:
-    trace = check("""
-        F_all 1          compute   0   1     10101    0
-        offload abar 1   d2h       1  11       101  100
-        F_all 2          compute   1   3     20301  100
-        offload abar 2   d2h      11  31       301  300
-        F_all 3          compute   3   6     30601  300
-        free abar 1      compute   6  11      4601  300
-        B 3              compute  11  41   3007501  300
-        prefetch abar 1  h2d      41  46      3331  300
-        wait abar 1      compute  41  46      3331  300
-        B 2              compute  46  66   2005331  300
-        B 1              compute  66  76   1003131  100
-    """)
-    assert trace.makespan == 76
-
-
-def test_a_host_copy_stays_valid_until_its_backward() -> None:
-    """A second free needs no second offload, and costs no copy."""
-    trace = check("""
-        F_all 1          compute   0   1     10101  0
-        offload abar 1   d2h       1  11       101  100
-        F_all 2          compute   1   3     20301  100
-        free abar 1      compute   3  11       301  100
-        prefetch abar 1  h2d      11  16       301  100
-        wait abar 1      compute  11  16       301  100
-        free abar 1      compute  16  16       301  100
-        F_all 3          compute  16  19     30501  100
-        prefetch abar 1  h2d      19  24      4601  100
-        B 3              compute  19  49   3007601  100
-        wait abar 1      compute  49  49      3331  100
-        B 2              compute  49  69   2005331  100
-        B 1              compute  69  79   1003131  100
-    """)
-    assert (trace.d2h_bytes, trace.h2d_bytes) == (100, 200)
-
-
 SLOW_OUT = replace(CHAIN, d2h_bandwidth=1)
 
 
@@ -282,56 +147,6 @@ def test_a_backward_that_drops_a_value_waits_for_its_copy() -> None:
     )
     assert trace.makespan == 101
     assert trace.idle_time == 35
-
-
-def test_f_none_that_drops_a_value_waits_for_its_copy() -> None:
-    """F_none 2 drops a_1 while its copy out (1 to 11) runs; F_all 3 starts after it."""
-    check(
-        """
-        F_ck 1           compute   0    1    100011    0
-        offload a 1      d2h       1   11        11   10
-        F_none 2         compute   1    3    200031   10
-        F_all 3          compute  11   14     30321   10
-        B 3              compute  14   44   3007321   10
-        prefetch a 1     h2d      44  44.5      3041   10
-        wait a 1         compute  44  44.5      3041   10
-        F_all 2          compute  44.5 46.5    23241   10
-        B 2              compute  46.5 66.5  2005241   10
-        F_all 1          compute  66.5 67.5    12131    0
-        B 1              compute  67.5 77.5  1003131    0
-        """,
-        SLOW_OUT,
-    )
-
-
-def test_a_copy_starts_after_the_compute_before_it_in_the_text() -> None:
-    """The offload stands after F_all 2 and starts after it, although the lane has been free since 0."""
-    check("""
-        F_all 1          compute   0   1     10101    0
-        F_all 2          compute   1   3     20301    0
-        offload abar 1   d2h       3  13       301  100
-        F_all 3          compute   3   6     30601  100
-        B 3              compute   6  36   3007601  100
-        B 2              compute  36  56   2005331  100
-        B 1              compute  56  66   1003131  100
-    """)
-
-
-def test_a_stage_of_no_bytes_and_no_time() -> None:
-    chain = Chain((Stage("view"), Stage("s", 1, 2, 10, 30)), 1.0, 1.0, input_bytes=5)
-    check(
-        """
-        F_all 1          compute   0   0      5  0
-        offload abar 1   d2h       0   0      5  0
-        free abar 1      compute   0   0      5  0
-        prefetch abar 1  h2d       0   0      5  0
-        wait abar 1      compute   0   0      5  0
-        F_all 2          compute   0   1     35  0
-        B 2              compute   1   3     45  0
-        B 1              compute   3   3     15  0
-        """,
-        chain,
-    )
 
 
 # -- the limit
@@ -456,19 +271,6 @@ def test_a_sequence_must_end_with_nothing_left(text: str, sentence: str) -> None
         simulate(CHAIN, Sequence.from_text(text.split("; ") if text else []))
     assert caught.value.op is None
     assert caught.value.index is None
-
-
-def test_a_refused_op_changes_nothing() -> None:
-    """The machine can be asked again after a refusal: searches over its states rely on this."""
-    machine = Machine(CHAIN, 3_000_000)
-    for text in ("F_all 1", "offload abar 1", "F_all 2"):
-        machine.step(parse(text))
-    before = (dict(machine.device), dict(machine.host), set(machine.arriving), machine.held_bytes, machine.host_bytes)
-    for text in ("F_all 2", "wait abar 1", "offload abar 1", "B 3", "prefetch abar 1"):
-        with pytest.raises(InvalidSequenceError):
-            machine.step(parse(text))
-    assert before == (machine.device, machine.host, machine.arriving, machine.held_bytes, machine.host_bytes)
-    assert len(machine.events) == 3
 
 
 @pytest.mark.parametrize(

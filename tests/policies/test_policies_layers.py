@@ -12,7 +12,7 @@ from thoroughness import examples
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
 from rotoff.solver.policies.heavy import heavy_stages
 from rotoff.solver.policies.overlap import operations as overlap_operations
-from rotoff.solver.policies.superneurons import layer_bytes, operations, segment_bytes, segments
+from rotoff.solver.policies.superneurons import layer_bytes, operations
 
 pytestmark = pytest.mark.full_search
 
@@ -98,16 +98,6 @@ def test_overlap_costs_what_is_not_hidden(chain, data):
     assert in_turn == pytest.approx(chain.compute_time + moved / chain.d2h_bandwidth + moved / chain.h2d_bandwidth)
 
 
-def test_overlap_of_chosen_layers():
-    assert solve(uniform(5), 10**6, policy="overlap").meta["source"] == "overlap, 0 offloaded"
-    chosen = solve(uniform(5), 10**6, policy="overlap", layers=[2, 1])
-    assert simulate(uniform(5), chosen).d2h_bytes == 40
-    with pytest.raises(OptionError, match="the last stage"):
-        solve(uniform(5), 10**6, policy="overlap", layers=[5])
-    with pytest.raises(OptionError, match="layers has 6"):
-        solve(uniform(5), 10**6, policy="overlap", layers=[6])
-
-
 # -- SuperNeurons
 
 
@@ -141,15 +131,6 @@ def test_the_peak_is_that_of_one_layer(network):
     assert caught.value.min_mem_limit <= l_peak + chain.output_bytes(len(chain)) + 256
     made = solve(chain, caught.value.min_mem_limit, policy="superneurons", checkpoints=checkpoints(layers))
     assert made.meta["source"] == "superneurons, cost-aware"
-
-
-def test_table_1_peaks_of_alexnet():
-    layers, batch, _ = TABLE_1["AlexNet"]
-    chain = chain_of(layers, batch)
-    l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
-    most = max(segment_bytes(chain, s) for s in segments(checkpoints(layers)) if s.last >= s.first)
-    assert round(l_peak / MIB, 2) == 886.23
-    assert round(most / MIB, 3) == 993.018
 
 
 def test_table_3_no_traffic_where_all_fits():

@@ -13,8 +13,8 @@ from oracles.exhaustive import Search
 from oracles.recurrences import Recurrences
 from thoroughness import examples
 
-from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
-from rotoff.solver.policies.revolve import first_cut, operations, swept
+from rotoff import Chain, InfeasibleError, Stage, keep_all, simulate, solve
+from rotoff.solver.policies.revolve import operations, swept
 from rotoff.solver.policies.rotor import Program
 
 pytestmark = pytest.mark.full_search
@@ -89,13 +89,6 @@ def test_revolve_closed_form_is_the_program():
             assert swept(length, slots) == program(length, slots)
 
 
-def test_revolve_cut_attains_the_minimum():
-    for length in range(1, 40):
-        for slots in range(2, 6):
-            i = first_cut(length, slots)
-            assert i + program(length - i, slots - 1) + program(i - 1, slots) == program(length, slots)
-
-
 @examples(60)
 @given(st.integers(1, 25), st.integers(1, 8))
 def test_revolve_runs_as_many_forwards_as_it_counts_and_holds_its_slots(L, slots):
@@ -105,14 +98,6 @@ def test_revolve_runs_as_many_forwards_as_it_counts_and_holds_its_slots(L, slots
     # Beside its slots it holds, at a backward, the output of the sweep to it, ā_i, δ_i and δ_{i−1}, and the caller's
     # a_L.
     assert trace.peak_bytes <= 10 * min(slots, L) + 10 + 20 + 10 + 10 + 10
-
-
-def test_revolve_golden():
-    # ℓ = 4 sweeps, c = 2 slots: r = 2 (C(4, 2) = 6 ≥ 5), so 2·5 − C(4, 3) = 6 forwards are swept.
-    assert ", ".join(map(str, operations(5, 2))) == (
-        "F_ck 1, F_none 2, F_ck 3, F_none 4, F_all 5, B 5, F_ck 3, F_all 4, B 4, F_all 3, B 3, F_ck 1, F_all 2, B 2,"
-        " F_all 1, B 1"
-    )
 
 
 # -- checkpoint_sequential and √L
@@ -132,22 +117,6 @@ def test_periodic_takes_the_fastest_count():
     for limit in sorted({trace.peak_bytes for trace in every}):
         fits = [trace.makespan for trace in every if trace.peak_bytes <= limit]
         assert solve(chain, limit, policy="periodic").meta["makespan"] == min(fits)
-
-
-def test_chen_takes_the_square_root():
-    assert [solve(homogeneous(L), 10**6, policy="chen").meta["source"] for L in (1, 4, 5, 9, 10)] == [
-        "chen, 1 segments",
-        "chen, 2 segments",
-        "chen, 3 segments",
-        "chen, 3 segments",
-        "chen, 4 segments",
-    ]
-
-
-def test_one_forward_more_at_most():
-    for L in range(1, 30):
-        chain = homogeneous(L)
-        assert solve(chain, 10**6, policy="chen").meta["makespan"] <= 4.0 * L
 
 
 # -- persistent or not
@@ -176,8 +145,3 @@ def test_what_persistence_costs():
     assert best.meta["makespan"] == 13
     assert solve(chain, 7, slots=7, policy="rotor").meta["makespan"] == 17
     assert solve(chain, 7, mode="remat").meta["makespan"] == 13
-
-
-def test_too_long_for_all_states():
-    with pytest.raises(OptionError, match="9 stages has up to 177147 states"):
-        solve(homogeneous(9), 1000, policy="nonpersistent")

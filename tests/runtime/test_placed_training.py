@@ -129,7 +129,7 @@ def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     crossed = []
 
     def reordered(problem: PlacedProblem, plan: Sequence, _: Budget) -> tuple[float, Sequence]:
-        kernel, order = reorder._orders(problem, plan, 4)[0], np.arange(len(plan), dtype=np.int32)
+        kernel, order = reorder._orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
         kernel.anneal(order, 2000, request.param, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
         made = reorder.in_order(plan, order)
         crossed.append(set(made.resident) != set(plan.resident))

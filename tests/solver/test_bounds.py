@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,18 +83,6 @@ def test_the_bound_knows_that_an_input_beside_which_its_abar_does_not_fit_is_mad
     assert solve(chain, limit).meta["makespan"] < chain.compute_time + 5.01
 
 
-def test_what_comes_in_beside_an_operation_is_held_when_that_begins() -> None:
-    """B 3 fills the memory with abar 3 and its input. Only then abar 1, the input of B 2, comes in, for 3 s.
-
-    A mixture with a part of F 1 run again takes 3 * 10 / (3 + 10) s.
-    """
-    stages = tuple(Stage("", 10.0, 1.0, out, 100, 0) for out in (100, 100, 0))
-    chain = Chain(stages, 1e9, 100 / 3)
-    assert min_mem_limit(chain, "joint") == 200
-    assert lower_bound(chain, 200) == pytest.approx(33 + 30 / 13)
-    assert solve(chain, 200).meta["makespan"] == pytest.approx(36)
-
-
 @given(chains(least=2, most=4, forms=False), st.sampled_from([0.0, 0.05, 0.2]))
 def test_no_optimum_is_below_the_bound(chain: Chain, share: float) -> None:
     least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
@@ -105,12 +91,3 @@ def test_no_optimum_is_below_the_bound(chain: Chain, share: float) -> None:
     optimum = Search(chain, limit).optimum(ours, 5_000)
     if optimum is not None:
         assert lower_bound(chain, limit) <= optimum * (1 + 1e-9)
-
-
-def test_the_bound_is_never_above_the_time_of_keeping_everything() -> None:
-    for seed in range(40):
-        rng = random.Random(seed)
-        stages = tuple(Stage("", rng.random(), rng.random() / 5, 10, 50) for _ in range(rng.randint(1, 30)))
-        chain = Chain(stages, 1e9, 10.0, 10)
-        trace = simulate(chain, keep_all(chain))
-        assert lower_bound(chain, trace.peak_bytes) <= trace.makespan

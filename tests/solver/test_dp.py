@@ -35,7 +35,7 @@ def test_remat_cost_is_the_recurrences(chain: Chain, N: int, share: float, round
     cost, codes = remat.solve_slots(chain, limit, N, rounding)
     assert same(cost, Recurrences(chain, limit, N, rounding).remat())
     if rounding == "up" and codes is not None:  # sound: it fits on exact bytes, and lasts as predicted
-        makespan, _, _, over = evaluator(chain, limit, codes.shape[1]).evaluate(codes)
+        makespan, over, _ = evaluator(chain, limit, codes.shape[1]).judge(codes.ravel())
         assert over == 0
         assert same(makespan, cost)
 

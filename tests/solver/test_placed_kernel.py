@@ -59,7 +59,7 @@ def test_what_the_kernel_says_of_a_plan_the_machine_says_of_its_sequence(chain: 
     peak = simulate(chain, to_sequence(free, plan), None, updates).peak_bytes
     for limit in (2**50, peak, 3 * peak // 4, peak // 2):
         kernel = placer(chain, max(1, limit), VISITS, updates, host_limit=0)
-        makespan, over, host_over, _ = kernel.judge(plan)
+        makespan, over, host_over = kernel.judge(plan)
         trace = simulate(chain, to_sequence(kernel, plan), None, updates)
         assert trace.makespan == pytest.approx(makespan, rel=1e-12)
         assert trace.host_peak_bytes == host_over

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from rotoff import Chain, ParameterGroup, Sequence, Stage, min_mem_limit, parse, simulate, solve
-from rotoff.core.sequence import FORWARDS, OpKind
 from rotoff.solver.anneal import Budget
 from rotoff.solver.placed_search import PlacedProblem, searched, sequence_of
 from rotoff.solver.reorder import _orders, in_order, reordered
@@ -43,7 +42,7 @@ def test_every_order_is_legal_and_takes_what_the_machine_says(duplex: bool, shar
         chain = drawn(seed, duplex, shared)
         problem, plan = planned(chain, updates)
         for turn in range(5):  # so hot that whatever is legal is taken
-            kernel, order = _orders(problem, plan, 4)[0], np.arange(len(plan), dtype=np.int32)
+            kernel, order = _orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
             kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
             assert (order != np.arange(len(plan))).any()
             before, plan = plan, in_order(plan, order)
@@ -87,31 +86,3 @@ def test_a_copy_out_may_wait_for_the_next_step() -> None:
     trace = simulate(chain, known, updates="after")
     plan = solve(chain, trace.peak_bytes, updates="after")
     assert simulate(chain, plan, trace.peak_bytes, "after").makespan <= trace.makespan * (1 + 1e-9)
-
-
-def test_a_stage_may_be_made_again_earlier() -> None:
-    """Stage 1 runs again before B 3, while w 4 comes in."""
-    stages = (
-        Stage("1", 4.0, 18.7, 85, 540, grad_bytes=0),
-        Stage("2", 0.0, 0.0, 33, 33, None, 98, None, 98),
-        Stage("3", 7.9, 4.1, 237, 237, None, 25, None, 0),
-        Stage("4", 8.7, 0.0, 41, 793, backward_transient_bytes=127),
-    )
-    groups = [ParameterGroup((i,), size) for i, size in ((2, 148), (2, 971), (3, 380))]
-    groups.append(ParameterGroup((4,), 101, 983, update_time=0.2))
-    chain = Chain(stages, 163.4, 163.4, 23, 33, parameters=tuple(groups))
-    text = """F_ck 1; wait w 3; wait w 2; wait w 1; F_none 2; F_all 3; drop w 2; drop w 1; prefetch w 1; drop w 3; F_all 4;
-        B 4; prefetch w 3; U 4; prefetch w 2; F_all 1; wait w 3; B 3; drop w 3; wait w 1; wait w 2; F_all 2; B 2;
-        drop w 1; drop w 2; prefetch w 3; prefetch w 2; B 1; prefetch w 1"""
-    known = Sequence(tuple(map(parse, text.split(";"))), resident=("w 1", "w 2", "w 3", "w 4"))
-    trace = simulate(chain, known)
-    plan = solve(chain, trace.peak_bytes)
-    assert simulate(chain, plan, trace.peak_bytes).makespan <= trace.makespan * (1 + 1e-9)
-    problem, again = PlacedProblem(chain, 2 * trace.peak_bytes, None, "joint", "during"), set()
-    for seed in range(1, 9):
-        kernel, order = _orders(problem, known, 4)[0], np.arange(len(known), dtype=np.int32)
-        kernel.anneal(order, 200, seed, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
-        made = in_order(known, order)
-        assert simulate(chain, made, problem.limit).makespan == kernel.seconds(order)
-        again.add(tuple(str(op) for op in made if op.kind in (*FORWARDS, OpKind.B)))
-    assert len(again) > 1

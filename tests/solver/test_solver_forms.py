@@ -4,7 +4,6 @@ faster."""
 from __future__ import annotations
 
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from thoroughness import examples
 
 import rotoff
 from rotoff import Chain, Form, Stage
-from rotoff.solver import bounds
 from rotoff.solver.bounds import min_mem_limit
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
@@ -43,58 +41,6 @@ def test_forms_never_make_a_plan_slower(mode: str, chain: Chain, part: float) ->
     assert with_forms.meta["makespan"] <= before.meta["makespan"] * (1 + 1e-12)
     assert rotoff.simulate(chain, with_forms, limit).makespan == pytest.approx(with_forms.meta["makespan"], rel=1e-12)
     assert rotoff.lower_bound(chain, limit) <= with_forms.meta["makespan"] * (1 + 1e-9)
-
-
-@pytest.fixture(scope="module")
-def estimated() -> dict[str, Chain]:
-    """Every model of the tests, estimated for a GPU with a slow link."""
-    pytest.importorskip("torch")
-    from models import ALL, fresh
-
-    found = {}
-    for name in sorted(ALL):
-        model, batch = fresh(name)
-        found[name] = rotoff.estimate(model, batch(), device="RTX 4090")
-    return found
-
-
-@pytest.mark.parametrize("mode", [pytest.param("joint", marks=pytest.mark.slow), "remat"])
-@pytest.mark.slow
-def test_forms_make_no_plan_of_the_models_slower(estimated: dict[str, Chain], mode: str) -> None:
-    """Where forms serve, and where they do not."""
-    faster = 0
-    for name, chain in estimated.items():
-        plain = without_forms(chain)
-        least, peak = min_mem_limit(plain, mode), rotoff.simulate(plain, rotoff.solver.keep_all(plain)).peak_bytes
-        for part in (0.15, 0.6):
-            limit = max(1, int(least + part * (peak - least)))
-            after, before = (rotoff.solve(c, limit, mode=mode, refine=0.02).meta["makespan"] for c in (chain, plain))
-            assert after <= before * (1 + 1e-12), (name, part)
-            faster += after < 0.999 * before
-    assert faster >= 2
-
-
-def paired_cost(stages: int, mode: str, pairs: int) -> float:
-    """Processor time of a plan over four forms a stage, over that of the same plan without forms; the least of each."""
-    plain = without_forms(heterogeneous(11, stages))
-    limit = int(0.45 * rotoff.simulate(plain, rotoff.solver.keep_all(plain)).peak_bytes)
-    chain = with_forms(plain)
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(pairs):
-        for n in (0, 1) if turn % 2 else (1, 0):
-            for cache in (bounds.arrays, bounds.need_tables):
-                cache.cache_clear()
-            start = time.process_time()
-            rotoff.solve((plain, chain)[n], limit, mode=mode)
-            seconds[n].append(time.process_time() - start)
-    return min(seconds[1]) / min(seconds[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stages", "mode"), [(50, "remat"), (20, "joint"), (50, "joint"), (100, "joint")])
-def test_forms_cost_at_most_as_much_again(stages: int, mode: str) -> None:
-    """1.6 to 1.9 as seen: the plan without forms comes first, and competes."""
-    assert paired_cost(stages, mode, 4) <= 2.0
 
 
 def language_blocks(L: int = 12) -> Chain:

@@ -14,7 +14,6 @@ from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver import sweep
-from rotoff.solver.search import _searched
 
 pytestmark = pytest.mark.full_search
 
@@ -80,19 +79,6 @@ def test_joint_is_never_slower_than_the_pure_modes() -> None:
         assert makespan is None or (joint is not None and joint <= makespan), (limit, mode)
 
 
-def test_a_sweep_solves_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    searched: list[tuple[int, str]] = []
-
-    def noted(problem: Any, mode: str, progress: Any) -> Any:
-        searched.append((problem.limit, mode))
-        return _searched(problem, mode, progress)
-
-    monkeypatch.setattr("rotoff.solver.search._searched", noted)
-    found = sweep(CHAIN, [100, 120], ("joint", "remat", "offload"), refine=0.01)
-    assert [row.mode for row in found] == ["joint", "joint", "remat", "remat", "offload", "offload"]
-    assert len(searched) == len(set(searched)) == 6
-
-
 def test_a_lone_limit_or_mode_is_one() -> None:
     assert [row.limit for row in sweep(CHAIN, "100 B", "remat", refine=False)] == [100]
     assert [row.mode for row in sweep(CHAIN, 200, ("remat",), refine=False, policies="vdnn")] == ["remat", "vdnn"]
@@ -107,32 +93,3 @@ def test_slots_of_a_sweep_are_checked(slots: Any) -> None:
 def test_a_host_limit_beyond_64_bits_is_no_limit() -> None:
     plain, huge = (solve(CHAIN, 120, refine=0.01, host_limit=host) for host in (None, 2**63))
     assert plain.ops == huge.ops
-
-
-def unet(seed: int, levels: int, link: float) -> Chain:
-    """Outputs carry what later stages skip to, so few plans fit near the smallest limit."""
-    rng, size, skips, made = random.Random(seed), 64_000_000, [], []
-
-    def stages(size: int) -> None:
-        for _ in range(levels):
-            time, carried = 4e-3 * rng.uniform(0.8, 1.2), sum(skips)
-            saved = int(size * rng.uniform(2.5, 4)) + carried
-            made.append(Stage("", time, 2 * time, size + carried, saved, None, size // 4, None, size // 2))
-
-    for _ in range(levels):
-        stages(size)
-        skips.append(size)
-        size //= 2
-    made.append(Stage("", 4e-3, 8e-3, size + sum(skips), 4 * size + sum(skips)))
-    while skips:
-        stages(skips.pop())
-    return Chain(tuple(made), link, link, input_bytes=12_000_000, duplex=False)
-
-
-@pytest.mark.slow
-def test_more_memory_is_never_slower_near_the_smallest_limit() -> None:
-    """Limits that know nothing of each other, unlike those of a sweep."""
-    chain = unet(3, 3, 2e9)
-    least = min_mem_limit(chain, "joint")
-    times = [solve(chain, int(least * share)).meta["makespan"] for share in (1.0, 1.005, 1.01, 1.02, 1.03, 1.05, 1.08)]
-    assert times == sorted(times, reverse=True)

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
-from oracles.every_step import fastest
 from random_programs import mutants, placed
 from thoroughness import examples
 
@@ -33,7 +32,6 @@ from rotoff import (
     solve,
 )
 from rotoff.core.sequence import drop, prefetch, w, wait
-from rotoff.solver.group_program import drift_time, in_one
 
 pytestmark = pytest.mark.full_timing
 
@@ -61,20 +59,6 @@ def test_no_sequence_beats_the_bound(chain: Chain, seed: int, updates: str) -> N
         best = min(best, found)
         mutant = others.send(found <= best)
     assert bound <= best * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("bandwidth", "update"), [(4.0, 4.0), (40.0, 0.25)])
-@pytest.mark.parametrize("stages", [(1,), (1, 2)])
-@pytest.mark.grid
-def test_no_text_of_all_beats_the_bound(stages: tuple[int, ...], bandwidth: float, update: float) -> None:
-    costs = (Stage("", 1.0, 1.0, 2, 8), Stage("", 1.0, 2.0, 0, 6))[: max(stages)]
-    chain = Chain(costs, bandwidth, bandwidth, parameters=(ParameterGroup(stages, 10, 10, 0, update, 0.5),))
-    least = min_mem_limit(chain, "offload")
-    for limit in (least, least + 6):
-        during, after = (fastest(chain, limit, when) for when in ("during", "after"))
-        assert during <= after < math.inf
-        assert lower_bound(chain, limit) <= during * (1 + 1e-9)
-        assert lower_bound(chain, limit, updates="after") <= after * (1 + 1e-9)
 
 
 def in_flight(stages: int, ahead: int, copy: float) -> tuple[Chain, Sequence]:
@@ -130,12 +114,6 @@ def test_what_fits_costs_the_updates_that_the_host_cannot_do() -> None:
     assert 6.04 <= lower_bound(on_host, 10 * peak) <= solve(on_host, 10 * peak).meta["makespan"] == pytest.approx(6.2)
 
 
-def test_a_link_that_hardly_moves_leaves_what_compute_takes() -> None:
-    group = ParameterGroup((1,), 10**9, 10**9, 10**9, update_time=0.5)
-    chain = Chain((Stage("", 1.0, 2.0, 10**6, 10**8),) * 2, 1e-9, 1e-9, parameters=(group,))
-    assert lower_bound(chain, min_mem_limit(chain, "joint")) >= 6.5 * (1 - 1e-9)
-
-
 def test_one_of_two_weights_at_a_time() -> None:
     # w 2 comes in between the end of F 1 and F 2, w 1 between that of B 2 and B 1; it stays from B 1 to F 1.
     frozen = (ParameterGroup((1,), 100), ParameterGroup((2,), 100))
@@ -153,65 +131,6 @@ def test_a_stage_is_made_again_once_its_weights_are_there(out: float) -> None:
     chain = Chain((Stage("", 1.0, 1.0, 0, 100),) * 2, out, 100 / 3, parameters=frozen)
     assert lower_bound(chain, 200, steps=math.inf) == pytest.approx(3 + 1 + 1 + 3 + 1 + 1)
     assert solve(chain, 200, refine=0.05).meta["makespan"] == pytest.approx(10.0)
-
-
-def test_updates_after_the_step_stream_through_its_end() -> None:
-    # At F 1 and B 1 there is room for w and what they need, not for o: it comes in after B 1 has ended, and goes out
-    # before F 1.
-    group = ParameterGroup((1,), 10, 10, 20, update_time=0.5)
-    chain = Chain((Stage("", 1.0, 1.0, 0, 30, grad_bytes=0),), 10.0, 10.0, parameters=(group,))
-    assert min_mem_limit(chain, "joint") == 50  # B 1: abar 1, w 1 and g 1
-    # Each direction takes 2 s a step, both at once, from the end of B 1 to the start of F 1. A step in four need not wait for a copy out across its end, of o or of w.
-    assert 3.5 <= lower_bound(chain, 50, updates="after") <= 4.0
-    assert lower_bound(chain, 50, updates="after", steps=math.inf) == pytest.approx(4.0, rel=2e-3)
-    free = ParameterGroup((1,), 10, 10, 0, update_time=0.5)
-    assert lower_bound(replace(chain, parameters=(free,)), 50, updates="after") == pytest.approx(2.5)
-
-
-def test_where_little_fits_beside_a_backward_few_copies_cross_it() -> None:
-    # Of 120 bytes B 2 needs 100 for abar 2 and 10 for g 2. Copies of the other 10 take 1 s, half of which two steps may
-    # save on average. Copies across the end of the fourth step would save 1 s.
-    stages = (Stage("", 1.0, 1.0, 0, 10, grad_bytes=0), Stage("", 1.0, 1.0, 0, 100, grad_bytes=0))
-    groups = tuple(ParameterGroup((i,), 10, 10, 20, update_time=1.0) for i in (1, 2))
-    chain = Chain(stages, 10.0, 10.0, parameters=groups)
-    endless = lower_bound(chain, 120, updates="after", steps=math.inf)
-    assert endless == pytest.approx(9.0, rel=1e-4)
-    assert lower_bound(chain, 120, updates="after") == pytest.approx(endless - 0.5, rel=1e-4)
-    # A backward of another stage counts only where no update comes before it: B 1 needs 103 bytes and 10 for g 1.
-    turned = replace(chain, stages=(replace(stages[0], backward_transient_bytes=103), stages[1]))
-    assert drift_time(turned, 125, "during") == pytest.approx((125 - 110) / 10 / 2)
-    assert drift_time(turned, 125, "after") == pytest.approx((125 - 113) / 10 / 2)
-    # Nobody waits for the update of parameters of no bytes, so that it may be under way at every cut.
-    idle = replace(groups[0], bytes=0, host_update_time=1.0)
-    assert drift_time(replace(turned, parameters=(*groups, idle)), 125, "after") == math.inf
-
-
-def test_steps_in_which_nothing_takes_time_on_the_device() -> None:
-    # The unit of the dual is the time of all updates there, and no update of the only group need run there.
-    group = ParameterGroup((1,), 10, 10, 0, update_time=1.0, host_update_time=0.0)
-    chain = Chain((Stage("", 0.0, 0.0, 0, 0, grad_bytes=0),), 1e9, 1e9, parameters=(group,))
-    assert lower_bound(chain, 20) <= solve(chain, 20, refine=0.05).meta["makespan"] <= 1e-6
-
-
-def test_the_bound_may_be_far_above_compute() -> None:
-    # In each step the link takes some 80 s and compute 5 s.
-    groups = tuple(ParameterGroup((i,), 10, 10, 20) for i in range(1, 17))
-    chain = Chain((Stage("", 0.1, 0.2, 0, 1, grad_bytes=0),) * 16, 10.0, 10.0, parameters=groups)
-    assert min_mem_limit(chain, "joint", "after") == 40
-    more, least = (lower_bound(chain, limit, updates="after", steps=math.inf) for limit in (60, 40))
-    assert 79 < more < least
-
-
-def test_groups_in_proportion_are_one() -> None:
-    whole = ParameterGroup((1,), 60, 60, 120, update_time=0.6, host_update_time=3.0)
-    parts = [ParameterGroup((1,), n, n, 2 * n, update_time=n / 100, host_update_time=n / 20) for n in (10, 20, 30)]
-    other = ParameterGroup((2,), 30, 30, 60, update_time=0.1)
-    assert in_one([parts[0], other, *parts[1:]]) == [whole, other]
-    stages = (Stage("", 1.0, 1.0, 5, 20), Stage("", 1.0, 1.0, 0, 30))
-    chain = Chain(stages, 20.0, 20.0, parameters=(*parts, other))
-    limit, one = 250, replace(chain, parameters=(whole, other))
-    assert lower_bound(chain, limit) == pytest.approx(lower_bound(one, limit))
-    assert lower_bound(one, limit) > 4.5
 
 
 def test_smallest_limits_by_hand() -> None:

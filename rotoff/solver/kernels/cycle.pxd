@@ -6,7 +6,6 @@ end of the step. A step follows a step, so position n + 1 is position 0 of the n
 
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 
-from rotoff.solver.kernels.lanes cimport Lanes
 from rotoff.solver.kernels.work cimport Chain, List, Work
 
 # A group's genes, after the codes of the stages.
@@ -79,13 +78,8 @@ cdef struct CycleGap:
     int32_t free_at, in_at
 
 
-cdef struct Event:
-    int32_t kind, subject, gone
-    double seconds
-
-
 cdef struct Cycle:
-    Py_ssize_t n, n_gaps, n_order, n_events
+    Py_ssize_t n, n_gaps, n_order
     int32_t base       # value number of w of the first group; g and o follow, K each
     int64_t over, over_sum
     double least       # seconds of compute
@@ -102,13 +96,11 @@ cdef struct Cycle:
     int32_t *use_next
     CycleValue *value
     int8_t *on_host
-    Lanes lanes
     CycleGap *gap
     int32_t *out_next
     int32_t *free_next
     int32_t *in_next
     int32_t *wait_next
-    Event *event       # in program order
 
 
 cdef inline bint on_device(Cycle *s, int32_t k) noexcept nogil:

@@ -11,8 +11,9 @@ these leave of the limit.
 from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 
 from rotoff.solver.kernels.cycle cimport CycleGap, Use
+from rotoff.solver.kernels.lanes cimport ALL, BACK
 from rotoff.solver.kernels.operations cimport operations
-from rotoff.solver.kernels.work cimport ALL, BACK, Chain, Operation, Work, append, forward_time
+from rotoff.solver.kernels.work cimport Chain, Operation, Work, append, forward_time
 
 cdef int64_t HUGE = 4611686018427387904
 

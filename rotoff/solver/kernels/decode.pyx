@@ -1,27 +1,25 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""A plan decoded on exact bytes: from a table of small codes to operations, their memory and their time.
-
-A plan says, for each stage q and each visit v (the v-th time that a forward of q runs; the last column serves all later
-visits), one code: how q runs (``F_ck`` or ``F_all`` / ``F_sel`` of a form), whether its value may move to the host,
-and whether its input is dropped right after. `rotoff.solver.plan_codes` documents the codes. Decoding has four passes:
+"""A plan decoded on exact bytes: from a table of small codes (`rotoff.solver.plan_codes`) to operations, their memory
+and their time. Decoding has four passes:
 
 1. operations (`kernels.operations`): forwards 1..L, then for B i = L..1 the forwards that are missing, and B i;
 2. memory: before each operation, while it does not fit, the movable value needed latest is freed; values that an
    operation uses are fetched;
 3. prefetches are moved up, in order of need, as early as memory allows;
-4. time: the three lanes of the machine (`rotoff.core.simulator`), copy by copy.
+4. the events, and their time on the machine's lanes (`kernels.lanes`).
 
-The arithmetic of passes 2 and 4 is that of `rotoff.core.simulator.Machine`; tests hold them equal.
+The arithmetic of pass 2 is that of `rotoff.core.simulator.Machine`; tests hold them equal.
 """
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from rotoff.solver.kernels.lanes cimport BACK_IN, OUT, Lanes, copied, drained, issue, reset
+from rotoff.solver.kernels.lanes cimport (ALL, BACK, CK, E_DROP, E_FREE, E_OFFLOAD, E_PREFETCH, E_WAIT, drained, reset,
+                                         run)
 from rotoff.solver.kernels.operations cimport operations
-from rotoff.solver.kernels.work cimport (ALL, BACK, CK, E_DROP, E_FREE, E_OFFLOAD, E_PREFETCH, E_WAIT, Chain, Gap,
-                                         Operation, Value, Work, append, forward_time)
+from rotoff.solver.kernels.work cimport Chain, Gap, Operation, Value, Work, add_event, append, forward_time
 
 cdef double INF = float("inf")
+cdef int64_t HUGE = 4611686018427387904
 
 
 cdef inline void _live_remove(Work *w, Py_ssize_t *n_live, int32_t v) noexcept nogil:
@@ -67,25 +65,12 @@ cdef void _evict(Work *w, int32_t v, int32_t t, int64_t *held, Py_ssize_t *n_liv
     n_gaps[0] += 1
 
 
-cdef inline void _emit(int32_t *emitted, Result *r, int32_t kind, int32_t stage, int32_t form,
-                       int32_t of) noexcept nogil:
-    """Append a row to `emitted`, unless that is NULL."""
-    cdef int32_t *row = emitted + 4 * r.n_emitted
-    if emitted != NULL:
-        row[0], row[1], row[2], row[3] = kind, stage, form, of
-        r.n_emitted += 1
-
-
-cdef inline void _emit_move(int32_t *emitted, Result *r, int32_t kind, Value *value) noexcept nogil:
-    _emit(emitted, r, kind, value.level, 0, 0 if value.form >= 0 else -1)
-
-
 cdef struct Moves:
     Py_ssize_t n_gaps, n_reloads
     int32_t turn  # the operation that first ran stage L
 
 
-cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Result *r) noexcept nogil:
+cdef void _memory(Chain *c, Work *w, Py_ssize_t n, Moves *m, Verdict *r) noexcept nogil:
     """Pass 2: program order alone decides memory."""
     cdef int32_t v, i, t, farthest, use
     cdef Py_ssize_t x, n_live = 0, n_gaps = 0, n_reloads = 0, best_x
@@ -172,87 +157,54 @@ cdef void _prefetches(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t floor_p
         append(&w.place[p], w.gap_next, g)
 
 
-cdef void _lanes(Chain *c, Work *w, Py_ssize_t n, Moves *m, int32_t *emitted, Result *r) noexcept nogil:
-    """Pass 4: the times of all operations; rows (kind, stage, form, of) go to `emitted` unless that is NULL."""
+cdef void _text(Chain *c, Work *w, Py_ssize_t n, Moves *m, Verdict *r) noexcept nogil:
+    """The events in program order, and the most bytes on the host."""
     cdef int32_t v, i, t, g
     cdef Py_ssize_t next_free = 0, next_wait = 0
-    cdef int64_t peak = 0, host = 0, host_peak = 0
-    cdef double compute = 0.0
-    cdef Lanes *l = &w.lanes
+    cdef int64_t host = 0, most = 0
+    cdef bint drops
     cdef Operation *op
-    r.n_emitted = 0
-    reset(l)
+    w.n_events = 0
     for t in range(<int32_t>n):
-        op = &w.op[t]
-        if op.memory > peak:
-            peak = op.memory
+        op, i = &w.op[t], w.op[t].stage
         while next_free < m.n_gaps and w.gap[next_free].begin == t:
-            v = w.gap[next_free].value
-            compute = max(compute, copied(l, v))
-            l.job[v].copy_end = 0.0
+            add_event(w, E_FREE, w.gap[next_free].value)
             next_free += 1
-            _emit_move(emitted, r, E_FREE, &w.value[v])
         g = w.place[t].head
         while g >= 0:
-            v = w.gap[g].value
-            issue(l, BACK_IN, v, compute, w.value[v].size / c.in_bandwidth)
-            _emit_move(emitted, r, E_PREFETCH, &w.value[v])
+            add_event(w, E_PREFETCH, w.gap[g].value, w.value[w.gap[g].value].size / c.in_bandwidth)
             g = w.gap_next[g]
         while next_wait < m.n_reloads and w.gap[w.reload[next_wait]].end == t:
-            v = w.gap[w.reload[next_wait]].value
-            compute = max(compute, copied(l, v))
+            add_event(w, E_WAIT, w.gap[w.reload[next_wait]].value)
             next_wait += 1
-            _emit_move(emitted, r, E_WAIT, &w.value[v])
-        i = op.stage
-        if op.kind == BACK:
-            compute += c.u_B[i * c.K + op.form]
-            v = op.saved_set
-            compute = max(compute, copied(l, v))
-            if w.value[v].moves:
-                host -= w.value[v].size
-        else:
-            compute += forward_time(c, w, t, t + 1)
-        v = op.gone
-        if v >= 0:
-            compute = max(compute, copied(l, v))
-            if w.value[v].moves:
-                host -= w.value[v].size
-        _emit(emitted, r, op.kind, i, op.form, -1)
-        if v >= 0 and (op.kind == ALL or op.kind == CK):
-            _emit_move(emitted, r, E_DROP, &w.value[v])
+        drops = op.gone >= 0 and (op.kind == ALL or op.kind == CK)
+        add_event(w, op.kind, t, c.u_B[i * c.K + op.form] if op.kind == BACK else forward_time(c, w, t, t + 1),
+                  op.saved_set, -1 if drops else op.gone)
+        if drops:
+            add_event(w, E_DROP, op.gone)
+        if op.saved_set >= 0 and w.value[op.saved_set].moves:
+            host -= w.value[op.saved_set].size
+        if op.gone >= 0 and w.value[op.gone].moves:
+            host -= w.value[op.gone].size
         v = op.made
         if v >= 0 and w.value[v].moves:
-            issue(l, OUT, v, compute, w.value[v].size / c.out_bandwidth)
+            add_event(w, E_OFFLOAD, v, w.value[v].size / c.out_bandwidth)
             host += w.value[v].size
-            if host > host_peak:
-                host_peak = host
-            _emit_move(emitted, r, E_OFFLOAD, &w.value[v])
-    if c.host_limit >= 0 and host_peak - c.host_limit > r.over:
-        r.over = host_peak - c.host_limit
-    r.makespan = max(compute, drained(l))
-    r.peak = peak
-    r.host_peak = host_peak
+            most = max(most, host)
+    if c.host_limit >= 0:
+        r.host_over = max(0, most - c.host_limit)
 
 
-cdef void _decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
+cdef void decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Verdict *r) noexcept nogil:
+    """The events of the plan `codes`, its excess and its time."""
     cdef Moves m
     cdef Py_ssize_t n = operations(c, w, codes, V)
-    r.n_ops = n
+    r[0] = Verdict(INF, HUGE, 0, 0.0, 0.0, 0, 0)
     if n < 0:
-        r.makespan = INF
-        r.over = 4611686018427387904
         return
     _memory(c, w, n, &m, r)
     _prefetches(c, w, n, &m, m.turn + 1 if codes[0] & 1 else 0)
-    _lanes(c, w, n, &m, emitted, r)
-
-
-# Two functions, so that the compiler specializes the search's one without rows.
-cdef void judge(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Result *r) noexcept nogil:
-    """Memory and time of the plan `codes`."""
-    _decode(c, w, codes, V, NULL, r)
-
-
-cdef void write(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, int32_t *emitted, Result *r) noexcept nogil:
-    """`judge`, which also emits the operations as rows (kind, stage, form, of) for `plan_codes.to_ops`."""
-    _decode(c, w, codes, V, emitted, r)
+    _text(c, w, n, &m, r)
+    reset(&w.lanes)
+    r.makespan = run(&w.lanes, w.event, NULL, w.n_events, 0.0, 0, NULL)
+    r.makespan = max(r.makespan, drained(&w.lanes))

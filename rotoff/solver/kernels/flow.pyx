@@ -3,19 +3,17 @@
 
 Out: first in, first out from the moment that a value is made or updated; each free as late as its copy's predicted end
 while room lasts. In: earliest deadline first, scheduled backward around the cycle; each prefetch at its latest start
-while room lasts. Remaining room is used for earlier prefetches. The lanes of the machine (`rotoff.core.simulator`) then
-give the times, which are the prediction of the next round. The arithmetic of the lanes is that of
-`rotoff.core.simulator.Machine`; tests hold them equal.
+while room lasts. Remaining room is used for earlier prefetches. The lanes then give the times, which are the prediction
+of the next round.
 """
 
-from libc.stdint cimport int8_t, int32_t, int64_t
+from libc.stdint cimport int32_t, int64_t
 from libc.string cimport memcpy, memset
 
-from rotoff.solver.kernels.cycle cimport Cycle, Event, Groups, on_device
-from rotoff.solver.kernels.lanes cimport (BACK_IN, HOST, OUT, Lanes, copied, drained, issue, reset, same_job,
-                                         same_lanes)
-from rotoff.solver.kernels.work cimport (ALL, BACK, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT,
-                                         NONE, Chain, Operation, Work, append)
+from rotoff.solver.kernels.cycle cimport Cycle, Groups, on_device
+from rotoff.solver.kernels.lanes cimport (ALL, CK, E_DROP, E_FREE, E_H, E_HERE, E_OFFLOAD, E_PREFETCH, E_U, E_WAIT, OUT,
+                                         Event, steady)
+from rotoff.solver.kernels.work cimport Chain, Operation, Work, add_event, append
 
 cdef double INF = float("inf")
 cdef double NEAR = 1.0  # of `enough`: how far above it the first round may be; later ones gain less and less
@@ -131,11 +129,6 @@ cdef void _prefetches(Chain *c, Cycle *s) noexcept nogil:
             g = s.wait_next[g]
 
 
-cdef inline void _event(Cycle *s, int32_t kind, int32_t subject, int32_t gone, double seconds) noexcept nogil:
-    s.event[s.n_events] = Event(kind, subject, gone, seconds)
-    s.n_events += 1
-
-
 cdef void _places(Cycle *s) noexcept nogil:
     """List the frees and prefetches at each position of the sequence; prefetches for this step's uses come first."""
     cdef int32_t x, g, n1 = <int32_t>s.n + 1, turn
@@ -155,108 +148,64 @@ cdef void _places(Cycle *s) noexcept nogil:
 
 cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     """The step's events in program order."""
-    cdef int32_t x, g, t, v, k
+    cdef int32_t x, g, t, v, k, K = <int32_t>p.K
     cdef Py_ssize_t update = 0
     cdef bint drops
     cdef Operation *op
-    s.n_events = 0
+    w.n_events = 0
     _places(s)
     for x in range(<int32_t>s.n + 1):
-        _event(s, E_HERE, x, -1, 0.0)
+        add_event(w, E_HERE, x)
         g = s.at[x].freed.head
         while g >= 0:
             v = s.gap[g].value
-            _event(s, E_FREE if s.gap[g].copies or v < s.base else E_DROP, v, -1, 0.0)
+            add_event(w, E_FREE if s.gap[g].copies or v < s.base else E_DROP, v)
             g = s.free_next[g]
         while update < s.n_order and s.group[s.order[update]].update_at <= x:
             k = s.order[update]
             update += 1
             if s.group[k].update_at == x and not on_device(s, k):
-                _event(s, E_H, k, -1, p.group[k].host)
+                add_event(w, E_H, k, p.group[k].host)
         g = s.at[x].fetched.head
         while g >= 0:
-            _event(s, E_PREFETCH, s.gap[g].value, -1, s.gap[g].size / c.in_bandwidth)
+            add_event(w, E_PREFETCH, s.gap[g].value, s.gap[g].size / c.in_bandwidth)
             g = s.in_next[g]
         if x == s.n:
             break
         g = s.at[x].awaited.head
         while g >= 0:
-            _event(s, E_WAIT, s.gap[g].value, -1, 0.0)
+            add_event(w, E_WAIT, s.gap[g].value)
             g = s.wait_next[g]
         t = s.at[x].act
         if t < 0:
-            _event(s, E_U, -1 - t, -1, s.at[x].lasts)
+            k = -1 - t
+            add_event(w, E_U, k, s.at[x].lasts, s.base + k, s.base + K + k, s.base + 2 * K + k)
         else:
             op = &w.op[t]
             drops = op.gone >= 0 and (op.kind == ALL or op.kind == CK)
-            _event(s, op.kind, t, -1 if drops else op.gone, s.at[x].lasts)
+            add_event(w, op.kind, t, s.at[x].lasts, op.saved_set, -1 if drops else op.gone)
             if drops:
-                _event(s, E_DROP, op.gone, -1, 0.0)
+                add_event(w, E_DROP, op.gone)
         g = s.at[x].leaving.head
         while g >= 0:
-            _event(s, E_OFFLOAD, s.gap[g].value, -1, s.gap[g].size / c.out_bandwidth)
+            add_event(w, E_OFFLOAD, s.gap[g].value, s.gap[g].size / c.out_bandwidth)
             g = s.out_next[g]
 
 
-cdef double _lanes(Work *w, Groups *p, Cycle *s) noexcept nogil:
+cdef double _lanes(Work *w, Cycle *s) noexcept nogil:
     """Seconds of a steady step; `before` and `out_end` then hold the times of the last one."""
-    cdef Py_ssize_t e, period, x
-    cdef int32_t v, g, kind, K = <int32_t>p.K
-    cdef double compute = 0.0, begin = 0.0, second = 0.0
-    cdef bint same
-    cdef Lanes *l = &s.lanes
-    cdef Event *event
-    reset(l)
-    for v in range(s.base + 3 * K):
-        l.job[v].copy_end = l.job[v].off_end = 0.0
-    for period in range(PERIODS):
-        if period == 2:
-            second = compute
-        begin = compute
-        for e in range(s.n_events):
-            event = &s.event[e]
-            kind, v = event.kind, event.subject
-            if kind == E_HERE:
-                s.before[v] = compute - begin
-            elif kind == E_FREE or kind == E_DROP:
-                compute = max(compute, copied(l, v))
-                l.job[v].copy_end = 0.0
-            elif kind == E_WAIT:
-                compute = max(compute, copied(l, v))
-            elif kind == E_PREFETCH:
-                issue(l, BACK_IN, v, compute, event.seconds)
-            elif kind == E_OFFLOAD:
-                issue(l, OUT, v, compute, event.seconds)
-            elif kind == E_U:
-                for x in range(3):
-                    compute = max(compute, copied(l, s.base + <int32_t>x * K + v))
-                compute += event.seconds
-            elif kind == E_H:
-                issue(l, HOST, s.base + (3 + <int32_t>period) * K + v, compute, event.seconds)
-            else:
-                compute += event.seconds
-                if kind == BACK:
-                    compute = max(compute, copied(l, w.op[v].saved_set))
-                    l.job[w.op[v].saved_set].copy_end = 0.0
-                if event.gone >= 0:
-                    compute = max(compute, copied(l, event.gone))
-                    l.job[event.gone].copy_end = 0.0
-        same = same_lanes(l, compute)
-        for g in range(<int32_t>s.n_gaps):
-            same &= same_job(&l.job[s.gap[g].value], compute)
-        if same and period:
-            second = compute - 2 * (compute - begin)
-            break
-    drained(l)
-    for g in range(<int32_t>s.n_gaps):
+    cdef double[2] span
+    cdef double found = steady(&w.lanes, w.event, NULL, w.n_events, False, s.before, span)
+    cdef Py_ssize_t g, x
+    for g in range(s.n_gaps):
         if s.gap[g].copies:
-            s.gap[g].out_end = l.job[s.gap[g].value].off_end - begin
+            s.gap[g].out_end = w.lanes.job[s.gap[g].value].off_end - span[0]
     for x in range(s.n + 1):
-        s.before[s.n + 1 + x] = s.before[x] + (compute - begin)
-    return (compute - second) / 2
+        s.before[s.n + 1 + x] = s.before[x] + (span[1] - span[0])
+    return found
 
 
-cdef void work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
+cdef void work(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
     """The seconds that compute, the links and the host work in a step, each alone."""
     cdef Py_ssize_t g
     cdef int32_t k
@@ -271,7 +220,7 @@ cdef void work(Chain *c, Groups *p, Cycle *s) noexcept nogil:
         if not on_device(s, k):
             host += p.group[k].host
     s.work = s.least + out + back + host
-    if s.lanes.back == OUT:
+    if w.lanes.back == OUT:
         out += back
     s.busiest = max(s.least, out, back, host)
 
@@ -299,7 +248,7 @@ cdef double flow(Chain *c, Work *w, Groups *p, Cycle *s, double enough, int roun
         _starts(c, s)
         _prefetches(c, s)
         _text(c, w, p, s)
-        now = _lanes(w, p, s)
+        now = _lanes(w, s)
         if now >= found:
             break
         found = now
@@ -321,8 +270,9 @@ cdef inline int64_t _gone(Cycle *s, int32_t v) noexcept nogil:
 cdef int64_t host_peak(Work *w, Groups *p, Cycle *s) noexcept nogil:
     """The most bytes that the host holds during a step, which starts and ends with the same values there."""
     cdef Py_ssize_t e
-    cdef int32_t g, v, x, kind, K = <int32_t>p.K
+    cdef int32_t g, v, x, K = <int32_t>p.K
     cdef int64_t now = 0, peak
+    cdef Event *event
     memset(s.on_host, 0, s.base + 3 * K)
     for g in range(s.n_gaps):
         if s.gap[g].value >= s.base and (s.gap[g].value < s.base + K or s.gap[g].value >= s.base + 2 * K):
@@ -333,21 +283,16 @@ cdef int64_t host_peak(Work *w, Groups *p, Cycle *s) noexcept nogil:
     for g in range(s.base, s.base + 3 * K):
         now += s.value[g].size if s.on_host[g] else 0
     peak = now
-    for e in range(s.n_events):
-        kind, v = s.event[e].kind, s.event[e].subject
-        if kind == E_OFFLOAD:
+    for e in range(w.n_events):
+        event, v = &w.event[e], w.event[e].subject
+        if event.kind == E_OFFLOAD:
             s.on_host[v] = 1
             now += s.value[v].size
-            peak = now if now > peak else peak
-        elif kind == E_U:
-            for x in range(3):
-                now -= _gone(s, s.base + x * K + v)
-        elif kind == E_H:
+            peak = max(peak, now)
+        elif event.kind == E_H:
             now -= _gone(s, s.base + K + v)
-        elif kind == BACK:
-            now -= _gone(s, w.op[v].saved_set) + _gone(s, s.event[e].gone)
-        elif kind == NONE:
-            now -= _gone(s, s.event[e].gone)
-        elif kind == E_DROP and v < s.base:
+        elif event.kind == E_DROP and v < s.base:
             now -= _gone(s, v)
+        for x in range(3):
+            now -= _gone(s, event.waits[x])
     return peak

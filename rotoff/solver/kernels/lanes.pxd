@@ -1,4 +1,5 @@
-"""The lanes beside compute, as in `rotoff.core.lanes`, whose arithmetic this is; tests hold them equal.
+"""The seconds of a step: the lane of compute, and those beside it as in `rotoff.core.lanes`, whose arithmetic this is;
+tests hold them equal.
 
 A job is the number of the value that it copies, which has one at a time. Updates on the host have numbers of their own,
 K for each period, since nobody may wait for them.
@@ -10,6 +11,30 @@ cdef enum:
     OUT = 0
     BACK_IN = 1
     HOST = 2
+
+
+# What a step is made of, as in rotoff.solver.plan_codes.KINDS.
+cdef enum:
+    ALL = 0  # F_all, or F_sel of a form
+    CK = 1
+    NONE = 2
+    BACK = 3
+    E_OFFLOAD = 4
+    E_FREE = 5
+    E_PREFETCH = 6
+    E_WAIT = 7
+    E_DROP = 8
+    E_U = 9
+    E_H = 10
+    E_HERE = 11  # no operation: the next position begins
+    PERIODS = 4  # as in rotoff.core.steady_step
+
+
+cdef struct Event:
+    int32_t kind
+    int32_t subject     # of a move the value, of an update the group
+    double seconds
+    int32_t waits[3]    # whose copies must end: of values that it drops once it has run, or before U; -1 for none
 
 
 # What copies a value, by its number.
@@ -172,3 +197,64 @@ cdef inline bint same_lanes(Lanes *l, double now) noexcept nogil:
 cdef inline bint same_job(Job *j, double now) noexcept nogil:
     cdef bint same = _same(&j.late[0], j.copy_end, now)
     return _same(&j.late[1], j.off_end, now) and same
+
+
+cdef inline double run(Lanes *l, const Event *events, const int32_t *order, Py_ssize_t n, double now, Py_ssize_t period,
+                       double *at) noexcept nogil:
+    """Run a step from `now` on; returns when its compute ends. order: of the events; NULL for theirs. at: seconds from
+    `now` to each E_HERE."""
+    cdef double compute = now
+    cdef Py_ssize_t x, y
+    cdef int32_t kind, v
+    cdef const Event *e
+    for x in range(n):
+        e = &events[order[x] if order != NULL else x]
+        kind, v = e.kind, e.subject
+        if kind == E_HERE:
+            at[v] = compute - now
+        elif kind == E_PREFETCH:
+            issue(l, BACK_IN, v, compute, e.seconds)
+        elif kind == E_OFFLOAD:
+            issue(l, OUT, v, compute, e.seconds)
+        elif kind == E_H:
+            issue(l, HOST, l.base + (3 + <int32_t>period) * l.K + v, compute, e.seconds)
+        elif kind == E_U:
+            for y in range(3):
+                compute = max(compute, copied(l, e.waits[y]))
+            compute += e.seconds
+        elif kind <= BACK:
+            compute += e.seconds
+            for y in range(3):
+                v = e.waits[y]
+                if v >= 0:
+                    compute = max(compute, copied(l, v))
+                    l.job[v].copy_end = 0.0
+        else:
+            compute = max(compute, copied(l, v))
+            if kind != E_WAIT:
+                l.job[v].copy_end = 0.0
+    return compute
+
+
+cdef inline double steady(Lanes *l, const Event *events, const int32_t *order, Py_ssize_t n, bint exact, double *at,
+                          double *span) noexcept nogil:
+    """Seconds of a steady step. exact: whether to the machine's last bit. span: start and end of the last one run."""
+    cdef Py_ssize_t period, x
+    cdef double compute = 0.0, second = 0.0
+    cdef bint same
+    reset(l)
+    for x in range(l.base + 3 * l.K):
+        l.job[x].copy_end = l.job[x].off_end = 0.0
+    for period in range(PERIODS):
+        if period == 2:
+            second = compute
+        span[0] = compute
+        compute = span[1] = run(l, events, order, n, compute, period, at)
+        same = same_lanes(l, compute)
+        for x in range(l.base, l.base + 3 * l.K):
+            same &= same_job(&l.job[x], compute)
+        if same and period and not exact:
+            second = compute - 2 * (compute - span[0])
+            break
+    drained(l)
+    return (compute - second) / 2

@@ -7,7 +7,8 @@ Forwards 1..L; then for each B i = L..1 the forwards that are missing, from the 
 
 from libc.stdint cimport int16_t, int32_t, int64_t
 
-from rotoff.solver.kernels.work cimport (ALL, APART, BACK, CK, DROP, EARLY, KIND, MOVE, NONE, Chain, List,
+from rotoff.solver.kernels.lanes cimport ALL, BACK, CK, NONE
+from rotoff.solver.kernels.work cimport (APART, DROP, EARLY, KIND, MOVE, Chain, List,
                                          Operation, Value, Work, append)
 
 

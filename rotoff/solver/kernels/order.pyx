@@ -4,8 +4,7 @@
 An operation reads and writes values. Two of them may change places unless one writes what the other one reads or
 writes; then every order is legal whose bytes fit. What an operation needs beyond what is held before it, and by how
 much it changes that, is the same in every order. A step follows a step, so some operations may also move across its
-end: the last one of a step becomes the first one of the next. `rotoff.solver.reorder` makes the rows. The arithmetic of
-the lanes is that of `rotoff.core.simulator.Machine`; tests hold them equal.
+end: the last one of a step becomes the first one of the next. `rotoff.solver.reorder` makes the rows.
 """
 
 import numpy as np
@@ -14,38 +13,27 @@ from libc.math cimport log, pow
 from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
 from libc.string cimport memcmp, memcpy, memmove
 
-from rotoff.solver.kernels.lanes cimport (BACK_IN, HOST, OUT, Job, Lanes, copied, drained, issue, reset, same_job,
-                                          same_lanes)
+from rotoff.solver.kernels.lanes cimport PERIODS, Event, Job, Lanes, steady
 from rotoff.solver.kernels.moves cimport below, unit
 
-cdef enum:  # as in rotoff.solver.reorder.KINDS
-    COMPUTE = 0   # then the copies of what it writes have ended
-    UPDATE = 1    # begins when those of what it writes have ended
-    LOSE = 2      # free, drop
-    WAIT = 3
-    OFFLOAD = 4
-    PREFETCH = 5
-    ON_HOST = 6
+cdef enum:
     FARTHEST = 7  # a move passes at most 2 ** this many operations
 
 
 # A row of rotoff.solver.reorder.OPERATION.
 cdef struct Operation:
     int64_t need, more, host_more  # bytes beyond those held, and changes of those
-    double seconds
-    int32_t kind, value
     int32_t first, last            # of its accesses
-    int32_t dropped[3]             # values whose copies it waits for, or -1
     int32_t crosses                # whether it may move across the step's end
 
 
 cdef struct Text:
-    Py_ssize_t n, periods
+    Py_ssize_t n
     int64_t limit, host_limit
     Operation *op
+    Event *event
     const int32_t *access          # twice the value, and 1 where it is written; ascending
     Lanes lanes
-    Py_ssize_t jobs
 
 
 cdef inline bint _tied(Text *t, Operation *a, Operation *b) noexcept nogil:
@@ -66,51 +54,9 @@ cdef inline bint _tied(Text *t, Operation *a, Operation *b) noexcept nogil:
     return False
 
 
-cdef double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
-    """Seconds of a steady step, or of the step where there is only one. exact: whether to the machine's last bit."""
-    cdef Py_ssize_t period, x
-    cdef int32_t y, K = t.lanes.K
-    cdef double compute = 0.0, begin = 0.0, second = 0.0, end
-    cdef bint same
-    cdef Lanes *l = &t.lanes
-    cdef Operation *op
-    reset(l)
-    for x in range(t.jobs):
-        l.job[x].copy_end = l.job[x].off_end = 0.0
-    for period in range(t.periods):
-        if period == 2:
-            second = compute
-        begin = compute
-        for x in range(t.n):
-            op = &t.op[order[x]]
-            if op.kind == COMPUTE:
-                compute += op.seconds
-                for y in range(3):
-                    if op.dropped[y] >= 0:
-                        compute = max(compute, copied(l, op.dropped[y]))
-                        l.job[op.dropped[y]].copy_end = 0.0
-            elif op.kind == PREFETCH:
-                issue(l, BACK_IN, op.value, compute, op.seconds)
-            elif op.kind == OFFLOAD:
-                issue(l, OUT, op.value, compute, op.seconds)
-            elif op.kind == ON_HOST:
-                issue(l, HOST, op.value + <int32_t>period * K, compute, op.seconds)
-            elif op.kind == UPDATE:
-                for y in range(3):
-                    compute = max(compute, copied(l, op.dropped[y]))
-                compute += op.seconds
-            else:
-                compute = max(compute, copied(l, op.value))
-                if op.kind == LOSE:
-                    l.job[op.value].copy_end = 0.0
-        same = same_lanes(l, compute)
-        for x in range(l.base, l.base + 3 * K):
-            same &= same_job(&l.job[x], compute)
-        if same and period and not exact:
-            second = compute - 2 * (compute - begin)
-            break
-    end = drained(l)
-    return max(compute, end) if t.periods == 1 else (compute - second) / 2
+cdef inline double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
+    cdef double[2] unused
+    return steady(&t.lanes, t.event, order, t.n, exact, NULL, unused)
 
 
 cdef inline bint _fits(Text *t, Operation *op, int64_t held, int64_t host) noexcept nogil:
@@ -227,37 +173,36 @@ cdef void _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32_t
 
 
 cdef class Order:
-    """The operations of one sequence.
+    """The operations of one sequence of a chain with parameters.
 
     Args:
-        chain: the costs. rows: `rotoff.solver.reorder.OPERATION`, one for each operation. access: see `Text`. base: the
-            number of the first group's ``w``. held, host_held: bytes at the start. limit, host_limit: bytes; None for
-            no limit.
+        chain: the costs. rows, events: `rotoff.solver.reorder.OPERATION` and `EVENT`, one for each operation. access:
+            see `Text`. movable: the operations that may move. base: the number of the first group's ``w``. held,
+            host_held: bytes at the start. limit, host_limit: bytes; None for no limit.
     """
 
     cdef Text t
     cdef object keep
     cdef int64_t[2] start
 
-    def __init__(self, chain, rows, const int32_t[::1] access, const int32_t[::1] movable, Py_ssize_t base,
-                 Py_ssize_t periods, int64_t held, int64_t host_held, int64_t limit, host_limit):
+    def __init__(self, chain, rows, events, const int32_t[::1] access, const int32_t[::1] movable, Py_ssize_t base,
+                 int64_t held, int64_t host_held, int64_t limit, host_limit):
         cdef Text *t = &self.t
         cdef Py_ssize_t K = len(chain.parameters)
-        cdef uint8_t[::1] ops = rows.view(np.uint8)
-        jobs = base + (3 + periods) * K + 1
-        room = np.zeros(jobs * sizeof(Job), np.int8)
+        cdef uint8_t[::1] ops = rows.view(np.uint8), event = events.view(np.uint8)
+        room = np.zeros((base + (3 + PERIODS) * K + 1) * sizeof(Job), np.int8)
         update = np.zeros(K + 1, np.int32)
         cdef int8_t[::1] job = room
         cdef int32_t[::1] last = update
-        t.n, t.periods, t.limit, t.jobs = len(rows), periods, limit, jobs
+        t.n, t.limit = len(rows), limit
         t.host_limit = -1 if host_limit is None else min(host_limit, 2**63 - 1)
-        t.op, t.access = <Operation *>&ops[0], &access[0]
+        t.op, t.event, t.access = <Operation *>&ops[0], <Event *>&event[0], &access[0]
         t.lanes.share[0], t.lanes.share[1] = chain.bidirectional_shares
         t.lanes.back, t.lanes.base, t.lanes.K = 1 if chain.duplex else 0, <int32_t>base, <int32_t>K
         t.lanes.apart = t.lanes.share[0] == 1.0 and t.lanes.share[1] == 1.0
         t.lanes.job, t.lanes.update = <Job *>&job[0], &last[0]
         self.start[0], self.start[1] = held, host_held
-        self.keep = (rows, access, movable, room, update)
+        self.keep = (rows, events, access, movable, room, update)
 
     def seconds(self, const int32_t[::1] order):
         """Seconds of a step in this order."""
@@ -271,7 +216,7 @@ cdef class Order:
         """
         cdef Py_ssize_t n = self.t.n, x
         cdef int64_t[::1] held = np.zeros(4 * n, np.int64)
-        cdef const int32_t[::1] movable = self.keep[2]
+        cdef const int32_t[::1] movable = self.keep[3]
         cdef int32_t[::1] kept = np.zeros(n, np.int32)
         held[0], held[n] = self.start
         for x in range(1, n):

@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""Search over plans of chains with parameters: simulated annealing, each step of which decodes a whole steady step.
+"""Search over plans of chains with parameters, each of which is decoded to a whole steady step.
 
 A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes`), then the genes of each group
 (`kernels.cycle`).
@@ -7,66 +7,22 @@ A plan is one row of numbers: the codes of the stages (`rotoff.solver.plan_codes
 
 import numpy as np
 
-from libc.math cimport log, pow, sqrt
 from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
-from libc.string cimport memcmp, memcpy
 
 from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
-                                          STATE_LEAVES, STEPS_ASIDE, Cycle, CycleGap, CycleValue, Event, Group,
-                                          GroupPlaces, Groups, Position, Use, cycle, mark, on_device)
-from rotoff.solver.kernels.flow cimport PERIODS, ROUNDS, flow, host_peak, work
-from rotoff.solver.kernels.moves cimport below, mutate, unit
+                                          STATE_LEAVES, STEPS_ASIDE, Cycle, CycleGap, CycleValue, Group, GroupPlaces,
+                                          Groups, Position, Use, cycle, mark, on_device)
+from rotoff.solver.kernels.decode cimport Verdict
+from rotoff.solver.kernels.flow cimport ROUNDS, flow, host_peak, work
+from rotoff.solver.kernels.lanes cimport PERIODS, Event
+from rotoff.solver.kernels.moves cimport below, mutate
 from rotoff.solver.kernels.plan cimport Evaluator
-from rotoff.solver.kernels.work cimport BACK, E_HERE, E_U, Chain, Work
+from rotoff.solver.kernels.work cimport Chain, Work
 
 cdef double INF = float("inf")
 # What a second of a lane's work costs beside the step's seconds: of plans that take equally long, the one that moves
 # less has more room for what is to come.
 cdef double EASE = 0.06
-
-
-cdef struct Verdict:
-    double makespan
-    int64_t over, over_sum, host_over
-    int rounds  # after which the best was found
-    double work
-    uint64_t mark  # of the step (`cycle.mark`); 0 for none
-
-
-cdef Verdict NOTHING = Verdict(0.0, 0, 0, 0, 0, 0.0, 0)
-
-
-cdef void _judge(Chain *c, Work *w, Groups *p, Cycle *s, const int16_t *codes, Py_ssize_t V, double enough,
-                 double weight, Verdict *r) noexcept nogil:
-    """Time and excess of the plan `codes`; nothing exact where it costs more than `enough`.
-
-    `r` holds the verdict of another plan, or NOTHING. It stays where both make the same step, as a third of all changes
-    do.
-    """
-    cdef int64_t host
-    cdef bint runs = cycle(c, w, p, s, codes, V) >= 0
-    cdef uint64_t made = mark(w, s) if runs else 0
-    if runs and made == r.mark:
-        return
-    r[0] = NOTHING
-    r.mark = made
-    r.over = s.over
-    r.over_sum = s.over_sum
-    if not runs:
-        r.makespan = INF
-        return
-    work(c, p, s)
-    r.work = EASE * s.work
-    r.makespan = flow(c, w, p, s, enough - r.work - weight * _excess(r, s), ROUNDS, &r.rounds)
-    if c.host_limit >= 0:
-        host = host_peak(w, p, s)
-        if host > c.host_limit:
-            r.host_over = host - c.host_limit
-
-
-cdef inline double _excess(Verdict *r, Cycle *s) noexcept nogil:
-    """Bytes over the limits: the most, and the mean over the positions, so that each that is less is seen."""
-    return <double>r.over + <double>r.over_sum / (s.n + 1) + <double>r.host_over
 
 
 cdef void _preset(int16_t *gene, Py_ssize_t which) noexcept nogil:
@@ -158,52 +114,6 @@ cdef void _mutate_group(Groups *p, int16_t *genes, Py_ssize_t k, uint64_t *state
         _shift(p, genes, k, state)
 
 
-cdef double _anneal(Chain *c, Work *w, Groups *p, Cycle *s, int16_t *codes, Py_ssize_t n, Py_ssize_t V,
-                    Py_ssize_t evaluations, uint64_t seed, double hot, double cold, const int16_t *rules,
-                    double weight, int16_t *best, int16_t *tried,
-                    const int8_t *stop) noexcept nogil:
-    cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
-    cdef Verdict r = NOTHING, kept
-    cdef double cost, now, temperature, enough, found = INF, light = weight, over
-    cdef Py_ssize_t step, x, k, stages = (c.L + 1) * V
-    _judge(c, w, p, s, codes, V, INF, weight, &r)
-    kept, now, over = r, r.makespan + r.work, _excess(&r, s)
-    if r.over == 0 and r.host_over == 0:
-        found = r.makespan
-        memcpy(best, codes, n * sizeof(int16_t))
-    for step in range(evaluations):
-        if stop[0]:
-            break
-        temperature = hot * pow(cold / hot, (<double>step) / evaluations)
-        weight = light * sqrt(hot / temperature)  # what is over at first shall fit at last
-        memcpy(tried, codes, n * sizeof(int16_t))
-        while True:
-            if below(&state, 3) == 0:
-                mutate(c, w, tried, V, &state)
-            else:
-                _mutate_groups(p, tried + stages, &state)
-            if below(&state, 3):
-                break
-        for x in range(V, stages):
-            tried[x] = (tried[x] & rules[0]) | rules[1]
-        for k in range(p.K):
-            tried[stages + k * GENES + MASK] &= rules[2]
-            tried[stages + k * GENES + FLAGS] &= rules[3]
-        if memcmp(tried, codes, n * sizeof(int16_t)) == 0:
-            continue
-        enough = now + weight * over - temperature * log(unit(&state) + 1e-300)
-        r = kept
-        _judge(c, w, p, s, tried, V, enough, weight, &r)
-        cost = r.makespan + r.work + weight * _excess(&r, s)
-        if cost <= enough:
-            kept, now, over = r, r.makespan + r.work, _excess(&r, s)
-            memcpy(codes, tried, n * sizeof(int16_t))
-            if r.over == 0 and r.host_over == 0 and r.makespan < found:
-                found = r.makespan
-                memcpy(best, codes, n * sizeof(int16_t))
-    return found
-
-
 cdef class Placer(Evaluator):
     """Decodes plans of one chain with parameters at one limit.
 
@@ -250,50 +160,62 @@ cdef class Placer(Evaluator):
         for k in range(values):
             s.value[k].away_from = -1
         s.on_host = <int8_t *>self._room(values)
-        self._lanes(&s.lanes, values + PERIODS * p.K, s.base, p.K)
+        self._lanes(values + PERIODS * p.K, s.base, p.K)
+        self.harder = True
         gaps = 2 * values + uses
         s.gap = <CycleGap *>self._room(gaps * sizeof(CycleGap))
         s.out_next = self._ints(gaps)
         s.free_next = self._ints(gaps)
         s.in_next = self._ints(gaps)
         s.wait_next = self._ints(gaps)
-        s.event = <Event *>self._room((4 * gaps + 4 * n) * sizeof(Event))
+        self.w.event = <Event *>self._room((4 * gaps + 4 * n) * sizeof(Event))
 
-    def judge(self, const int16_t[::1] codes):
-        """(makespan in seconds, bytes over the limit, bytes over the host's, positions) of a plan."""
-        cdef Verdict r = NOTHING
-        with nogil:
-            _judge(&self.c, &self.w, &self.p, &self.s, &codes[0], self.V, INF, 0.0, &r)
-        return r.makespan, r.over, r.host_over, self.s.n
+    cdef void look(self, const int16_t *codes, double enough, double weight, Verdict *r) noexcept nogil:
+        """As in `Evaluator`. `r` stays where both plans make the same step, as a third of all changes do."""
+        cdef Chain *c = &self.c
+        cdef Work *w = &self.w
+        cdef Cycle *s = &self.s
+        cdef bint runs = cycle(c, w, &self.p, s, codes, self.V) >= 0
+        cdef uint64_t made = mark(w, s) if runs else 0
+        if runs and made == r.mark:
+            return
+        r[0] = Verdict(INF, s.over, 0, <double>s.over_sum / (s.n + 1), 0.0, 0, made)
+        if not runs:
+            return
+        work(c, w, &self.p, s)
+        r.work = EASE * s.work
+        enough -= r.work + weight * (r.over + r.spread)
+        r.makespan = flow(c, w, &self.p, s, enough, ROUNDS, &r.rounds)
+        if c.host_limit >= 0:
+            r.host_over = max(0, host_peak(w, &self.p, s) - c.host_limit)
+
+    cdef void change(self, int16_t *codes, uint64_t *state) noexcept nogil:
+        while True:
+            if below(state, 3) == 0:
+                mutate(&self.c, &self.w, codes, self.V, state)
+            else:
+                _mutate_groups(&self.p, codes + (self.c.L + 1) * self.V, state)
+            if below(state, 3):
+                return
+
+    cdef void confine(self, int16_t *codes, const int16_t *rules) noexcept nogil:
+        """Masks and flags of groups are and-ed with the last two rules."""
+        cdef Py_ssize_t k
+        cdef int16_t *genes = codes + (self.c.L + 1) * self.V
+        Evaluator.confine(self, codes, rules)
+        for k in range(self.p.K):
+            genes[k * GENES + MASK] &= rules[2]
+            genes[k * GENES + FLAGS] &= rules[3]
 
     def text(self, const int16_t[::1] codes):
-        """The plan's operations as rows (kind, stage or group, form, of), and the values that lie on the device between
-        steps.
-
-        of: -1 for a_i, 0 for ā_i, 1, 2, 3 for w, g and o. Residents are rows (of, group). The plan has been judged to
-        be one.
-        """
-        cdef Verdict r = NOTHING
+        cdef Verdict r = Verdict(0.0, 0, 0, 0.0, 0.0, 0, 0)
         cdef int unused
-        cdef Py_ssize_t e, g
-        cdef int32_t kind, v, K = <int32_t>self.p.K
+        cdef Py_ssize_t g
+        cdef int32_t v, K = <int32_t>self.p.K
         cdef Cycle *s = &self.s
-        _judge(&self.c, &self.w, &self.p, s, &codes[0], self.V, INF, 0.0, &r)
+        self.look(&codes[0], INF, 0.0, &r)
         cycle(&self.c, &self.w, &self.p, s, &codes[0], self.V)
         flow(&self.c, &self.w, &self.p, s, INF, r.rounds + 1, &unused)
-        rows = []
-        for e in range(s.n_events):
-            kind, v = s.event[e].kind, s.event[e].subject
-            if kind == E_HERE:
-                continue
-            if kind >= E_U:
-                rows.append((kind, v + 1, 0, -1))
-            elif kind <= BACK:
-                rows.append((kind, self.w.op[v].stage, self.w.op[v].form, -1))
-            elif v < s.base:
-                rows.append((kind, self.w.value[v].level, 0, 0 if self.w.value[v].form >= 0 else -1))
-            else:
-                rows.append((kind, (v - s.base) % K + 1, 0, 1 + (v - s.base) // K))
         away = set()
         for g in range(s.n_gaps):
             if s.gap[g].end > s.n and s.gap[g].in_at > s.n and s.gap[g].free_at <= s.n:
@@ -305,19 +227,4 @@ cdef class Placer(Evaluator):
             updated = self.p.group[v].g > 0 and on_device(s, v)
             if self.p.group[v].o and updated and s.base + 2 * K + v not in away:
                 rest.append((3, v + 1))
-        return rows, rest
-
-    def search(self, int16_t[::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
-               const int16_t[::1] rules, double weight, int16_t[::1] best, const int8_t[::1] stop):
-        """Search from `codes` (changed in place to the last plan); the best plan that fits goes to `best`.
-
-        Simulated annealing as in `Evaluator.anneal`. rules: what codes are and-ed, then or-ed with, and what the masks
-        and flags of groups are and-ed with. Returns the best makespan, infinity where no plan fitted.
-        """
-        cdef double found
-        cdef Py_ssize_t n = codes.shape[0]
-        cdef int16_t[::1] room = np.zeros(n, dtype=np.int16)
-        with nogil:
-            found = _anneal(&self.c, &self.w, &self.p, &self.s, &codes[0], n, self.V, evaluations, seed, hot, cold,
-                            &rules[0], weight, &best[0], &room[0], &stop[0])
-        return found
+        return self._rows(), rest

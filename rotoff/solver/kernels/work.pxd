@@ -2,7 +2,7 @@
 
 from libc.stdint cimport int8_t, int32_t, int64_t
 
-from rotoff.solver.kernels.lanes cimport Lanes
+from rotoff.solver.kernels.lanes cimport ALL, BACK, Event, Lanes
 
 cdef enum:
     MOVE = 1   # the value made may move to the host
@@ -10,22 +10,6 @@ cdef enum:
     APART = 4  # B q+1 takes a_q, made again for it while ā_q waits on the host
     EARLY = 8  # the same from the start: a_q is made right after ā_q, which leaves at once
     KIND = 4   # code >> KIND: 0 is F_ck, 1 + k is F_all (k = 0) or F_sel k
-
-# How an operation runs, and what else stands in a decoded plan, as in rotoff.solver.plan_codes.KINDS.
-cdef enum:
-    ALL = 0  # F_all, or F_sel of a form
-    CK = 1
-    NONE = 2
-    BACK = 3
-    E_OFFLOAD = 4
-    E_FREE = 5
-    E_PREFETCH = 6
-    E_WAIT = 7
-    E_DROP = 8
-    E_U = 9
-    E_H = 10
-    E_HERE = 11  # no operation: the next position begins
-
 
 cdef struct Chain:
     Py_ssize_t L, K
@@ -100,6 +84,8 @@ cdef struct Work:
     int32_t *stash      # ā on the host that `have` does not show, or -1
     int32_t *visits
     int32_t *live       # movable values on the device
+    Event *event        # of the decoded step, in program order
+    Py_ssize_t n_events
 
 
 cdef inline double forward_time(Chain *c, Work *w, int32_t t, int32_t next) noexcept nogil:
@@ -109,3 +95,9 @@ cdef inline double forward_time(Chain *c, Work *w, int32_t t, int32_t next) noex
     if w.op[t].kind == ALL and next >= 0 and w.op[next].kind == BACK and w.op[next].stage == i:
         return c.u_again[i]
     return c.u_F[i]
+
+
+cdef inline void add_event(Work *w, int32_t kind, int32_t subject, double seconds = 0.0, int32_t first = -1,
+                           int32_t second = -1, int32_t third = -1) noexcept nogil:
+    w.event[w.n_events] = Event(kind, subject, seconds, [first, second, third])
+    w.n_events += 1

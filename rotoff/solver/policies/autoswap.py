@@ -31,9 +31,8 @@ from ...core.sequence import Sequence
 from ...errors import OptionError
 from ..arrays import arrays
 from ..bounds import min_mem_limit
-from .lowering import Schedule, lower, moving_needs
-from .needs import peak_bytes
-from .refusal import limit_that_works, refusal
+from .choose import within
+from .lowering import Schedule, lower, moving_needs, peak_bytes
 
 TRIALS = 60
 
@@ -118,10 +117,6 @@ def autoswap(chain: Chain, mem_limit: int, trials: int = TRIALS, seed: int = 0) 
     for name, value, least in (("trials", trials, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise OptionError(f"{name} is {value!r}; give a whole number of at least {least}")
-    found = best(chain, mem_limit, trials, seed)
-    if found is None:
-        low, high = max(mem_limit, min_mem_limit(chain, "offload") - 1), max(peak_bytes(chain), *moving_needs(chain))
-        fits = limit_that_works(lambda limit: best(chain, limit, trials, seed) is not None, low, high)
-        raise refusal("autoswap", mem_limit, fits)
-    made, weights = found
+    least, most = min_mem_limit(chain, "offload"), max(peak_bytes(chain), *moving_needs(chain))
+    made, weights = within("autoswap", mem_limit, lambda limit: best(chain, limit, trials, seed), most, least)
     return Sequence(made.ops, meta={"source": "autoswap, weights " + " ".join(f"{w:.2f}" for w in weights)})

@@ -1,15 +1,19 @@
-"""Selects the fastest of several sequences within a limit; if none fits, the error names the smallest that works."""
+"""What a policy returns: the fastest of its sequences within a limit; if none fits, the error names one that works."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from ...core.chain import Chain
 from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
-from ...errors import OptionError
+from ...core.sizes import format_bytes
+from ...errors import InfeasibleError, OptionError
 from ..arrays import arrays
-from .refusal import refusal
+
+STEPS = 10
+T = TypeVar("T")
 
 
 def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tuple[str, tuple[Op, ...]]]) -> Sequence:
@@ -31,6 +35,54 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
         raise refusal(policy, mem_limit, min(peak for _, peak, *_ in tried))
     *_, source, ops = min(fitting, key=lambda one: one[:2])
     return Sequence(ops, meta={"source": f"{policy}, {source}"})
+
+
+def within(
+    policy: str,
+    mem_limit: int,
+    make: Callable[[int], T | None],
+    most: int,
+    least: int = 0,
+    fits: Callable[[int], object] | None = None,
+    steps: int = STEPS,
+) -> T:
+    """What `make` makes of a limit of `mem_limit` bytes.
+
+    Args:
+        most: bytes with which it makes something, as a guess. least: bytes below which it makes nothing. fits: whether
+            it does, where that is found faster.
+
+    Raises:
+        InfeasibleError: if it makes nothing; names a limit with which it does.
+    """
+    made = make(mem_limit) if mem_limit >= least else None
+    if made is None:
+        works = fits or (lambda limit: make(limit) is not None)
+        while not works(most):
+            most *= 2
+        raise refusal(policy, mem_limit, limit_that_works(works, max(mem_limit, least - 1), most, steps))
+    return made
+
+
+def refusal(policy: str, mem_limit: int, least: int, slots: int | None = None) -> InfeasibleError:
+    """The error that names `least`, in bytes. slots: if given, `least` is known to within one of so many slots."""
+    known, at = ("at least", "") if slots is None else ("about", f" at {slots} slots")
+    return InfeasibleError(
+        f"needs {known} {format_bytes(least)} ({least} bytes) with policy {policy}{at}; the limit is"
+        f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
+        least,
+    )
+
+
+def limit_that_works(fits: Callable[[int], object], low: int, high: int, steps: int = STEPS) -> int:
+    """A limit in (low, high] that fits, found by bisection; `high` must fit. If fitting is monotone, it is the smallest
+    up to (high - low) / 2^steps."""
+    for _ in range(steps):
+        middle = (low + high) // 2
+        if middle == low:
+            break
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def largest_size(chain: Chain) -> int:

@@ -36,10 +36,9 @@ from ..arrays import arrays
 from ..bounds import min_mem_limit
 from ..plan_codes import keep_all
 from ..slots import parse_slots
+from .choose import within
 from .greedy import greedy_set
-from .lowering import Schedule, lower
-from .needs import peak_bytes
-from .refusal import limit_that_works, refusal
+from .lowering import Schedule, lower, peak_bytes
 
 SLOTS = 500
 
@@ -235,8 +234,5 @@ def dynprog(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     least, most = min_mem_limit(chain, "offload"), peak_bytes(chain)
     if mem_limit >= most:
         return Sequence(keep_all(chain).ops, meta={"source": "dynprog, nothing moves"})
-    made = solve_slots(chain, mem_limit, S) if mem_limit >= least else None
-    if made is None:
-        fits = limit_that_works(lambda limit: solve_slots(chain, limit, S) is not None, max(mem_limit, least - 1), most)
-        raise refusal("dynprog", mem_limit, fits)
+    made = within("dynprog", mem_limit, lambda limit: solve_slots(chain, limit, S), most, least)
     return Sequence(made.ops, meta={"source": f"dynprog, S = {slots}"})

@@ -15,9 +15,8 @@ from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ..arrays import arrays
 from ..bounds import min_mem_limit
-from .lowering import lower, moving_needs
-from .needs import peak_bytes
-from .refusal import refusal
+from .choose import refusal
+from .lowering import lower, moving_needs, peak_bytes
 
 
 def greedy_set(chain: Chain, mem_limit: int) -> list[int]:

@@ -19,10 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 from ..arrays import arrays
-from .needs import needs
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,21 @@ class Schedule:
 
     makespan: float
     ops: tuple[Op, ...]
+
+
+def needs(chain: Chain) -> tuple[list[int], list[int]]:
+    """m_F and m_B of the paper's section 3.2: bytes held during F_1..F_L and B_1..B_L with nothing moved (entry 0 is
+    0)."""
+    c = arrays(chain)
+    kept = int(c.out[0]) + np.cumsum(c.saved[:, 0]) - c.saved[:, 0]  # before F_i
+    m_F, m_B = kept + c.M_all[:, 0], kept + c.M_B[:, 0]
+    return [0, *m_F[1:].tolist()], [0, *m_B[1:].tolist()]
+
+
+def peak_bytes(chain: Chain) -> int:
+    """M_peak: the bytes of keeping everything."""
+    m_F, m_B = needs(chain)
+    return max(*m_F, *m_B)
 
 
 def moving_needs(chain: Chain) -> list[int]:

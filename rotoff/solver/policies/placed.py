@@ -20,7 +20,7 @@ from ..bounds import min_mem_limit
 from ..placement import Place, place
 from ..plan_codes import keep_all
 from ..search import Problem, best_candidate
-from .refusal import limit_that_works, refusal
+from .choose import limit_that_works, refusal
 
 ROUNDS = 3  # of giving unused bytes to the activations
 SLOTS = 50  # of the joint dynamic program

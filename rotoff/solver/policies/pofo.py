@@ -31,8 +31,7 @@ from ...errors import OptionError
 from ..joint import solve_slots, table_bytes
 from ..search import judged
 from ..slots import parse_slots
-from .choose import largest_size, too_few_slots
-from .refusal import limit_that_works, refusal
+from .choose import largest_size, limit_that_works, refusal, too_few_slots
 
 SLOTS = 50
 TABLE_BYTES = 8 << 30

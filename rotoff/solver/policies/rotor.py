@@ -27,8 +27,7 @@ from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, Sequence
 from ..arrays import arrays
 from ..slots import Slots, discretize, parse_slots
-from .choose import fastest, largest_size, too_few_slots
-from .refusal import refusal
+from .choose import fastest, largest_size, refusal, too_few_slots
 from .segments import sweep
 
 

@@ -56,9 +56,9 @@ from ...core.sequence import (
 from ...core.simulator import Machine, simulate
 from ...errors import OptionError
 from ..arrays import arrays
+from .choose import within
 from .heavy import check_stages, heavy_stages
-from .needs import peak_bytes
-from .refusal import limit_that_works, refusal
+from .lowering import peak_bytes
 from .segments import sweep
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
@@ -281,17 +281,8 @@ def superneurons(
     if technique not in (*TECHNIQUES, None):
         raise OptionError(f"technique is {technique!r}; techniques are {', '.join(TECHNIQUES)}")
     chosen = heavy_stages(chain) if checkpoints is None else check_stages(chain, checkpoints, "checkpoints")
-    found = _first(chain, mem_limit, technique, chosen)
-    if found is None:
-
-        def fits(limit: int) -> bool:
-            return _first(chain, limit, technique, chosen) is not None
-
-        high = mem_limit + peak_bytes(chain) + chain.output_bytes(len(chain)) + 1
-        while not fits(high):
-            high *= 2
-        raise refusal("superneurons", mem_limit, limit_that_works(fits, mem_limit, high, 24))
-    name, ops = found
+    most = mem_limit + peak_bytes(chain) + chain.output_bytes(len(chain)) + 1
+    name, ops = within("superneurons", mem_limit, lambda limit: _first(chain, limit, technique, chosen), most, steps=24)
     return Sequence(ops, meta={"source": f"superneurons, {name}"})
 
 

@@ -18,9 +18,8 @@ from __future__ import annotations
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...errors import OptionError
-from .lowering import Schedule, lower, moving_needs
-from .needs import peak_bytes
-from .refusal import limit_that_works, refusal
+from .choose import within
+from .lowering import Schedule, lower, moving_needs, peak_bytes
 
 
 def longest_ahead(chain: Chain, mem_limit: int, tensors: int) -> tuple[Schedule, int] | None:
@@ -69,7 +68,7 @@ def tflms(chain: Chain, mem_limit: int, tensors: int | None = None, ahead: int |
         InfeasibleError: if nothing fits with these parameters (or any). OptionError: for a bad number, or only one.
     """
     if tensors is None and ahead is None:
-        found = best(chain, mem_limit)
+        tried = [(n, 0) for n in range(len(chain))]
     else:
         for name, value, most in (("tensors", tensors, len(chain) - 1), ("ahead", ahead, 2 * len(chain))):
             if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
@@ -77,16 +76,14 @@ def tflms(chain: Chain, mem_limit: int, tensors: int | None = None, ahead: int |
                     f"{name} is {value!r}; give both tensors and ahead, whole numbers; {name} is at most {most}"
                 )
         assert tensors is not None and ahead is not None
-        given = lower(chain, mem_limit, range(1, tensors + 1), ahead=ahead, delay=False)
-        found = None if given is None else (given, tensors, ahead)
-    if found is None:
-        most = peak_bytes(chain)
-        fixed = None if tensors is None else (tensors, ahead)
+        tried = [(tensors, ahead)]
 
-        def fits(limit: int) -> bool:
-            tried = [(tensors, 0) for tensors in range(len(chain))] if fixed is None else [fixed]
-            return any(lower(chain, limit, range(1, n + 1), ahead=d, delay=False) for n, d in tried)
+    def fixed(limit: int) -> tuple[Schedule, int, int] | None:
+        """What the first of the pairs makes that fits."""
+        made = ((lower(chain, limit, range(1, n + 1), ahead=d, delay=False), n, d) for n, d in tried)
+        return next(((one, n, d) for one, n, d in made if one is not None), None)
 
-        raise refusal("tflms", mem_limit, limit_that_works(fits, mem_limit, max(most, *moving_needs(chain))))
-    made, number, distance = found
-    return Sequence(made.ops, meta={"source": f"tflms, {number} tensors, {distance} ahead"})
+    most = max(peak_bytes(chain), *moving_needs(chain))
+    make = fixed if tensors is not None else lambda limit: best(chain, limit)
+    schedule, number, distance = within("tflms", mem_limit, make, most, fits=fixed)
+    return Sequence(schedule.ops, meta={"source": f"tflms, {number} tensors, {distance} ahead"})

@@ -19,9 +19,8 @@ import numpy as np
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ..arrays import arrays
-from .lowering import Schedule, lower
-from .needs import peak_bytes
-from .refusal import limit_that_works, refusal
+from .choose import within
+from .lowering import Schedule, lower, peak_bytes
 
 
 def choices(chain: Chain) -> list[list[int]]:
@@ -48,11 +47,5 @@ def vdnn(chain: Chain, mem_limit: int) -> Sequence:
     Raises:
         InfeasibleError: if no choice fits.
     """
-    found = best(chain, mem_limit)
-    if found is None:
-        most = peak_bytes(chain)
-        raise refusal(
-            "vdnn", mem_limit, limit_that_works(lambda limit: best(chain, limit) is not None, mem_limit, most)
-        )
-    made, out = found
+    made, out = within("vdnn", mem_limit, lambda limit: best(chain, limit), peak_bytes(chain))
     return Sequence(made.ops, meta={"source": f"vdnn, {len(out)} of {len(chain) - 1} offloaded"})

@@ -18,10 +18,9 @@ from typing import Any
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ...errors import OptionError
+from .choose import within
 from .heavy import heavy_stages
-from .lowering import Schedule, lower
-from .needs import peak_bytes
-from .refusal import limit_that_works, refusal
+from .lowering import Schedule, lower, peak_bytes
 
 SETS = ("all", "convolutions")
 
@@ -44,15 +43,8 @@ def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchr
     """
     if what not in (*SETS, None):
         raise OptionError(f"what is {what!r}; give 'all', 'convolutions', or None for the faster")
-    found = _best(chain, mem_limit, what, synchronous)
-    if found is None:
-
-        def fits(limit: int) -> bool:
-            return _best(chain, limit, what, synchronous) is not None
-
-        most = 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit
-        raise refusal("vdnn++", mem_limit, limit_that_works(fits, mem_limit, most))
-    made, name = found
+    most = 2 * peak_bytes(chain) + chain.output_bytes(len(chain)) + mem_limit
+    made, name = within("vdnn++", mem_limit, lambda limit: _best(chain, limit, what, synchronous), most)
     return Sequence(made.ops, meta={"source": f"vdnn++, {name}" + (", synchronous" if synchronous else "")})
 
 
