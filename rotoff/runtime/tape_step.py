@@ -328,6 +328,8 @@ class TapeStep:
             if content in held:
                 continue
             held.append(content)
+            if content.held is not None and content not in self._owners:
+                continue  # the tape itself keeps what cannot be made again
             self._owners[content] += 1
             if storages is not None and content in storages:
                 content.hold(storages[content])
@@ -344,6 +346,8 @@ class TapeStep:
         if (copy := self._copies.get(v)) is not None and self.link is not None:
             self.link.wait(copy[0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
+            if content not in self._owners:
+                continue
             self._owners[content] -= 1
             if not self._owners[content]:
                 del self._owners[content]
