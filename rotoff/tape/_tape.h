@@ -59,7 +59,7 @@ struct Tape {
   std::function<void()> come_to;
   uint64_t key = 0;
   bool paused = false;
-  bool unsure = false;  // whether the open stage has an operation that is not known
+  bool unsure = false;  // whether there was an operation that is not known
   int64_t replayed = 0, copied = 0;
   std::shared_ptr<const Known> known;
   std::recursive_mutex lock;
@@ -87,7 +87,6 @@ struct Tape {
       for (size_t n = begins[stage]; n < operations.size(); ++n) operations[n].each_new(hold_present);
     stage = next;
     key = next;
-    unsure = false;
     begins[stage] = static_cast<int>(operations.size());
   }
 
