@@ -7,9 +7,6 @@ KNOWN_FAULTS = {
     "model/test_integrations.py::test_trainer_is_charged_for_what_it_holds_alone[0.0]": (
         "within the Trainer a step allocates 0.1 to 0.3 % more than predicted"
     ),
-    "profile/test_predicted_bytes.py::test_casts_of_inner_autocast_are_charged[False]": (
-        "predicted bytes are 13 % above the measured ones where autocast regions are closed within the forward"
-    ),
     "planning/test_random_courses.py::test_courses_that_take_turns_come_to_have_one_plan": (
         "few stages: the smallest limit is what keeping everything takes"
     ),
