@@ -332,6 +332,8 @@ class TapeStep:
             if content in held:
                 continue
             held.append(content)
+            if content.held is not None and content not in self._owners:
+                continue  # the tape itself keeps what cannot be made again
             self._owners[content] += 1
             if storages is not None and content in storages:
                 content.hold(storages[content])
@@ -349,6 +351,8 @@ class TapeStep:
             self._leaving.remove(v)
             self.link.wait(self._copies[v][0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
+            if content not in self._owners:
+                continue
             self._owners[content] -= 1
             if not self._owners[content]:
                 del self._owners[content]
