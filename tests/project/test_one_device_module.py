@@ -10,7 +10,7 @@ from rotoff.accelerator import ACCELERATORS
 
 ROOT = Path(rotoff.__file__).parent
 # The module itself; the checks of `rotoff doctor`, which say more about CUDA than a step needs; and the tape, which
-# is not in use yet.
+# sets generators and precisions.
 BESIDE = {"accelerator.py", "tools/doctor", "tape"}
 
 
@@ -31,7 +31,3 @@ def test_no_other_module_names_a_type_of_accelerator() -> None:
     assert len(theirs) > 100
     found = {str(name): named(path.read_text(encoding="utf-8")) for name, path in theirs.items()}
     assert {name: lines for name, lines in found.items() if lines} == {}
-
-
-def test_what_the_test_looks_for_is_found() -> None:
-    assert named('if device.type == "cuda":\n    torch.cuda.synchronize()\n') == [1, 2]
