@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -192,7 +192,7 @@ class WholeDevice:
             sequence = place(whole.chain, sequence.ops, [RESIDENT] * len(self.groups), "after")
         return whole.row(name, sequence, fits=True, **said)
 
-    def placed(self, plain: PlannedStep, options: dict[str, Any]) -> tuple[list[PlannedStep], float | None]:
+    def placed(self, plain: PlannedStep, options: Mapping[str, Any]) -> tuple[list[PlannedStep], float | None]:
         """The steps that move parameters, too, with updates after the backward and during it, and the seconds that no
         such step can beat. plain: the plain model's step; where it fits nothing moves. options: of `Checkpointable`,
         for the setting."""
@@ -210,22 +210,15 @@ class WholeDevice:
                 continue
             bound = steady_bound(chain, limit, "during") if bound is None else bound  # for both, and hardly differs
             best = _best(chain, limit, updates, bound, best)
-            said = {"device_limit": as_size(self.limit), "optimizer": Bare("optimizer"), **during, **options}
+            setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
             sequence = Sequence(best.ops, resident=list(best.resident))
-            rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=attaching(**said)))
+            rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=setting))
         return rows, bound
 
 
-class Bare(str):
-    """A name, shown without quotes."""
-
-    __repr__ = str.__str__
-
-
-def attaching(*positional: Any, **options: Any) -> str:
+def attaching(limit: str, options: Mapping[str, Any]) -> str:
     """The call of `rotoff.attach` as text."""
-    said = ["model", *map(repr, positional), *(f"{name}={value!r}" for name, value in options.items())]
-    return f"rotoff.attach({', '.join(said)})"
+    return f"rotoff.attach(model, {limit}{''.join(f', {name}={value!r}' for name, value in options.items())})"
 
 
 def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate | None) -> Candidate:
