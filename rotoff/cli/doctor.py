@@ -37,7 +37,10 @@ def _doctor(options: argparse.Namespace) -> int:
     device = read_device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     assert device is not None
     if device.index is not None and device.index >= max(1, count := torch.accelerator.device_count()):
-        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {device.type}:{count - 1}")
+        last = f"{device.type}:{count - 1}"
+        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {last}")
+            f"device is {options.device!r}, and torch finds {count}: the last is {device.type}:{count - 1}"
+        )
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work
