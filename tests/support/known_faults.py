@@ -33,16 +33,6 @@ KNOWN_FAULTS = {
     "runtime/test_check.py::test_a_step_beyond_the_limit_off_course_is_said_once": (
         "a step off its course does not say by how much it exceeds the limit"
     ),
-    "runtime/test_placed_sizes.py::test_smaller_batches_need_no_search[after]": (
-        "under a device_limit each new size is recorded, and planned from its own record"
-    ),
-    **dict.fromkeys(
-        (
-            f"runtime/test_placed_training.py::test_the_predicted_peak_is_the_measured_one[{name}]"
-            for name in ("deep-after", "tied-during")
-        ),
-        "predicted bytes are 6 to 18 % above the measured ones",
-    ),
     "tools/test_doctor.py::test_copies_that_are_less_hidden_than_predicted": (
         "after a step at another size the recording of times waits for a course that is not the next one"
     ),
