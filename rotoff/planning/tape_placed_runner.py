@@ -353,7 +353,7 @@ class PlacedRunner:
         for found in profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         known = self.recordings.get(recorded.key)
-        if known is not None and known.profile.chain_keys == profile.chain_keys:
+        if known is not None and known.profile.seen and known.profile.chain_keys == profile.chain_keys:
             profile = known.profile.timed_by(profile.trace)
         self.recordings[recorded.key] = RecordedProfile(profile, recorded.step.reading)
         self.courses.pop(recorded.key, None)
