@@ -39,8 +39,6 @@ def _doctor(options: argparse.Namespace) -> int:
     if device.index is not None and device.index >= max(1, count := torch.accelerator.device_count()):
         last = f"{device.type}:{count - 1}"
         raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {last}")
-            f"device is {options.device!r}, and torch finds {count}: the last is {device.type}:{count - 1}"
-        )
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work

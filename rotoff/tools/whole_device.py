@@ -27,7 +27,7 @@ from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.tape_chain import StageRun, TapeChain
-from ..profile.tape_groups import TapeGroups
+from ..profile.tape_groups import TapeGroups, members_of, movable_of
 from ..profile.tape_profile import TapeProfile
 from ..runtime.placed.tensor import room_of
 from ..solver.anneal import Budget
@@ -263,11 +263,13 @@ def whole_device(
         times = traffic / rate, traffic / host_bandwidth
         return ParameterGroup(stages, nbytes, nbytes, states, *times, probe.update_bytes(part), name=name)
 
-    members = _members(profile)
+    reads = profile.step.reading
+    _, movable = movable_of(profile.step.model, reads.staying, lambda p: p.numel() > 0)
+    members = members_of(movable, reads, profile.chains[0].layout.begins, probe)
     whole = sum(room_of(p) for several in members.values() for p in several)
     parts = [
         (stages, part)
-        for (stages, _), several in sorted(members.items(), key=lambda one: one[0])
+        for (stages, _, _), several in sorted(members.items(), key=lambda one: one[0])
         for part in in_parts(several, map(room_of, several), whole)
     ]
     grouped = {id(p) for _, part in parts for p in part}
@@ -285,21 +287,6 @@ def whole_device(
         "batch": profile.batch_bytes,
     }
     return WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving), resident
-
-
-def _members(profile: Estimate) -> dict[tuple[tuple[int, ...], bool], list[nn.Parameter]]:
-    """The parameters that can move, by the stages that read them and whether they need gradients."""
-    step, begins, reads = profile.step, profile.chains[0].layout.begins, profile.step.reading
-    readers = {key: {bisect_right(begins, at) for at in some} for key, some in reads.at.items()}
-    storages: dict[int, list[int]] = {}
-    for tensor in (*step.parameters, *step.model.buffers()):
-        storages.setdefault(storage_key(tensor), []).append(id(tensor))
-    sharing = {one for several in storages.values() if len(several) > 1 for one in several}
-    members: dict[tuple[tuple[int, ...], bool], list[nn.Parameter]] = {}
-    for p in step.parameters:
-        if id(p) in readers and id(p) not in sharing | reads.staying and p.numel():
-            members.setdefault((tuple(sorted(readers[id(p)])), p.requires_grad), []).append(p)
-    return members
 
 
 def charging_first_runs(found: TapeChain) -> Chain:

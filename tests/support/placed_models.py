@@ -269,6 +269,8 @@ SIZED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {  # larger ones, of w
     "tied": (lambda: Language(32, 1, 300, tie=True), words(300, 8, 16)),
     "no biases": (lambda: nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), numbers(8, 96)),
     "first frozen": (first_frozen, numbers(64, 32)),
+    "adapted": (lambda: Adapted(128), numbers(64, 128)),
+    "shared": (lambda: nn.Sequential(nn.Linear(64, 64), *[Residual(64)] * 4, nn.Linear(64, 64)), numbers(64, 64)),
     "lstm": (lambda: nn.Sequential(Recurs(48, 48, 1), Recurs(48, 48, 1)), numbers(8, 16, 48)),
     "small": (lambda: nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), numbers(64, 24)),
     "convolutions": (lambda: nn.Sequential(*(layer for n in (3, 16, 16) for layer in (
