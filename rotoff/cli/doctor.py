@@ -30,14 +30,10 @@ def _doctor(options: argparse.Namespace) -> int:
     except Exception as error:
         said = f"{type(error).__name__} {error}".strip()
         raise UsageError(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
-    from ..planning.options import read_device
-    from ..tools.doctor.examination import examine
+    from ..tools.doctor.examination import examine, find_device
     from ..tools.doctor.findings import FAILED, VERDICTS, Report
 
-    device = read_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    assert device is not None
-    if device.index is not None and device.index >= max(1, count := torch.cuda.device_count()):
-        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is cuda:{count - 1}")
+    device = find_device(options.device)
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work
