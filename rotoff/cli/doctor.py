@@ -30,10 +30,15 @@ def _doctor(options: argparse.Namespace) -> int:
     except Exception as error:
         said = f"{type(error).__name__} {error}".strip()
         raise UsageError(f"torch cannot be imported ({said}); reinstall it, or give the process more memory") from error
-    from ..tools.doctor.examination import examine, find_device
+    from ..planning.options import read_device
+    from ..tools.doctor.examination import examine
     from ..tools.doctor.findings import FAILED, VERDICTS, Report
 
-    device = find_device(options.device)
+    device = read_device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    assert device is not None
+    if device.index is not None and device.index >= max(1, count := torch.accelerator.device_count()):
+        last = f"{device.type}:{count - 1}"
+        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {last}")
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work

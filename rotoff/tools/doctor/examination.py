@@ -10,8 +10,6 @@ from functools import partial
 
 import torch
 
-from ...errors import OptionError
-from ...planning.options import read_device
 from ...tensors.torch_settings import bytes_by_default
 from . import machine, training
 from .findings import FAILED, Finding, Report
@@ -36,19 +34,6 @@ _MODEL: dict[str, Callable[[SmallModel], Finding]] = {
     "overlap": training.overlap,
 }
 CHECKS = (*_DEVICE, *_MODEL)
-
-
-def find_device(name: str | None) -> torch.device:
-    """The device called `name`; by default CUDA if available, else the CPU.
-
-    Raises:
-        OptionError: if there is no such device.
-    """
-    device = read_device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    assert device is not None
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise OptionError(f"device is {name!r}, and torch finds {count}: the last is cuda:{count - 1}")
-    return device
 
 
 def examine(device: torch.device, seconds: float, told: Callable[[Report, Finding], None] = lambda *_: None) -> Report:
