@@ -491,7 +491,7 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.head(x)
 
 
-row("factors drawn by torch, Python and NumPy")(
+row("factors drawn by torch, Python and NumPy", call=large)(
     along(lambda net, x, n: torch.sin(x * (0.5 + torch.rand(()).item() + random.random() + numpy.random.random())))
 )
 
@@ -936,7 +936,7 @@ row("gradients accumulated over parts of a batch", step=accumulated, call=lambda
 )
 row("updates within the backward", step=updated_in_backward)(Tied)
 row("gradients to which hooks add noise", step=noisy, call=large)(Dropout)
-row("gradients of the input and of all parameters", step=of_all)(Trunk)
+row("gradients of the input and of all parameters", step=of_all, room=0.95)(Trunk)  # all are held at once
 row("gradients of a result in the middle", step=of_hidden, room=0.6)(Hidden)
 row("a second and a third backward through the same graph", step=again_backward, call=large)(Dropout)
 row("a backward for each of two losses", step=gradient_of_each)(Trunk)
@@ -965,7 +965,7 @@ class Short(Trunk):
     many = 3
 
 
-@row("the first tower updated before the backward of the last", step=updated_between(0), refused="changed in place")
+@row("the first tower updated before the backward of the last", step=updated_between(0), may_refuse="changed in place")
 @row("the last tower updated before the backward of the first", step=updated_between(1))
 @row("a backward for each of two towers", step=apart)
 class Towers(nn.Module):

@@ -15,7 +15,7 @@ from step_by_step import Call, error_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, at, drawn, made_of, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, at, drawn, large, made_of, row, runs, sets
 
 WORLD: dict[str, Any] = {"seen": []}
 
@@ -451,7 +451,9 @@ class Dropped(nn.Module):
         return self.drop(self.norm(self.block(x)))
 
 
-row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0)(made_of(Dropped))
+row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0, call=large)(
+    made_of(Dropped)
+)
 
 
 # -- what the caller does

@@ -13,7 +13,7 @@ import torch
 from step_by_step import Call, Row, error_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, large, row, runs, sets
 
 
 class Between(Trunk):
@@ -100,7 +100,7 @@ def of(kind: type[Layer], how: str) -> type[Layer]:
 
 
 for how in ("module", "function, norm", "adjoint, function, norm"):
-    row(f"a Function over a module: {how}")(between(of(Layer, how)))
+    row(f"a Function over a module: {how}", call=large)(between(of(Layer, how)))
 
 
 class Handing(nn.Module):
