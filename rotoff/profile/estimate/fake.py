@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -35,13 +35,16 @@ def fake_copy(thing: T, mode: FakeTensorMode) -> T:
     The original's tensors may be on any device, on ``meta``, or fake. Copies share what the originals share.
 
     Raises:
-        MeasureError: if the module cannot be copied, or has tensors that are not strided.
+        MeasureError: if the module cannot be copied, has tensors that are not strided, or parts that keep their own.
     """
     if not isinstance(thing, nn.Module):
         return tree_map(lambda leaf: _fake(leaf, mode, {}) if isinstance(leaf, torch.Tensor) else leaf, thing)
     try:
         with _Copying(mode):
-            return copy.deepcopy(thing)
+            copied = copy.deepcopy(thing)
+        if not all(map(is_fake, (*copied.parameters(), *copied.buffers()))):
+            raise MeasureError("a part of the model is scripted or traced and keeps its own tensors")
+        return copied
     except MeasureError:
         raise
     except Exception as error:  # a module may hold anything
