@@ -451,7 +451,9 @@ class Dropped(nn.Module):
         return self.drop(self.norm(self.block(x)))
 
 
-row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0)(made_of(Dropped))
+row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0, stages=12)(
+    made_of(Dropped)
+)
 
 
 # -- what the caller does
@@ -530,6 +532,7 @@ class Adapted(nn.Module):
     call=lambda n: ((torch.arange(LENGTH).mul(3 + n).remainder(50),), {}),
     of=made_of(Adapted),
     has={"table": lambda: nn.Embedding(50, WIDTH).requires_grad_(False)},
+    may_refuse="needs at least",
     room=0.0,
     stages=12,
 )

@@ -99,8 +99,9 @@ def of(kind: type[Layer], how: str) -> type[Layer]:
     return type("Of", (kind,), {"how": how})
 
 
-for how in ("module", "function, norm", "adjoint, function, norm"):
-    row(f"a Function over a module: {how}")(between(of(Layer, how)))
+row("a Function over a module: module")(between(of(Layer, "module")))
+row("a Function over a module: function, norm", stages=12, room=0.5)(between(of(Layer, "function, norm"), many=8))
+row("a Function over a module: adjoint, function, norm")(between(of(Layer, "adjoint, function, norm")))
 
 
 class Handing(nn.Module):
