@@ -215,7 +215,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         try:
             with (
                 _as_they_are(given),
-                undone(self._model),
+                undone(self._model, value),
                 torch.enable_grad(),
                 self._without_caches(kwargs),
                 refusing_torch_func(),

@@ -20,7 +20,7 @@ from tables import figure, save, write
 
 from rotoff import Chain, InfeasibleError, Stage, keep_all, min_mem_limit, simulate, solve
 from rotoff.solver.policies.heavy import heavy_stages
-from rotoff.solver.policies.superneurons import layer_bytes, operations, segment_bytes, segments
+from rotoff.solver.policies.superneurons import layer_bytes, operations, segment_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 from superneurons_layers import alexnet, chain_of, checkpoints, resnet
@@ -61,7 +61,8 @@ def table_1() -> list[dict[str, object]]:
     for name, (layers, batch, paper) in PAPER_TABLE_1.items():
         chain, marks = chain_of(layers, batch), checkpoints(layers)
         l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
-        most = max(segment_bytes(chain, s) for s in segments(marks) if s.last >= s.first)
+        segments = zip([1, *(i + 1 for i in marks)], marks, strict=False)
+        most = max(segment_bytes(chain, first, i - 1) for first, i in segments if first < i)
         for technique, (extra, peak) in paper.items():
             trace = simulate(chain, operations(chain, 1 << 50, technique, marks))
             rows.append(

@@ -34,10 +34,11 @@ def _doctor(options: argparse.Namespace) -> int:
     from ..tools.doctor.examination import examine
     from ..tools.doctor.findings import FAILED, VERDICTS, Report
 
-    device = read_device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = read_device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     assert device is not None
-    if device.index is not None and device.index >= max(1, count := torch.cuda.device_count()):
-        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is cuda:{count - 1}")
+    if device.index is not None and device.index >= max(1, count := torch.accelerator.device_count()):
+        last = f"{device.type}:{count - 1}"
+        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {last}")
     try:
         Report(str(device)).save(options.output)
     except OSError as error:  # before the work

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ChainError
 from ..io.json_file import load_json, save_json
-from .chain_fields import at_most, bytes_of, check_name, number, several
+from .chain_fields import at_most, bytes_of, check_name, number, read, several
 from .parameters import ParameterGroup
 
 FORMAT = "rotoff.chain"
@@ -338,34 +338,20 @@ def _stage_to_dict(stage: Stage) -> dict[str, Any]:
 
 
 def _stage_from_dict(data: Any, i: int) -> Stage:
-    if not isinstance(data, Mapping):
-        raise ChainError(f"stage {i} is {data!r}, not an object")
-    for name in ("forward_time", "backward_time", "output_bytes", "saved_bytes"):
-        if name not in data:
-            raise ChainError(f"stage {i} misses the field {name!r}")
-    values = {name: data[name] for name in _STAGE_FIELDS if name in data}
-    extra = {key: data[key] for key in data if key not in (*_STAGE_FIELDS, "forms")}
-    forms = data.get("forms") or []
+    required = ("forward_time", "backward_time", "output_bytes", "saved_bytes")
+    forms = (data.get("forms") or []) if isinstance(data, Mapping) else []
     if not isinstance(forms, list):
         raise ChainError(f"forms of stage {i} is {forms!r}, not a list")
+    stage = read(Stage, data, f"stage {i}", required, _STAGE_FIELDS, forms=())
+    own = {name: getattr(stage, name) for name in ("forward_transient_bytes", "backward_transient_bytes")}
     try:
-        stage = Stage(**values, extra=extra)
-        return Stage(
-            **values, extra=extra, forms=tuple(_form_from_dict(f, k, stage) for k, f in enumerate(forms, start=1))
-        )
+        made = [
+            read(Form, form, f"form {k}", ("saved_bytes", "backward_time"), _FORM_FIELDS, **own)
+            for k, form in enumerate(forms, start=1)
+        ]
+        return replace(stage, forms=tuple(made))
     except ChainError as error:
         raise ChainError(f"stage {i}: {error}") from error
-
-
-def _form_from_dict(data: Any, k: int, stage: Stage) -> Form:
-    if not isinstance(data, Mapping):
-        raise ChainError(f"form {k} is {data!r}, not an object")
-    for name in ("saved_bytes", "backward_time"):
-        if name not in data:
-            raise ChainError(f"form {k} misses the field {name!r}")
-    default = {name: getattr(stage, name) for name in ("forward_transient_bytes", "backward_transient_bytes")}
-    extra = {key: data[key] for key in data if key not in _FORM_FIELDS}
-    return Form(**{name: data.get(name, default.get(name)) for name in _FORM_FIELDS}, extra=extra)
 
 
 def _checked_form(form: Form, k: int, where: str) -> Form:

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 from ..errors import ChainError
 from ..io.json_file import is_text
+
+T = TypeVar("T")
+
+
+def read(
+    cls: Callable[..., T], data: Any, where: str, required: Iterable[str], names: Iterable[str], **others: Any
+) -> T:
+    """A part of a chain from its object in a file; unknown fields are kept in `extra`. others: fields that the object
+    need not have."""
+    if not isinstance(data, Mapping):
+        raise ChainError(f"{where} is {data!r}, not an object")
+    for name in required:
+        if name not in data:
+            raise ChainError(f"{where} misses the field {name!r}")
+    known = set(names)
+    fields = {name: data[name] for name in data if name in known}
+    try:
+        return cls(**{**others, **fields}, extra={name: data[name] for name in data if name not in {*known, *others}})
+    except ChainError as error:
+        raise ChainError(f"{where}: {error}") from error
 
 
 def check_name(name: Any, where: str) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ChainError
-from .chain_fields import bytes_of, check_name, number, several
+from .chain_fields import bytes_of, check_name, number, read, several
 
 PARTS = 3  # more gain little, and plans of more groups take longer to find
 LEAST_PART = 1 / 128
@@ -82,18 +82,9 @@ class ParameterGroup:
         Raises:
             ChainError: if the object is no such group; the message begins with the group's number.
         """
-        if not isinstance(data, Mapping):
-            raise ChainError(f"group {k} of the parameters is {data!r}, not an object")
-        trained = ("update_time",) if data.get("grad_bytes") else ()
-        for name in ("stages", "bytes", *trained):
-            if name not in data:
-                raise ChainError(f"group {k} of the parameters misses the field {name!r}")
-        known = (*_FIELDS, "host_update_time")
-        extra = {key: data[key] for key in data if key not in known}
-        try:
-            return cls(**{name: data[name] for name in known if name in data}, extra=extra)
-        except ChainError as error:
-            raise ChainError(f"group {k} of the parameters: {error}") from error
+        trained = ("update_time",) if isinstance(data, Mapping) and data.get("grad_bytes") else ()
+        required = ("stages", "bytes", *trained)
+        return read(cls, data, f"group {k} of the parameters", required, (*_FIELDS, "host_update_time"))
 
 
 def in_parts(tensors: Iterable[T], sizes: Iterable[int], whole: int) -> list[list[T]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, overload
 
 from ..errors import LimitError, SequenceFormatError
@@ -179,52 +179,21 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) <= MOST_DIGITS
 
 
-def F_all(i: int) -> Op:
-    return Op(OpKind.F_ALL, i)
+# Operations on the stage or group of a number.
+F_all, F_ck, F_none, B = (partial(Op, kind) for kind in (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE, OpKind.B))
+U, H = partial(Op, OpKind.U), partial(Op, OpKind.H)
 
 
 def F_sel(i: int, k: int) -> Op:
     return Op(OpKind.F_SEL, i, form=k)
 
 
-def F_ck(i: int) -> Op:
-    return Op(OpKind.F_CK, i)
+def _moves(kind: OpKind) -> Callable[[Value], Op]:
+    return lambda v: Op(kind, v.stage, saved=v.saved, of=v.of)
 
 
-def F_none(i: int) -> Op:
-    return Op(OpKind.F_NONE, i)
-
-
-def B(i: int) -> Op:
-    return Op(OpKind.B, i)
-
-
-def U(k: int) -> Op:
-    return Op(OpKind.U, k)
-
-
-def H(k: int) -> Op:
-    return Op(OpKind.H, k)
-
-
-def offload(v: Value) -> Op:
-    return Op(OpKind.OFFLOAD, v.stage, saved=v.saved, of=v.of)
-
-
-def free(v: Value) -> Op:
-    return Op(OpKind.FREE, v.stage, saved=v.saved, of=v.of)
-
-
-def prefetch(v: Value) -> Op:
-    return Op(OpKind.PREFETCH, v.stage, saved=v.saved, of=v.of)
-
-
-def wait(v: Value) -> Op:
-    return Op(OpKind.WAIT, v.stage, saved=v.saved, of=v.of)
-
-
-def drop(v: Value) -> Op:
-    return Op(OpKind.DROP, v.stage, saved=v.saved, of=v.of)
+offload, free, prefetch = map(_moves, (OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFETCH))
+wait, drop = map(_moves, (OpKind.WAIT, OpKind.DROP))
 
 
 def resident_values(texts: Iterable[str]) -> tuple[Value, ...]:

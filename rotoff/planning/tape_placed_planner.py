@@ -115,7 +115,8 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGr
     effort = SHORT * Budget.of(request.options.get("refine", True)).seconds
     short = replace(request, options={**request.options, "refine": effort or False})
     found = [one for groups in ways for one in _proposed(groups, short) if one.peak <= limit]
-    for start in [*found] if effort else ():
+    if found and effort:
+        start = min(found, key=lambda one: one.seconds)
         found += [one for one in islice(_proposed(start.groups, request, start), LONGER) if one.peak <= limit]
     best = min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
     _report(request, *best, time.perf_counter() - began)

@@ -20,6 +20,7 @@ from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
+from ..profile.other_size import at_size
 from ..profile.reads import RecordedReads
 from ..profile.recorded_step import BUSY, aside
 from ..profile.tape_groups import (
@@ -47,7 +48,7 @@ from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .options import Options
 from .request import Request
-from .signatures import signature
+from .signatures import family_of, signature
 from .stages import stages_of
 from .step_courses import LINK_BYTES, PATIENCE, PlannedSize
 from .tape_placed_planner import Found, check_updates, compiled, plan, read_optimizers
@@ -101,6 +102,8 @@ class PlacedRunner:
         links: LinkPool,
         before: PlacedRunner | None = None,
     ) -> None:
+        if before is not None:
+            before.plan_recorded()
         self.model, self.optimizers, self.request = model, tuple(optimizers), request
         self._options, self._links, self._before = options, links, before
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -113,6 +116,7 @@ class PlacedRunner:
         self.courses: dict[Any, PlacedCourse] = {}
         self.placement: Placement | None = None
         self._recorded: _Recorded | None = None
+        self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
         self._staying: set[int] = set()  # by id, parameters that have to stay on the device
         self._streaming = False
         # by signature, what forwards without gradients allocate
@@ -162,9 +166,10 @@ class PlacedRunner:
         found = []
         for key, recording in self.recordings.items():
             if (course := self.planned(key)) is not None:
-                seconds, base = course.plan.trace.makespan, recording.profile.chain.compute_time
+                profile, seconds = recording.profile, course.plan.trace.makespan
+                base, held = profile.chain.compute_time, course.expected_bytes
                 overhead = max(0.0, round(seconds / base - 1, 12)) if base else 0.0
-                found.append(PlannedSize(recording.profile.shapes, True, course.expected_bytes, seconds, overhead))
+                found.append(PlannedSize(profile.shapes, profile.seen, held, seconds, overhead))
         return found
 
     def prepare(self) -> None:
@@ -243,6 +248,8 @@ class PlacedRunner:
         self.plan_recorded()
         self.latest = key = signature((args, kwargs), self.model)
         course = self.planned(key)
+        if course is None and self._foretold(key, args, kwargs):
+            course = self.planned(key)
         if course is None:
             if BUSY.locked() or torch.autograd._profiler_enabled():  # a step cannot be recorded now
                 return self._away(args, kwargs)
@@ -255,6 +262,22 @@ class PlacedRunner:
                 with self.streamed():
                     return self.watched(self.model(*args, **kwargs))
         return self.watched(self.model(*args, **kwargs))
+
+    def _foretold(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Note what a step takes at a size that none has had, if one at another size has made the same operations;
+        returns whether there is one."""
+        family, _ = family_of(key)
+        alike = (one for other, one in reversed(self.recordings.items()) if family_of(other)[0] == family)
+        near = next((one for one in alike if one.profile.seen), None)
+        if near is None or key in self.recordings or self.request is None or family in self._unforeseen:
+            return False
+        profile = at_size(near.profile, self.known, self.model, args, kwargs)
+        if profile is None:
+            self._unforeseen.add(family)
+            return False
+        logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, profile.shapes)))
+        self.recordings[key] = RecordedProfile(profile, near.reads)
+        return True
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any], backward: Callable[[Any], object]) -> None:
         """Record a step of which `backward` runs the backward, given what the model returns."""
@@ -330,7 +353,7 @@ class PlacedRunner:
         for found in profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         known = self.recordings.get(recorded.key)
-        if known is not None and known.profile.chain_keys == profile.chain_keys:
+        if known is not None and known.profile.seen and known.profile.chain_keys == profile.chain_keys:
             profile = known.profile.timed_by(profile.trace)
         self.recordings[recorded.key] = RecordedProfile(profile, recorded.step.reading)
         self.courses.pop(recorded.key, None)

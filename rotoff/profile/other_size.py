@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .estimate.devices import Device
 from .estimate.fake_trace import fake_step
 from .tape_profile import TapeProfile
 from .trace import Trace, trace_of
+
+SMALL = 512  # bytes
 
 
 def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs: Any) -> TapeProfile | None:
@@ -43,7 +46,7 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     whole, all_of = sum(event.seconds for event in trace.backward), sum(event.seconds for event in near.trace.backward)
     scale = ratio * all_of / whole if whole else 0.0
     backward = (replace(event, seconds=event.seconds * scale) for event in trace.backward)
-    beside = max(trace.beside, int(near.trace.beside * ratio))
+    beside = max(trace.beside, int(near.trace.beside * ratio)) + max(0, _small(near.trace) - _small(trace))
     trace = replace(trace, ran=tuple(ran), backward=tuple(backward), beside=beside)
     given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
@@ -58,6 +61,13 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
                 known.sure.add(key)
             known.held |= {(key, out) for out in held.get(one, ())}
     return found
+
+
+def _small(trace: Trace) -> int:
+    """Return the most bytes that small temporaries of the backward hold at once: kernels take the same at any size, and
+    fake ones take none."""
+    sizes = (event.size for event in trace.backward if abs(event.size) <= SMALL and not event.kept)
+    return max(accumulate(sizes, initial=0))
 
 
 def _operations(trace: Trace) -> list[tuple[Any, ...]]:

@@ -151,6 +151,7 @@ class RecordedStep(Verified):
         self._alive: list[Content] = []
         self._copied: list[tuple[StorageWeakRef, int]] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
+        self._holds: set[int] = set()  # storages that the recording holds
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
         self._spill = Spill(self.device) if spill is None else spill
@@ -217,9 +218,13 @@ class RecordedStep(Verified):
 
     def enter(self, stage: int) -> None:
         with self.region(OWN), torch._C._DisableTorchDispatch():
+            ended = self.operations[self.begins[self.stage] :]
             super().enter(stage)
+            found = (content for op in ended for content in (*op.made, *op.written()) if content.held is not None)
+            self._alive += [content for content in found if self.death.pop(content, None) is not None]
             self._borders = []  # or what has died would be alive still
             self._borders = [s for content in self._alive if (s := content.storage(seen=True)) is not None]
+            self._holds = {storage._cdata for storage in self._borders}
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         copy = super()._copy(storage)
@@ -229,7 +234,7 @@ class RecordedStep(Verified):
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, still = len(self.operations), []
         for content in self._alive:
-            if content.alive():
+            if self._in_use(content):
                 still.append(content)
             else:
                 self.death[content] = number
@@ -240,6 +245,12 @@ class RecordedStep(Verified):
             out = func(*args, **kwargs)
             self._last = began, self.moment()
         return out
+
+    def _in_use(self, content: Content) -> bool:
+        """Whether anything but the recording has the storage."""
+        if content.held is not None or (storage := content.storage(seen=True)) is None:
+            return content.alive()
+        return storage._cdata not in self._holds or torch._C._storage_Use_Count(storage._cdata) > 1
 
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
         written = super()._written(*of)
@@ -269,6 +280,8 @@ class RecordedStep(Verified):
 
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
         super().saved(slot, storage)
+        if self._new:
+            self._holds.add(storage._cdata)
         assert slot.reference is not None
         self.segments[-1].saved[slot.reference.content] = None
         self._watches.append(weakref.ref(slot, partial(self._dropped, slot.reference.content)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from .reads import Reads, RecordedReads
 from .recorded_step import OWN
 from .tape_chain import TapeChain
 from .tape_profile import TapeProfile
+from .trace import Trace
 
 
 class RecordedLent(PlacedTape, RecordedReads):
@@ -62,7 +63,8 @@ class TapeGroups:
     of its parameters takes, and with what the first one leaves behind. beside: bytes that the device holds throughout:
     what is outside, buffers, the caller's loss. marks: those of the gradients that are used up. update: bytes that the
     update of what is outside takes. whole: the bytes with which the plain model and its optimizers run; expected: those
-    of them that they take if no gradients are there when a step begins.
+    of them that they take if no gradients are there when a step begins. arriving: by stage, the bytes that its backward
+    makes of gradients that stay; None if that is not known.
     """
 
     found: TapeChain
@@ -76,6 +78,7 @@ class TapeGroups:
     whole: int
     expected: int
     device: torch.device
+    arriving: tuple[int, ...] | None = None
 
     def constant(self, during: bool) -> int:
         """Bytes that the device holds throughout."""
@@ -83,16 +86,16 @@ class TapeGroups:
 
     def is_like(self, other: TapeGroups) -> bool:
         """Whether a plan of the other one's is a plan of this."""
-        layout, theirs = self.found.layout, other.found.layout
-        return (layout.begins, layout.forms, self._members) == (theirs.begins, theirs.forms, other._members)
+        return self._told == other._told
 
     @property
-    def _members(self) -> list[tuple[Any, ...]]:
-        rows = zip(self.chain.parameters, self.placed, strict=True)
-        return [
+    def _told(self) -> list[Any]:
+        groups = zip(self.chain.parameters, self.placed, strict=True)
+        members = [
             (of.stages, of.grad_bytes, of.state_bytes, of.host_update_time is None, *map(id, group.parameters))
-            for of, group in rows
+            for of, group in groups
         ]
+        return [self.found.layout.begins, *map(len, self.found.layout.forms), *members]
 
     def levels(self, sequence: Sequence, during: bool) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
@@ -105,6 +108,7 @@ class TapeGroups:
         levels, ran, turned, stays = [], 0, False, self.constant(during)
         updated = set[int]()
         returned = max((one.nbytes for one in found.trace.made if one.returned), default=0)
+        stage = len(self.chain)
         for op in sequence:
             activations = [v for v in machine.device if not v.of and (v.stage or v.saved)]
             held = frozenset[int]().union(*(_contents(found, v, machine) for v in activations))
@@ -123,6 +127,8 @@ class TapeGroups:
                 updated |= {op.stage} if op.kind in UPDATES else set()
             else:
                 level = next(own) + event.parameter_memory
+                stage = op.stage if op.kind is OpKind.B else stage
+            level -= 0 if self.arriving is None else self._not_whole(stage, machine, self.arriving)
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
                 level += checksum_room(returned, self.device) if ran == len(self.chain) else 0  # when the forward ends
@@ -131,19 +137,26 @@ class TapeGroups:
                 stays += self.chain.group(op.stage).grad_bytes
         return [*levels[:-1], levels[-1] + self.update]
 
+    def _not_whole(self, stage: int, machine: Machine, arriving: tuple[int, ...]) -> int:
+        """Return the bytes of gradients that the machine charges once the B of `stage` has run, and that are not there:
+        autograd keeps what the first reader of a parameter gives it among the step's other gradients."""
+        begun = (self.chain.group(v.stage) for v in machine.device if v.of == "g")
+        late = sum(group.grad_bytes for group in begun if min(group.stages) < stage)
+        charged = sum(group.grad_bytes for group in self.chain.parameters if max(group.stages) >= stage)
+        return max(0, min(late, charged - sum(arriving[stage:])))
+
     def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
         """Return where `sequence` has the parameters. Unless the device is a CPU, a parameter lies where its gradient
         arrives: on the host, if the host updates it or receives the gradient."""
         numbers = frozenset(range(1, len(self.chain.parameters) + 1))
         rest = at_rest(self.chain, sequence.ops, sequence.resident)
         resident, moved = frozenset(rest.device), {op.stage for op in sequence if op.of == "w"}
-        keep = numbers - {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
         early: frozenset[Value] = frozenset()
         if apart := is_accelerator(self.device):
-            on_host = {op.stage for op in sequence if op.kind is OpKind.H} | (numbers - keep)
+            leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
+            on_host = leaving | {op.stage for op in sequence if op.kind is OpKind.H}
             early = frozenset(v for v in resident if v.of == "w" and v.stage in on_host)
             resident -= early
-            keep &= {v.stage for v in resident if v.of == "w"}
         trace = self.found.trace
         alone = replace(trace, saved=(), backward=()).plain_bytes()  # a forward that saves nothing
         kept = sum(group_bytes(self.chain, v) for v in resident)
@@ -153,7 +166,6 @@ class TapeGroups:
             on_both=resident & frozenset(rest.host),
             moved=frozenset(moved | {k for k in numbers if w(k) not in resident}),
             levels=tuple(self.levels(sequence, during)),
-            keep_gradients=keep,
             early=early,
             outside=self.outside,
             during=during,
@@ -171,6 +183,16 @@ def without_gradients(profile: TapeProfile) -> TapeProfile:
     """Return the profile of a step whose parameters' gradients count as those of groups."""
     events = (event for event in profile.trace.backward if not event.kept)
     return replace(profile, trace=replace(profile.trace, backward=tuple(events)))
+
+
+def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:
+    kept, stage = [0] * (len(found.chain) + 1), len(found.chain)
+    for event in trace.backward:
+        if event.reads is not None:
+            stage = bisect_right(found.layout.begins, event.reads)
+        if event.kept and event.size > 0:
+            kept[stage] += event.size
+    return tuple(kept)
 
 
 def _group_of(
@@ -216,8 +238,8 @@ def groups_of(
     """
     device = reads.device
     block = block_bytes(device)
-    every, movable = _movable(model, reads.staying | {*outside})
-    members = _alike(movable, reads, found.layout.begins, probe)
+    every, movable = movable_of(model, reads.staying | {*outside})
+    members = members_of(movable, reads, found.layout.begins, probe)
     whole = sum(room_of(p) for several in members.values() for p in several)
     costs, placed, on_host = [], [], []
     for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
@@ -251,10 +273,11 @@ def groups_of(
         whole=max(resting + sum(one.grad_bytes for one in costs) + profile.trace.plain_bytes(), updating),
         expected=max(resting - gradients + with_gradients, updating),
         device=device,
+        arriving=_arriving(profile.trace, found),
     )
 
 
-def _alike(
+def members_of(
     movable: Iterable[nn.Parameter], reads: Reads, begins: tuple[int, ...], probe: OptimizerProbe
 ) -> dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]]:
     """Return parameters by the stages that read them, whether they need a gradient, and whether they are updated."""
@@ -268,7 +291,7 @@ def _alike(
 
 def waiting_plan(model: nn.Module, probe: OptimizerProbe) -> PlacedPlan:
     """Return where parameters lie until a step is planned: on the host, all that can be placed, each by itself."""
-    every, movable = _movable(model, ())
+    every, movable = movable_of(model, ())
     moved = {id(p) for p in movable}
     return PlacedPlan(
         tuple(PlacedGroup((p,), (probe.state_bytes(p),)) for p in movable),
@@ -280,16 +303,18 @@ def waiting_plan(model: nn.Module, probe: OptimizerProbe) -> PlacedPlan:
     )
 
 
-def _movable(model: nn.Module, staying: Iterable[int]) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def movable_of(
+    model: nn.Module, staying: Iterable[int], may: Callable[[nn.Parameter], bool] = placeable
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return all parameters, and those that can be placed and are not among `staying`: not what shares its bytes, and
-    what compiled code reads unseen."""
+    what compiled code reads unseen. may: whether a parameter is of a kind that can be."""
     every = list({id(p): p for p in model.parameters()}.values())
     by_storage: dict[int, list[int]] = {}
     for tensor in (*every, *model.buffers()):
         by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
     left = {*staying, *(one for several in by_storage.values() if len(several) > 1 for one in several)}
     left |= {id(p) for module in model.modules() if _compiled(module) for p in module.parameters()}
-    return every, [p for p in every if id(p) not in left and placeable(p)]
+    return every, [p for p in every if id(p) not in left and may(p)]
 
 
 def _compiled(module: nn.Module) -> bool:

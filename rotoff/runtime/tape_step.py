@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 
 import torch
@@ -22,6 +22,7 @@ from torch.autograd.profiler import record_function
 from torch.autograd.variable import Variable
 
 from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
+from ..errors import ExecutionError
 from ..tape.contents import Content, bytes_in
 from ..tape.tape import Tape
 from .execution_plan import ExecutionPlan
@@ -332,6 +333,8 @@ class TapeStep:
             if content in held:
                 continue
             held.append(content)
+            if content.held is not None and content not in self._owners:
+                continue  # the tape itself keeps what cannot be made again
             self._owners[content] += 1
             if storages is not None and content in storages:
                 content.hold(storages[content])
@@ -349,6 +352,8 @@ class TapeStep:
             self._leaving.remove(v)
             self.link.wait(self._copies[v][0])  # it holds the bytes until it has copied them
         for content in self._values.pop(v, ()):
+            if content not in self._owners:
+                continue
             self._owners[content] -= 1
             if not self._owners[content]:
                 del self._owners[content]
@@ -418,6 +423,11 @@ class TapeStep:
             self._release(tape, v)
         self._copies.clear()
         self._leaving.clear()
+        for arrived in self._arriving.values():
+            for _, arrival in arrived.values():
+                assert self.link is not None
+                with suppress(ExecutionError):  # nobody reads it, but its copy holds the bytes
+                    self.link.wait(arrival)
         self._arriving.clear()
         if self.link is not None:
             self.link = None

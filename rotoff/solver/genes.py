@@ -8,13 +8,11 @@ of the same stage are updated), the stage after whose B the update is issued, an
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.parameters import ParameterGroup
 from ..core.sequence import Sequence, Value
 from .arrays import arrays
 from .kernels.place import Placer
@@ -64,34 +62,6 @@ def at_home(chain: Chain) -> np.ndarray:
     genes = np.zeros((len(chain.parameters), GENES), dtype=np.int16)
     genes[:, AT] = [min(group.stages) for group in chain.parameters]
     return genes
-
-
-def merged(chain: Chain) -> tuple[Chain, list[int]]:
-    """`chain` with one group for those that the same stages read and the same lanes may update, and which of its groups
-    each is part of."""
-    keys = [(tuple(sorted(g.stages)), g.grad_bytes > 0, g.host_update_time is None) for g in chain.parameters]
-    number = {key: k for k, key in enumerate(dict.fromkeys(keys))}
-    groups = []
-    for key in number:
-        several = [g for g, of in zip(chain.parameters, keys, strict=True) if of == key]
-        groups.append(
-            ParameterGroup(
-                key[0],
-                sum(g.bytes for g in several),
-                sum(g.grad_bytes for g in several),
-                sum(g.state_bytes for g in several),
-                sum(g.update_time for g in several),
-                None if key[2] else sum(g.host_update_time or 0.0 for g in several),
-                max(g.update_transient_bytes for g in several),
-            )
-        )
-    return replace(chain, parameters=tuple(groups)), [number[key] for key in keys]
-
-
-def spread(plan: np.ndarray, part: list[int]) -> np.ndarray:
-    """A plan of the `merged` chain, for the chain itself: each group has the genes of the one that it is part of."""
-    stages = len(plan) - GENES * (1 + max(part))
-    return np.concatenate([plan[:stages], plan[stages:].reshape(-1, GENES)[part].ravel()])
 
 
 def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:

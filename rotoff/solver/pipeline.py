@@ -17,11 +17,13 @@ from ..core.chain import Chain
 from ..core.pipeline import Order, PipelineTrace, StagePlan, most_in_flight, simulate_pipeline, stage_plan
 from ..core.sequence import B as backward
 from ..core.sequence import F_all as forward
-from ..core.sequence import F_ck, F_sel, Op, abar, free, offload, prefetch, wait
+from ..core.sequence import F_sel, Op
 from ..core.simulator import simulate
 from ..errors import InfeasibleError, InvalidSequenceError, OptionError
 from .in_flight import least_in_flight, solve_in_flight, turn
 from .plan_codes import keep_all
+from .policies.lowering import ENDLESS, lower
+from .policies.segments import periods
 
 REFINE = 0.2  # effort of each stage's search
 WORTH = 1.005  # step time / step time of keeping everything up to which no other plan of a shared link is tried
@@ -220,11 +222,7 @@ def _fits(pipeline: Pipeline, plans: dict[int, tuple[Op, ...]], rank: int, limit
 
 def _recomputed(chain: Chain, n: int) -> tuple[Op, ...]:
     """Recompute the first n stages: only their outputs are kept."""
-    L = len(chain)
-    ops = [F_ck(i) if i <= n else forward(i) for i in range(1, L + 1)]
-    for i in range(L, 0, -1):
-        ops += [forward(i), backward(i)] if i <= n else [backward(i)]
-    return tuple(ops)
+    return tuple(periods(len(chain), list(range(1, n + 1))))
 
 
 def _selective(chain: Chain, n: int) -> tuple[Op, ...]:
@@ -240,24 +238,10 @@ def _selective(chain: Chain, n: int) -> tuple[Op, ...]:
 
 
 def _offloaded(chain: Chain, n: int) -> tuple[Op, ...]:
-    """Offload ā of the first n stages; each is freed two stages later, and prefetched two stages ahead."""
-    L, n = len(chain), min(n, len(chain) - 1)
-    ops: list[Op] = []
-    for i in range(1, L + 1):
-        ops += [forward(i), *([offload(abar(i))] if i <= n else [])]
-        ops += [free(abar(i - 2))] if 1 <= i - 2 <= n else []
-    ops += [free(abar(i)) for i in (L - 1,) if 1 <= i <= n]
-    waiting = [i for i in range(L, 0, -1) if i <= n]
-    arrived: set[int] = set()
-    for i in range(L, 0, -1):
-        coming = [j for j in waiting if j >= i - 2]
-        ops += [prefetch(abar(j)) for j in coming]
-        waiting = [j for j in waiting if j not in coming]
-        here = [j for j in (i, i - 1) if 1 <= j <= n and j not in arrived]
-        ops += [wait(abar(j)) for j in here]
-        arrived.update(here)
-        ops.append(backward(i))
-    return tuple(ops)
+    """Offload ā of the first n stages; each is freed once its copy has ended, and prefetched two stages ahead."""
+    made = lower(chain, ENDLESS, range(1, min(n, len(chain) - 1) + 1), ahead=2)
+    assert made is not None  # within endless bytes
+    return made.ops
 
 
 def _all(rule: Callable[[Chain, int], tuple[Op, ...]]) -> Callable[[Chain, int], tuple[Op, ...]]:

@@ -27,22 +27,18 @@ from .genes import (
     STEPS_ASIDE,
     at_home,
     joined,
-    merged,
     placer,
-    spread,
     to_sequence,
 )
 from .host import all_moving, everything_away, host_step
 from .plan_codes import MOVE, empty, in_columns, keep_all
 
-EFFORT = 160_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
+EFFORT = 240_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
 # Temperatures at which the rounds start, as shares of the keep-all time; each ends a hundred times colder.
 HEATS: tuple[float, ...] = (3e-2, 2e-2, 1e-2, 3e-3)
-TOGETHER = 0.5  # share of the effort for groups that the same stages read as one
-LATER_HEATS = (3e-3, 1e-3)  # from the plan of those
 # A plan over the limit by a share x costs that many keep-all times x more at first, and ten times that at the end of a
 # round.
 WEIGHTS = (0.5, 2.0)
@@ -68,23 +64,34 @@ def searched(
     budget: Budget,
     known: list[np.ndarray],
     progress: Callable[[float, float], None] | None = None,
-) -> list[np.ndarray]:
-    """The best plans found, the best first, which is at least as good as any of `known`; none if none fits.
+) -> np.ndarray | None:
+    """The best plan found, which is at least as good as any of `known`; None if none fits."""
+    chain = problem.chain
+    L, K = len(chain), len(chain.parameters)
+    heats, weights = TIGHT if _do_not_fit_together(problem) else (HEATS, WEIGHTS)
+    shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
+    return annealed(
+        [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)],
+        [*known, *_starts(problem)],
+        [(heat, heat) for heat in heats],
+        int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats),
+        RULES[problem.mode],
+        weights,
+        chain.compute_time or 1.0,
+        problem.limit,
+        budget.enough(chain),
+        progress,
+    )
 
-    Groups that the same stages read are first placed together, which is a smaller problem, and then each by itself.
-    """
-    starts, heats, weights = [*known], HEATS, WEIGHTS
-    together, part = merged(problem.chain)
-    coarse = replace(problem, chain=together)
-    fewer = len(together.parameters) < len(problem.chain.parameters) and problem.mode != "remat"
-    if fewer and problem.limit >= min_mem_limit(together, problem.mode, problem.updates):
-        plans = _annealed(coarse, budget.part(TOGETHER), list(_starts(coarse)), HEATS, WEIGHTS, None)
-        budget, heats = budget.part(1 - TOGETHER), LATER_HEATS
-        starts += [spread(plan, part) for plan in plans[:1]]
-    elif fewer:
-        heats, weights = TIGHT
-    starts += _starts(problem)
-    return _annealed(problem, budget, starts, heats, weights, progress)
+
+def _do_not_fit_together(problem: PlacedProblem) -> bool:
+    """Whether the groups of some stage, which the device updates, cannot all be there at once."""
+    together: dict[tuple[int, ...], int] = {}
+    for group in problem.chain.parameters:
+        if group.host_update_time is None and group.grad_bytes:
+            size = group.bytes + group.grad_bytes + group.state_bytes
+            together[group.stages] = together.get(group.stages, 0) + size
+    return max(together.values(), default=0) > problem.limit
 
 
 def sequence_of(problem: PlacedProblem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
@@ -235,31 +242,3 @@ def _placements(problem: PlacedProblem) -> Iterator[tuple[Rule | None, np.ndarra
         genes = home.copy()
         genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, np.where(host, ON_HOST, flags)
         yield None, genes
-
-
-# -- annealing
-
-
-def _annealed(
-    problem: PlacedProblem,
-    budget: Budget,
-    starts: list[np.ndarray],
-    heats: tuple[float, ...],
-    weights: tuple[float, float],
-    progress: Callable[[float, float], None] | None,
-) -> list[np.ndarray]:
-    chain = problem.chain
-    L, K = len(chain), len(chain.parameters)
-    shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
-    return annealed(
-        [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)],
-        starts,
-        [(heat, heat) for heat in heats],
-        int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats),
-        RULES[problem.mode],
-        weights,
-        chain.compute_time or 1.0,
-        problem.limit,
-        budget.enough(chain),
-        progress,
-    )

@@ -71,7 +71,7 @@ class Tables:
         cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
         if not math.isfinite(cost):
             return cost, None
-        return cost, from_forwards(self.chain, _forwards(self.kernel, self.slots, L, m))
+        return cost, from_forwards(self.chain, forwards(self.kernel, self.slots, Table.FORWARD, m))
 
 
 def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up") -> Tables:
@@ -141,10 +141,10 @@ def inflated(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndar
                 yield f"remat-{share:.3g}", codes
 
 
-def _forwards(kernel: Opt, slots: Slots, L: int, m: int) -> list[tuple[int, int]]:
+def forwards(kernel: Opt, slots: Slots, whole: Table, m: int) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); segments still to run wait on a stack."""
     done: list[tuple[int, int]] = []
-    waiting = [(Table.FORWARD, 1, L, m)]
+    waiting = [(whole, 1, slots.L, m)]
     while waiting:
         table, i, j, m = waiting.pop()
         if table == Table.BESIDE and i == j:

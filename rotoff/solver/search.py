@@ -19,12 +19,10 @@ from .anneal import FLOAT_ERROR, Budget, least_compute, refined
 from .bounds import host_plan, infeasible, min_mem_limit
 from .host import all_moving, host_sequence
 from .plan_codes import MOVE, evaluator, keep_all, select, to_ops
-from .reorder import reordered
 
 Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
-ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1: of all plans together, then of the best one
 STARTS = 6  # of the search: the fastest proposals, and two that do not fit
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
 
@@ -156,8 +154,8 @@ def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candida
     best = refined(chain, limit, mode, starts, problem.budget, host, progress)
     made = None if best is None else judged(chain, limit, best, "refined", host)
     found += [made] if made is not None else []
-    if not found and mode == "joint":
-        return _host_candidate(problem)
+    if not found and mode == "joint" and (plan := host_plan(chain, limit)) is not None:
+        return _of_sequence(problem, Sequence(host_sequence(chain, plan)), "host")
     return _fastest([*found, *_of_less(problem, mode, starts)])
 
 
@@ -175,17 +173,6 @@ def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[
             return
         yield made
         starts = [codes]
-
-
-def _host_candidate(problem: Problem) -> Candidate | None:
-    plan = host_plan(problem.chain, problem.limit)
-    if plan is None:
-        return None
-    ops = host_sequence(problem.chain, plan)
-    trace = simulate(problem.chain, ops, problem.limit)
-    if problem.host_limit is not None and trace.host_peak_bytes > problem.host_limit:
-        return None
-    return Candidate(trace.makespan, ops, None, "host")
 
 
 def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
@@ -227,27 +214,18 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
 def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
     """The best plan found for a chain with parameters."""
     placed = placed_search.PlacedProblem(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
-    plans = placed_search.searched(placed, problem.budget, list(problem.known), progress)
-    share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
-    texts = [(*reordered(placed, placed_search.sequence_of(placed, plan), share), plan) for plan in plans]
-    if texts:
-        _, text, plan = min(texts, key=lambda one: one[0])
-        _, text = reordered(placed, text, problem.budget.part(ORDER_SHARE))
-        found = [_of_sequence(problem, text, "placed", plan)]
-    else:
-        found = [_of_sequence(problem, *made) for made in placed_search.least(placed)]
-    return _fastest(
-        made for made in found if problem.host_limit is None or _host_peak(problem, made) <= problem.host_limit
-    )
+    plan = placed_search.searched(placed, problem.budget, list(problem.known), progress)
+    if plan is not None:
+        return _of_sequence(problem, placed_search.sequence_of(placed, plan), "placed", plan)
+    return _fastest(_of_sequence(problem, *made) for made in placed_search.least(placed))
 
 
-def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.ndarray | None = None) -> Candidate:
-    makespan = simulate(problem.chain, sequence, problem.limit, problem.updates).makespan
-    return Candidate(makespan, sequence.ops, plan, source, tuple(sequence.resident))
-
-
-def _host_peak(problem: Problem, made: Candidate) -> int:
-    return simulate(problem.chain, Sequence(made.ops, resident=list(made.resident))).host_peak_bytes
+def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.ndarray | None = None) -> Candidate | None:
+    """The sequence, which fits the limit, as a candidate; None where it does not fit the host's."""
+    trace = simulate(problem.chain, sequence, problem.limit, problem.updates)
+    if problem.host_limit is not None and trace.host_peak_bytes > problem.host_limit:
+        return None
+    return Candidate(trace.makespan, sequence.ops, plan, source, tuple(sequence.resident))
 
 
 def as_sequence(problem: Problem, best: Candidate, mode: str) -> Sequence:

@@ -11,7 +11,7 @@ from ..core.chain import Chain
 from ..core.sequence import B, F_all, F_ck, F_none, Op, Sequence, a, free, offload, prefetch, wait
 from .placement import HOST_UPDATED, RESIDENT, STREAMED, STREAMED_HOST_UPDATED, Place, place
 from .plan_codes import keep_all
-from .policies.lowering import lower
+from .policies.lowering import ENDLESS, lower
 from .policies.zero_offload import together
 
 KEEP, CHECKPOINT, CHECKPOINT_ON_HOST, SAVED_ON_HOST = "keep", "checkpoint", "checkpoint on host", "saved on host"
@@ -19,7 +19,6 @@ ACTIVATIONS = (KEEP, CHECKPOINT, CHECKPOINT_ON_HOST, SAVED_ON_HOST)
 ON_DEVICE, UPDATED_ON_HOST, ON_HOST, SWAPPED = "on device", "updated on host", "on host", "swapped"
 PARAMETERS = (ON_DEVICE, UPDATED_ON_HOST, ON_HOST, SWAPPED)
 _NUMBERED = re.compile(r"(?:[^.]+\.)*?(?:[^.]*_)?\d+(?=\.|$)")
-ENDLESS = 1 << 62  # bytes
 
 
 @dataclass(frozen=True)

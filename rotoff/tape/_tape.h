@@ -64,7 +64,7 @@ struct Tape {
   uint64_t key = 0;
   bool paused = false;
   bool in_python = false;  // whether it only tells a tape in Python of each operation
-  bool unsure = false;  // whether the open stage has an operation that is not known
+  bool unsure = false;  // whether there was an operation that is not known
   int64_t replayed = 0, copied = 0;
   std::shared_ptr<const Known> known;
   std::recursive_mutex lock;
@@ -93,7 +93,6 @@ struct Tape {
       for (size_t n = begins[stage]; n < operations.size(); ++n) operations[n].each_new(hold_present);
     stage = next;
     key = next;
-    unsure = false;
     begins[stage] = static_cast<int>(operations.size());
   }
 

@@ -179,7 +179,7 @@ class Tape(EagerMode):
         self.replayed = self.copied = 0
         self._contents: dict[int, Content] = {}  # by storage, the present one
         self._recording = False
-        self._unsure = False  # whether the open stage has an operation that is not known
+        self._unsure = False  # whether there was an operation that is not known
         self._settings: Settings = []
         self._lock = threading.RLock()
 
@@ -220,7 +220,7 @@ class Tape(EagerMode):
             for content in (*op.made, *op.written()):
                 if (storage := content.storage(seen=True)) is not None:
                     content.hold_for_good(storage)
-        self.stage, self.key, self._unsure = stage, stage, False
+        self.stage, self.key = stage, stage
         self.begins[stage] = len(self.operations)
 
     def let_go(self, stage: int) -> None:
@@ -385,8 +385,9 @@ class Tape(EagerMode):
             self.on_ahead(self)
 
     def trust(self, op: Operation, new: Iterable[Content]) -> None:
-        """Hold what is known to be another when it is made again. From an operation that is not known on, the stage
-        keeps what autograd saves, and what is left when it ends."""
+        """Hold what is known to be another when it is made again. From an operation that is not known on, the tape
+        keeps what autograd saves, and what is left when a stage ends: stages cannot tell what an earlier one has
+        made, which nobody may make again."""
         assert self.known is not None
         self._unsure |= self.key not in self.known.sure
         for content in new:

@@ -21,10 +21,10 @@ FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types 
 
 
 @contextmanager
-def undone(model: nn.Module) -> Iterator[None]:
+def undone(model: nn.Module, value: Any = None) -> Iterator[None]:
     """Restore, after the block, the attributes of `model`'s modules, the contents of the containers, objects and
-    tensors in them, and the generators of Python and NumPy."""
-    before = _Before(model)
+    tensors in them, the containers and objects in `value`, and the generators of Python and NumPy."""
+    before = _Before(model, value)
     try:
         yield
     finally:
@@ -32,12 +32,13 @@ def undone(model: nn.Module) -> Iterator[None]:
 
 
 class _Before:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, value: Any) -> None:
         self._drawn = other_generators()
         self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
         for module in model.modules():
             note(vars(module), held := self._held.setdefault(module, {}))
             note_scripted(module, held)
+        note(value, self._held.setdefault(model, {}), tensors=False)
 
     def put_back(self) -> None:
         self._put_back(self._held)

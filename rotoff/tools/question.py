@@ -111,7 +111,7 @@ class Question:
         note(0.4, "other systems' settings")
         steps = make.elsewhere()
         note(0.5, "parameters placed")
-        placed, bound = whole.placed(steps[0], dict(options)) if whole.groups and not asked else ([], None)
+        placed, bound = whole.placed(steps[0], options) if whole.groups and not asked else ([], None)
         if steps[0].fits:
             bound = make.chain.compute_time + make.update_time
         elif limit <= 0 and not placed and not asked:
@@ -154,7 +154,7 @@ class Question:
                     profile.chains.index(plan.found),
                     plan.sequence,
                     largest_batch=None if growth is None else _most(request, growth, self.mem_limit is None),
-                    setting=attaching(as_size(limit), **said, **options),
+                    setting=attaching(repr(as_size(limit)), {**said, **options}),
                 )
             )
         if not times:

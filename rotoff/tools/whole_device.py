@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,7 @@ from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.tape_chain import StageRun, TapeChain
-from ..profile.tape_groups import TapeGroups
+from ..profile.tape_groups import TapeGroups, members_of, movable_of
 from ..profile.tape_profile import TapeProfile
 from ..runtime.placed.tensor import room_of
 from ..solver.anneal import Budget
@@ -192,7 +192,7 @@ class WholeDevice:
             sequence = place(whole.chain, sequence.ops, [RESIDENT] * len(self.groups), "after")
         return whole.row(name, sequence, fits=True, **said)
 
-    def placed(self, plain: PlannedStep, options: dict[str, Any]) -> tuple[list[PlannedStep], float | None]:
+    def placed(self, plain: PlannedStep, options: Mapping[str, Any]) -> tuple[list[PlannedStep], float | None]:
         """The steps that move parameters, too, with updates after the backward and during it, and the seconds that no
         such step can beat. plain: the plain model's step; where it fits nothing moves. options: of `Checkpointable`,
         for the setting."""
@@ -210,22 +210,15 @@ class WholeDevice:
                 continue
             bound = steady_bound(chain, limit, "during") if bound is None else bound  # for both, and hardly differs
             best = _best(chain, limit, updates, bound, best)
-            said = {"device_limit": as_size(self.limit), "optimizer": Bare("optimizer"), **during, **options}
+            setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
             sequence = Sequence(best.ops, resident=list(best.resident))
-            rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=attaching(**said)))
+            rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=setting))
         return rows, bound
 
 
-class Bare(str):
-    """A name, shown without quotes."""
-
-    __repr__ = str.__str__
-
-
-def attaching(*positional: Any, **options: Any) -> str:
+def attaching(limit: str, options: Mapping[str, Any]) -> str:
     """The call of `rotoff.attach` as text."""
-    said = ["model", *map(repr, positional), *(f"{name}={value!r}" for name, value in options.items())]
-    return f"rotoff.attach({', '.join(said)})"
+    return f"rotoff.attach(model, {limit}{''.join(f', {name}={value!r}' for name, value in options.items())})"
 
 
 def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate | None) -> Candidate:
@@ -270,11 +263,13 @@ def whole_device(
         times = traffic / rate, traffic / host_bandwidth
         return ParameterGroup(stages, nbytes, nbytes, states, *times, probe.update_bytes(part), name=name)
 
-    members = _members(profile)
+    reads = profile.step.reading
+    _, movable = movable_of(profile.step.model, reads.staying, lambda p: p.numel() > 0)
+    members = members_of(movable, reads, profile.chains[0].layout.begins, probe)
     whole = sum(room_of(p) for several in members.values() for p in several)
     parts = [
         (stages, part)
-        for (stages, _), several in sorted(members.items(), key=lambda one: one[0])
+        for (stages, _, _), several in sorted(members.items(), key=lambda one: one[0])
         for part in in_parts(several, map(room_of, several), whole)
     ]
     grouped = {id(p) for _, part in parts for p in part}
@@ -292,21 +287,6 @@ def whole_device(
         "batch": profile.batch_bytes,
     }
     return WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving), resident
-
-
-def _members(profile: Estimate) -> dict[tuple[tuple[int, ...], bool], list[nn.Parameter]]:
-    """The parameters that can move, by the stages that read them and whether they need gradients."""
-    step, begins, reads = profile.step, profile.chains[0].layout.begins, profile.step.reading
-    readers = {key: {bisect_right(begins, at) for at in some} for key, some in reads.at.items()}
-    storages: dict[int, list[int]] = {}
-    for tensor in (*step.parameters, *step.model.buffers()):
-        storages.setdefault(storage_key(tensor), []).append(id(tensor))
-    sharing = {one for several in storages.values() if len(several) > 1 for one in several}
-    members: dict[tuple[tuple[int, ...], bool], list[nn.Parameter]] = {}
-    for p in step.parameters:
-        if id(p) in readers and id(p) not in sharing | reads.staying and p.numel():
-            members.setdefault((tuple(sorted(readers[id(p)])), p.requires_grad), []).append(p)
-    return members
 
 
 def charging_first_runs(found: TapeChain) -> Chain:

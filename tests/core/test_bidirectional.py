@@ -18,7 +18,6 @@ from rotoff import (
     ChainError,
     Machine,
     OpKind,
-    ParameterGroup,
     Sequence,
     Stage,
     min_mem_limit,
@@ -110,19 +109,6 @@ def test_the_plan_is_no_slower_than_the_one_for_a_link_that_is_not_busy(chain: C
     free = replace(chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
     theirs = simulate(chain, solve(free, limit, refine=0.01), limit).makespan
     assert ours.meta["makespan"] <= theirs * (1 + 1e-9)
-
-
-@pytest.mark.slow
-def test_parameters_that_stream_both_ways_are_planned_for_what_the_link_does() -> None:
-    """The plan for a link that is not busy takes 14 % longer than it promises, and a better one is known."""
-    stages = tuple(Stage("", 1.0, 2.0, 10, 20) for _ in range(6))
-    groups = tuple(ParameterGroup((i,), 40, 40, 80, 0.1) for i in range(1, 7))
-    chain = Chain(stages, 60.0, 60.0, 10, parameters=groups)
-    busy = replace(chain, d2h_bidirectional_bandwidth=50.0, h2d_bidirectional_bandwidth=25.0)
-    limit = min_mem_limit(chain) + 300
-    free, ours = solve(chain, limit, refine=0.2), solve(busy, limit, refine=0.2)
-    assert simulate(busy, free, limit).makespan > 1.05 * free.meta["makespan"]
-    assert ours.meta["makespan"] < 0.99 * simulate(busy, free, limit).makespan
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,13 @@ def stand_in(library: str) -> None:
         device.standin_resize(ctypes.c_void_p(storage._cdata), ctypes.c_int64(nbytes))
         return storage
 
+    def clone(storage: Any) -> Any:
+        """As PyTorch clones a storage, likewise."""
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage().copy_(storage)
+
     on_cpu = torch.UntypedStorage.resize_
-    resized: Any = torch.UntypedStorage
-    resized.resize_ = resize
+    storages: Any = torch.UntypedStorage
+    storages.resize_, storages.clone = resize, clone
     cuda: Any = torch.Tensor
     cuda.cuda = lambda self, where=None, *_, **__: self.to("cuda" if where is None else f"cuda:{index(where)}")
     torch.backends.cuda.enable_flash_sdp(False)  # the CPU has no kernel of that name

@@ -110,15 +110,6 @@ def test_periodic_golden():
     )
 
 
-def test_periodic_takes_the_fastest_count():
-    chain = homogeneous(9)
-    assert solve(chain, 10**6, policy="periodic").meta["source"] == "periodic, 1 segments"
-    every = [simulate(chain, solve(chain, 10**6, segments=s, policy="periodic")) for s in range(1, 10)]
-    for limit in sorted({trace.peak_bytes for trace in every}):
-        fits = [trace.makespan for trace in every if trace.peak_bytes <= limit]
-        assert solve(chain, limit, policy="periodic").meta["makespan"] == min(fits)
-
-
 # -- persistent or not
 
 

@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+import rotoff
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,32 +25,39 @@ pytestmark = [
 ]
 
 
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """In which the stand-in can be loaded."""
+def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a command of Python on the stand-in; with one argument, that is its program. settings: of the environment."""
     plugin, folder = TESTS / "cuda_standin", tmp_path_factory.mktemp("standin")
     subprocess.run([sys.executable, str(plugin / "standin.py"), str(folder)], check=True, timeout=300)
-    import rotoff
-
     path = os.pathsep.join([str(plugin), str(Path(rotoff.__file__).parent.parent)])
-    return os.environ | {"PYTHONPATH": path, "STANDIN": str(folder / "libstandin.so")}
+    found = os.environ | {"PYTHONPATH": path, "STANDIN": str(folder / "libstandin.so")}
+
+    def run(*command: str, timeout: float = 300, **settings: str) -> subprocess.CompletedProcess[str]:
+        words = ["-c", f"import standin\n{command[0]}"] if len(command) == 1 else command
+        how: Any = {"env": found | settings, "capture_output": True, "text": True, "timeout": timeout}
+        done = subprocess.run([sys.executable, *words], check=False, **how)
+        assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+        return done
+
+    return run
 
 
-def test_the_code_for_cuda_runs_on_the_stand_in(environment: dict[str, str]) -> None:
-    command = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml")]
-    command = [sys.executable, *command, "-m", "cuda and not concurrent", str(TESTS / "cuda")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
-
-
-def test_expandable_segments_keep_the_limit_too(environment: dict[str, str]) -> None:
-    told = environment | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    command = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-c", str(TESTS.parent / "pyproject.toml")]
-    command += ["-m", "cuda and not concurrent"]
-    files = [str(TESTS / "cuda" / f"test_{name}_cuda.py") for name in ("reserved", "step")]
-    done = subprocess.run([sys.executable, *command, *files], env=told, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+@pytest.mark.parametrize(
+    ("files", "settings"),
+    [
+        ([""], {}),
+        (["test_reserved_cuda.py", "test_step_cuda.py"], {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+    ],
+    ids=["all", "expandable segments"],
+)
+def test_the_code_for_cuda_runs_on_the_stand_in(on_standin: Run, files: list[str], settings: dict[str, str]) -> None:
+    pytest_words = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-m", "cuda and not concurrent"]
+    where = ["-c", str(TESTS.parent / "pyproject.toml"), *(str(TESTS / "cuda" / name) for name in files)]
+    done = on_standin(*pytest_words, *where, timeout=900, **settings)
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
 
 
@@ -70,17 +81,12 @@ with pytest.raises(RuntimeError, match="invalid argument"):
 """
 
 
-def test_a_copy_that_leaves_its_registration_is_refused(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", f"import standin\n{STRADDLING}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_a_copy_that_leaves_its_registration_is_refused(on_standin: Run) -> None:
+    on_standin(STRADDLING)
 
 
-def test_training_where_the_driver_registers_no_memory(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", f"import standin\n{SECOND}"]
-    told = environment | {"STANDIN_DEVICE": "1", "STANDIN_REGISTERS": "no", "STANDIN_SEED": "1"}
-    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_training_where_the_driver_registers_no_memory(on_standin: Run) -> None:
+    on_standin(SECOND, STANDIN_DEVICE="1", STANDIN_REGISTERS="no", STANDIN_SEED="1")
 
 
 ATTENTION = """
@@ -120,19 +126,15 @@ planned.close()
 """
 
 
-def test_an_operation_that_saves_a_number_on_the_host(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", f"import standin\n{ATTENTION}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_an_operation_that_saves_a_number_on_the_host(on_standin: Run) -> None:
+    on_standin(ATTENTION)
 
 
-def test_the_doctor_finds_nothing_failed(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_doctor_finds_nothing_failed(on_standin: Run, tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
-    run = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
-    told = environment | {"ROTOFF_HOST_MEMORY": "100 MiB", "ROTOFF_CACHE": "off"}
-    command = [sys.executable, "-c", run, "doctor", "--seconds", "0", "-o", str(out)]
-    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    doctor = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
+    command = ["-c", doctor, "doctor", "--seconds", "0", "-o", str(out)]
+    done = on_standin(*command, ROTOFF_HOST_MEMORY="100 MiB", ROTOFF_CACHE="off")
     data = json.loads(out.read_text())
     found = {check["check"]: check["figures"] for check in data["checks"]}
     assert (data["device"], data["complete"]) == ("cuda:0", True)
@@ -170,10 +172,8 @@ small.close()
 """
 
 
-def test_the_doctor_sees_a_wait_that_is_left_out(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", f"import standin\n{FORGETFUL}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["ok", "failed"], done.stderr
+def test_the_doctor_sees_a_wait_that_is_left_out(on_standin: Run) -> None:
+    assert on_standin(FORGETFUL).stdout.split() == ["ok", "failed"]
 
 
 SECOND = """
@@ -212,12 +212,9 @@ assert torch.cuda.current_device() == 0
 """
 
 
-def test_a_second_device_is_used_alone(environment: dict[str, str]) -> None:
+def test_a_second_device_is_used_alone(on_standin: Run) -> None:
     """The first, which is the current one, refuses to give memory."""
-    command = [sys.executable, "-c", f"import standin\n{SECOND}"]
-    told = environment | {"STANDIN_DEVICE": "1"}
-    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    on_standin(SECOND, STANDIN_DEVICE="1")
 
 
 WAITING = """
@@ -239,8 +236,6 @@ os._exit(0)  # autograd's thread may still let go of the hook, and an interprete
 """
 
 
-def test_waits_of_the_host_are_seen_on_all_threads_and_only_in_the_block(environment: dict[str, str]) -> None:
-    command = [sys.executable, "-W", "error", "-c", f"import standin\n{WAITING}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_waits_of_the_host_are_seen_on_all_threads_and_only_in_the_block(on_standin: Run) -> None:
+    done = on_standin(WAITING, PYTHONWARNINGS="error")
     assert done.stdout.splitlines() == ["2 {'<string>'}", "0"]

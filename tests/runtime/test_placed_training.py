@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,6 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
@@ -52,7 +52,6 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 
 import rotoff
-from rotoff import Sequence
 from rotoff.core.chain import LinkRates
 from rotoff.core.sequence import OpKind, w
 from rotoff.profile.tape_profile import TapeProfile
@@ -62,9 +61,6 @@ from rotoff.runtime.placed import updates
 from rotoff.runtime.placed.group_updates import GroupUpdates
 from rotoff.runtime.placed.placement import Placement
 from rotoff.runtime.tape_placed import Lent
-from rotoff.solver import reorder, search
-from rotoff.solver.anneal import Budget
-from rotoff.solver.placed_search import PlacedProblem
 
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 
@@ -120,32 +116,6 @@ def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> 
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-
-
-@pytest.fixture(params=[1, 7])
-def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Plans whose last search takes whatever is legal and fits; for each, whether something has moved across the step's
-    end."""
-    crossed = []
-
-    def reordered(problem: PlacedProblem, plan: Sequence, _: Budget) -> tuple[float, Sequence]:
-        kernel, order = reorder._orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
-        kernel.anneal(order, 2000, request.param, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
-        made = reorder.in_order(plan, order)
-        crossed.append(set(made.resident) != set(plan.resident))
-        return rotoff.simulate(problem.chain, made, problem.limit, problem.updates).makespan, made
-
-    monkeypatch.setattr(search, "reordered", reordered)
-    return crossed
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("name", ["stateful", "tied", "adapted"])
-@pytest.mark.grid(every=3)
-def test_bits_of_the_plain_model_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
-    placed, _ = trained(name, adamw, usual, 0.3, updates=updates)
-    assert any(any_order)
-    assert same(placed, plainly(name, adamw, usual))
 
 
 @pytest.mark.parametrize("times", [(2, 3, 2, 3, 3), (3, 2, 3, 4, 4)], ids=str)
@@ -536,19 +506,18 @@ def test_a_weight_that_autocast_casts_for_several_calls_stays(
 # -- bytes
 
 
-def peaks(name: str, updates: str) -> tuple[int, int, int]:
-    """Measured and expected bytes of steps, and those of a gradient that waits for another one of its parameter."""
+def a_fifth(least: int, whole: int) -> list[int]:
+    return [int(least + 0.2 * (whole - 1 - least))]
+
+
+def peaks(
+    name: str, updates: str, limits: Callable[[int, int], list[int]] = a_fifth, measured: bool = False
+) -> list[tuple[int, int, int]]:
+    """Measured and expected bytes of steps, and the limit. limits: given the smallest and that of everything. measured:
+    whether `measure` has shown what a step takes, or a step of the loop."""
     model, batch = drawn(name, SIZED)
     x = batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    model.zero_grad()
-    optimizers = adamw(list(model.parameters()))
-    options: dict[str, Any] = {"optimizer": optimizers, "refine": False}
-    limit: int | str = "1 TiB"
-    if updates != "everything fits":
-        options["updates"] = updates
-        limit = place(wrapped, optimizers, 0.2, updates=updates)
-    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
+    wrapped = rotoff.Checkpointable(model, cache_directory=None)
     output = model(x).detach()
     towards = torch.randn_like(output).flatten()
     order = sorted(range(output.dim()), key=output.stride, reverse=True)
@@ -560,19 +529,39 @@ def peaks(name: str, updates: str) -> tuple[int, int, int]:
         optimizers[0].step()
         optimizers[0].zero_grad()
 
-    def plan() -> None:
-        own_again(model, optimizers)
-        for module in model.modules():
-            for key, buffer in module._buffers.items():
-                module._buffers[key] = buffer.clone()
-        wrapped.compute_sequence(device_limit=limit, **options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizers = adamw(trained)
+    options: dict[str, Any] = (
+        {"refine": False} if updates == "everything fits" else {"refine": False, "updates": updates}
+    )
+    if measured:
+        wrapped.measure(x, repeats=1)
+        model.zero_grad()
+    else:
+        wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+        step()
+        optimizers = adamw(trained)  # whose first update is to come
+    options["optimizer"] = optimizers
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        wrapped.compute_sequence(device_limit=1, **options)
+    found = []
+    wrapped.compute_sequence(device_limit="1 TiB", **options)
+    for limit in limits(refused.value.min_mem_limit, wrapped.keep_all_memory):
+        wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
 
-    def steps() -> None:
-        for _ in range(3):
-            step()
+        def plan(limit: int = limit) -> None:
+            own_again(model, optimizers)
+            for module in model.modules():
+                for key, buffer in module._buffers.items():
+                    module._buffers[key] = buffer.clone()
+            wrapped.compute_sequence(device_limit=limit, **options)
 
-    waits = 0 if name != "tied" else model.head.weight.nbytes
-    return peak_bytes(steps, before=plan) + x.nbytes, wrapped.get_expected_memory(), waits
+        def steps() -> None:
+            for _ in range(3):
+                step()
+
+        found.append((peak_bytes(steps, before=plan) + x.nbytes, wrapped.get_expected_memory(), limit))
+    return found
 
 
 @pytest.mark.parametrize("updates", ["after", "during", "everything fits"])
@@ -581,17 +570,25 @@ def peaks(name: str, updates: str) -> tuple[int, int, int]:
 def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None:
     """The allocator's account of whole steps, the first update included, and of what lies in private memory between
     them: all of that is made within the account. Nothing is above the prediction, and it is at most 5 % too much."""
-    measured, expected, waits = peaks(name, updates)
-    assert 0.95 * expected - waits <= measured <= expected
+    limits = a_fifth if updates != "everything fits" else lambda least, whole: [1 << 40]
+    ((measured, expected, _),) = peaks(name, updates, limits)
+    assert 0.95 * expected <= measured <= expected
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("name", ["deep", "no biases"])
-@pytest.mark.grid(every=3)
-def test_the_predicted_peak_holds_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
-    measured, expected, _ = peaks(name, updates)
-    assert any(any_order)
-    assert measured <= expected
+@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.grid(every=4)
+def test_no_limit_is_exceeded(name: str, updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies take long, so whatever nothing waits for is there too long."""
+    read = HostFile.read
+
+    def slowly(file: HostFile, into: memoryview, offset: int) -> None:
+        time.sleep(0.002)
+        read(file, into, offset)
+
+    monkeypatch.setattr(HostFile, "read", slowly)
+    found = peaks(name, updates, lambda least, _: [int(more * least) for more in (1, 1.1, 1.2, 1.5, 2)], measured=True)
+    assert all(measured <= expected <= limit for measured, expected, limit in found), found
 
 
 def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:

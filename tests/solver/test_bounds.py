@@ -67,13 +67,6 @@ def test_refusals() -> None:
         lower_bound(chain, least - 1)
 
 
-def test_the_bound_knows_that_inputs_are_made_again_too() -> None:
-    """Where nothing moves and one ā fills the memory, each backward needs all stages before it again."""
-    chain = Chain(tuple(Stage("", 1.0, 1.0, 10, 100, 0) for _ in range(12)), 1e-3, 1e-3)
-    limit = min_mem_limit(chain, "joint")
-    assert lower_bound(chain, limit) > 1.5 * chain.compute_time
-
-
 def test_the_bound_knows_that_an_input_beside_which_its_abar_does_not_fit_is_made_by_itself() -> None:
     """Over a fast link every ā moves for nothing, but none fits beside the next backward, which takes an a."""
     chain = Chain(tuple(Stage("", 1.0, 1.0, 10, 100) for _ in range(6)), 1e6, 1e6)

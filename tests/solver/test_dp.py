@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
@@ -69,14 +68,3 @@ def test_every_state_of_the_remat_table(chain: Chain, N: int, share: float, roun
             assert same(kernel.choice(Table.FORWARD, i, len(chain), m)[0], twin.opt_forward(i, m))
             for j in range(i, len(chain)):
                 assert same(kernel.choice(Table.BACKWARD, i, j, m)[0], twin.opt(i, j, m))
-
-
-@pytest.mark.parametrize("stages", [30, 100])
-def test_remat_tables_hold_long_chains(stages: int) -> None:
-    from rotoff import Stage
-
-    chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(stages)), 10.0, 10.0, input_bytes=5)
-    limit = limit_at(chain, 0.3)
-    cost, codes = remat.solve_slots(chain, limit, 500)
-    assert codes is not None
-    assert chain.compute_time < cost < 1.5 * chain.compute_time

@@ -4,8 +4,6 @@ any kind."""
 from __future__ import annotations
 
 import random
-from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,9 +22,7 @@ from rotoff.solver.genes import (
     STATE_LEAVES,
     at_home,
     joined,
-    merged,
     placer,
-    spread,
     to_sequence,
 )
 from rotoff.solver.plan_codes import empty
@@ -89,28 +85,6 @@ def test_a_plan_whose_parameters_stay_moves_none(chain: Chain, seed: int) -> Non
     there = [f"w {k}" for k, group in enumerate(chain.parameters, 1) if group.bytes]
     there += [f"o {k}" for k, group in enumerate(chain.parameters, 1) if group.state_bytes]
     assert sorted(sequence.resident) == sorted(there)
-
-
-@given(
-    chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters),
-    st.integers(0, 10**9),
-    st.sampled_from(["during", "after"]),
-)
-@examples(60)
-def test_parts_that_are_placed_like_their_group_move_like_it(chain: Chain, seed: int, updates: str) -> None:
-    parts = [replace(group, stages=group.stages[::way]) for group in chain.parameters for way in (1, -1)]
-    chain = replace(chain, parameters=tuple(parts))
-    whole, part = merged(chain)
-    plan = random_plan(whole, random.Random(seed))
-    moves, of_parts = (
-        Counter(
-            (op.kind, op.of, name[op.stage - 1])
-            for op in to_sequence(placer(one, 2**50, VISITS, updates), codes)
-            if op.of
-        )
-        for one, codes, name in ((whole, plan, sorted(set(part))), (chain, spread(plan, part), part))
-    )
-    assert of_parts == Counter({move: count * part.count(move[2]) for move, count in moves.items()})
 
 
 def test_what_is_updated_at_once_stays_until_then_in_parts_too() -> None:

@@ -73,6 +73,20 @@ class Repeats(nn.Module):
         return self.head(x)
 
 
+class Shared(nn.Module):
+    """A block that runs four times, between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(64, 64), Residual(64), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(4):
+            x = self.block(x)
+        return self.last(x)
+
+
 class Keeps(nn.Module):
     """Keeps its weights in attributes of its own, of a function of its own, and returns one."""
 
@@ -269,6 +283,8 @@ SIZED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {  # larger ones, of w
     "tied": (lambda: Language(32, 1, 300, tie=True), words(300, 8, 16)),
     "no biases": (lambda: nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), numbers(8, 96)),
     "first frozen": (first_frozen, numbers(64, 32)),
+    "adapted": (lambda: Adapted(128), numbers(64, 128)),
+    "shared": (Shared, numbers(64, 64)),
     "lstm": (lambda: nn.Sequential(Recurs(48, 48, 1), Recurs(48, 48, 1)), numbers(8, 16, 48)),
     "small": (lambda: nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), numbers(64, 24)),
     "convolutions": (lambda: nn.Sequential(*(layer for n in (3, 16, 16) for layer in (

@@ -85,13 +85,12 @@ class PlacedGroups:
     places: by id of a parameter. step: a weak reference to the running step, or None.
 
     Args:
-        link: to the host, of which this takes bytes from 0 on; `base` is where others may begin.
+        link: to the host, which no one else uses.
         optimizers: those whose states are placed.
     """
 
     def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
         self.link = link
-        self.base = 0
         self.fresh = FreshBytes(link)
         self.optimizers = tuple(optimizers)
         self.places: dict[int, ParameterPlaces] = {}
@@ -112,26 +111,25 @@ class PlacedGroups:
     @property
     def numbers(self) -> range:
         """The groups."""
-        return range(1, len(self.plan.every) + 1)
+        return range(1, len(self.plan.groups) + 1)
 
-    def follow(self, plan: PlacedPlan, host_bytes: int) -> None:
-        """Take `plan`, and host bytes for all that it places. host_bytes: of activations, from `base` on."""
+    def follow(self, plan: PlacedPlan) -> None:
+        """Take `plan`, and host bytes for all that it places."""
         new = [
             (parameter, state)
-            for group in plan.every
+            for group in plan.groups
             for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
             if (known := self.places.get(id(parameter))) is None
             or (parameter.requires_grad, state) > (known.trained, known.state_bytes)
         ]
-        self.base = max(self.base, self.fresh.end)
-        if new and self.base:  # so that each lies in bytes that were secured at once
-            self.base = max(self.base, rounded(self.link.capacity, ALIGNMENT))
+        base = rounded(self.link.capacity, ALIGNMENT)  # so that each lies in bytes that were secured at once
         sizes = [size for p, state in new for size in (room_of(p), room_of(p) * p.requires_grad, state)]
-        *firsts, end = itertools.accumulate(sizes, initial=self.base)
-        self.link.reserve(end + host_bytes, [*zip(firsts, sizes, strict=True)])
+        *firsts, end = itertools.accumulate(sizes, initial=base)
+        if new:
+            self.link.reserve(end, [*zip(firsts, sizes, strict=True)])
         for parameter, state in new:
-            self.places[id(parameter)] = places = ParameterPlaces(parameter, state, self.link, self.base, self.fresh)
-            self.base = places.end
+            self.places[id(parameter)] = places = ParameterPlaces(parameter, state, self.link, base, self.fresh)
+            base = places.end
         self._plan = plan
 
     def rest(self, beginning: bool) -> None:
@@ -195,11 +193,11 @@ class PlacedGroups:
 
     def every(self) -> list[nn.Parameter]:
         """Return the parameters of all groups."""
-        return [parameter for group in self.plan.every for parameter in group.parameters]
+        return [parameter for group in self.plan.groups for parameter in group.parameters]
 
     def parameters(self, k: int) -> tuple[nn.Parameter, ...]:
         """Return the parameters of group k."""
-        return self.plan.every[k - 1].parameters
+        return self.plan.groups[k - 1].parameters
 
     def tensors(self, v: Value) -> list[PlacedTensor]:
         """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
@@ -216,7 +214,7 @@ class PlacedGroups:
 
     def name(self, k: int) -> str:
         """Return what messages call group k."""
-        return f"group {k} ({self.plan.every[k - 1].name})"
+        return f"group {k} ({self.plan.groups[k - 1].name})"
 
     def with_autograd(self, tensor: PlacedTensor) -> bool:
         """Whether it is a gradient to which autograd may be adding on another thread."""

@@ -30,12 +30,10 @@ class PlacedPlan:
     """How a plan places the parameters.
 
     groups: in the chain's order.
-    before: groups of frozen layers before the chain that lie on the host, in order.
     resident: the values that the device holds between steps.
     on_both: those of which the host has a valid copy, too.
     moved: the groups whose parameters are moved within a step.
     levels: the expected bytes of each operation.
-    keep_gradients: the groups whose gradients stay on the device.
     early: parameters that lie on the host between steps and are prefetched when a step begins.
     outside: parameters that stay on the device.
     during: whether groups are updated within the backward.
@@ -48,18 +46,11 @@ class PlacedPlan:
     on_both: frozenset[Value]
     moved: frozenset[int]
     levels: tuple[int, ...] = ()
-    keep_gradients: frozenset[int] = frozenset()
     early: frozenset[Value] = frozenset()
     outside: tuple[nn.Parameter, ...] = ()
     during: bool = False
     room: int = 0
-    before: tuple[PlacedGroup, ...] = ()
     on_host: bool = True
-
-    @property
-    def every(self) -> tuple[PlacedGroup, ...]:
-        """All groups, those before the chain last."""
-        return *self.groups, *self.before
 
     @property
     def waits(self) -> bool:
@@ -74,5 +65,5 @@ class PlacedPlan:
     @property
     def host_bytes(self) -> int:
         """Host bytes for parameters, gradients and optimizer state."""
-        pairs = [pair for group in self.every for pair in zip(group.parameters, group.state_bytes, strict=True)]
+        pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
         return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)

@@ -42,7 +42,7 @@ class Placement:
     gradients, updates: what the caller finds in ``parameter.grad``, and the running update.
 
     Args:
-        link: to the host, of which this takes bytes from 0 on.
+        link: to the host, which no one else uses.
     """
 
     def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
@@ -61,20 +61,10 @@ class Placement:
             for one in self.optimizers
         ]
 
-    @property
-    def base(self) -> int:
-        """Where the host bytes of others may begin."""
-        return self._groups.base
-
-    @property
-    def end(self) -> int:
-        """The end of the host bytes that were secured since the step began, behind those of others."""
-        return self._groups.fresh.end
-
     # -- between steps
 
-    def begin(self, plan: PlacedPlan, host_bytes: int = 0) -> None:
-        """Bring everything to rest as `plan` says. host_bytes: of activations, from `base` on.
+    def begin(self, plan: PlacedPlan) -> None:
+        """Bring everything to rest as `plan` says.
 
         Raises:
             ExecutionError: in a forked process, which does not share the host's bytes.
@@ -86,7 +76,7 @@ class Placement:
             places.gradient.apart = None  # of a backward that failed
         self.gradients.show()
         self.link.begin()
-        self._groups.follow(plan, host_bytes)
+        self._groups.follow(plan)
         if plan is not self._guarded:
             self._unguard()
             if plan.during:
@@ -223,7 +213,7 @@ class Placement:
             nothing = frozenset[Value]()
             plan = replace(self._groups.plan, resident=nothing, on_both=nothing, early=nothing, levels=(), room=0)
             with torch.inference_mode(False), torch.no_grad():
-                self._groups.follow(plan, 0)
+                self._groups.follow(plan)
                 self._groups.rest(beginning=False)
 
     @property

@@ -85,15 +85,20 @@ def limit_that_works(fits: Callable[[int], object], low: int, high: int, steps: 
     return high
 
 
-def largest_size(chain: Chain) -> int:
-    """Bytes of the largest value, gradient or transient: a slot of that size holds any one of them."""
-    c = arrays(chain)
+def least_in_slots(chain: Chain, mem_limit: int, slots: int, fits: Callable[[int], bool]) -> int:
+    """The smallest limit above `mem_limit`, to within one slot, at which a program that rounds sizes up to slots has an
+    answer.
+
+    Raises:
+        OptionError: if there are fewer slots than an operation has operands.
+    """
+    c, low, high = arrays(chain), mem_limit, 2 * max(mem_limit, chain.input_bytes)
     sizes = c.out, c.grad, c.saved[:, 0], c.f_transient[:, 0], c.ck_transient, c.b_transient[:, 0]
-    return max(int(several.max()) for several in sizes)
-
-
-def too_few_slots(slots: int) -> OptionError:
-    """The error if every size is rounded up to a slot and there are fewer slots than an operation has operands."""
-    return OptionError(
-        f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
-    )
+    while not fits(high):
+        if high > slots * (chain.input_bytes + max(int(several.max()) for several in sizes)):
+            raise OptionError(
+                f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or"
+                " so"
+            )
+        low, high = high, 2 * high
+    return limit_that_works(fits, low, high, max(STEPS, (2 * slots).bit_length()))

@@ -25,6 +25,8 @@ from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 from ..arrays import arrays
 
+ENDLESS = 1 << 62  # bytes
+
 
 @dataclass(frozen=True)
 class Schedule:

@@ -31,7 +31,7 @@ from ...errors import OptionError
 from ..joint import solve_slots, table_bytes
 from ..search import judged
 from ..slots import parse_slots
-from .choose import largest_size, limit_that_works, refusal, too_few_slots
+from .choose import least_in_slots, refusal
 
 SLOTS = 50
 TABLE_BYTES = 8 << 30
@@ -75,16 +75,9 @@ def _least_limit(published: Chain, mem_limit: int, slots: int) -> int:
     """The smallest limit found above `mem_limit` at which the program has an answer: the first at which it has one on a
     link that hides every copy, and then one slot more at a time."""
     hidden = of_the_paper(published, ANY_SPEED)
-
-    def fits(limit: int) -> bool:
-        return math.isfinite(solve_slots(hidden, limit, slots)[0])
-
-    low, high = mem_limit, 2 * mem_limit
-    while not fits(high):
-        if high > slots * largest_size(published):
-            raise too_few_slots(slots)
-        low, high = high, 2 * high
-    high = limit_that_works(fits, low, high)
+    high = least_in_slots(
+        published, mem_limit, slots, lambda limit: math.isfinite(solve_slots(hidden, limit, slots)[0])
+    )
     while not math.isfinite(solve_slots(published, high, slots)[0]):
         high += -(-high // slots)  # rare: backlogs of copies leave no room for a checkpoint
     return high

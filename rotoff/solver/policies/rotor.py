@@ -22,13 +22,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..._dp import First, Opt, Table
+from ..._dp import Opt, Table
 from ...core.chain import Chain
-from ...core.sequence import B, F_all, Op, Sequence
-from ..arrays import arrays
+from ...core.sequence import Op, Sequence
+from ..arrays import MOST_LIMIT, arrays
+from ..plan_codes import from_forwards
+from ..remat import forwards
+from ..search import judged
 from ..slots import Slots, discretize, parse_slots
-from .choose import fastest, largest_size, refusal, too_few_slots
-from .segments import sweep
+from .choose import fastest, least_in_slots, refusal
 
 
 class Program:
@@ -36,7 +38,7 @@ class Program:
 
     def __init__(self, chain: Chain, mem_limit: int, N: int) -> None:
         c = arrays(chain)
-        self.L, self.N = len(chain), N
+        self.chain, self.L, self.N = chain, len(chain), N
         self.slots: Slots = discretize(replace(c, n_forms=np.ones_like(c.n_forms)), mem_limit, N, "up")
         # Segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
         self.kernel = Opt(self.slots, self.L, self.L, 0)
@@ -46,23 +48,10 @@ class Program:
 
     def operations(self) -> tuple[Op, ...]:
         """An optimal sequence; `cost` must be finite."""
-        made: list[Op] = []
-        waiting: list[tuple[int, int, int]] = [(1, self.L, self.N)]  # (i, j, m); (i, 0, 0) is B i
-        while waiting:
-            i, j, m = waiting.pop()
-            if j == 0:
-                made.append(B(i))
-                continue
-            _, first, k, _ = self.kernel.choice(Table.BACKWARD, i, j, m)
-            if first == First.ALL:
-                made.append(F_all(i))
-                waiting.append((i, 0, 0))
-                if i < j:
-                    waiting.append((i + 1, j, m - int(self.slots.saved[i, 0])))
-            else:
-                made += sweep(i, k)
-                waiting += [(i, k, m), (k + 1, j, m - int(self.slots.out[k]))]
-        return tuple(made)
+        codes = from_forwards(self.chain, forwards(self.kernel, self.slots, Table.BACKWARD, self.N))
+        made = judged(self.chain, MOST_LIMIT, codes, "rotor")
+        assert made is not None
+        return made.ops
 
 
 def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
@@ -75,19 +64,11 @@ def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
     slots = parse_slots(slots, "slots")
     program = Program(chain, mem_limit, slots) if mem_limit > chain.input_bytes else None
     if program is None or not math.isfinite(program.cost):
-        raise refusal("rotor", mem_limit, _least_limit(chain, mem_limit, slots), slots)
+        least = least_in_slots(
+            chain,
+            mem_limit,
+            slots,
+            lambda limit: limit > chain.input_bytes and math.isfinite(Program(chain, limit, slots).cost),
+        )
+        raise refusal("rotor", mem_limit, least, slots)
     return fastest(chain, mem_limit, "rotor", [(f"{slots} slots", program.operations())])
-
-
-def _least_limit(chain: Chain, mem_limit: int, slots: int) -> int:
-    """A limit above `mem_limit` at which the program has an answer; less than one slot below it has none."""
-    low, high = mem_limit, 2 * max(mem_limit, chain.input_bytes)
-    while not math.isfinite(Program(chain, high, slots).cost):
-        if high > slots * (chain.input_bytes + largest_size(chain)):
-            raise too_few_slots(slots)
-        low, high = high, 2 * high
-    while high - low > max(1, (high - chain.input_bytes) // slots):
-        middle = (low + high) // 2
-        fits = middle > chain.input_bytes and math.isfinite(Program(chain, middle, slots).cost)
-        low, high = (low, middle) if fits else (middle, high)
-    return high

@@ -32,15 +32,11 @@ Interpretation:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import pairwise
 
 from ...core.chain import Chain
 from ...core.sequence import (
     B,
     F_all,
-    F_ck,
-    F_none,
     Op,
     OpKind,
     Sequence,
@@ -59,89 +55,45 @@ from ..arrays import arrays
 from .choose import within
 from .heavy import check_stages, heavy_stages
 from .lowering import peak_bytes
-from .segments import sweep
+from .segments import keep, sweep
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Stages first..last between two checkpoints, which are recomputed; empty if last < first."""
-
-    first: int
-    last: int
-
-
-def segments(checkpoints: list[int]) -> list[Segment]:
-    """The segment before each checkpoint, in order; stages after the last checkpoint belong to no segment."""
-    return [Segment(s + 1, i - 1) for s, i in pairwise([0, *checkpoints])]
+KEEPING = ("liveness", "cache", "pool")  # those without recompute
 
 
 def layer_bytes(chain: Chain, i: int) -> int:
     """l_i: bytes that stage i's backward needs by itself."""
-    c = arrays(chain)
-    before = int(c.saved[i - 1, 0]) if i > 1 else int(c.out[0])
-    return before + int(c.saved[i, 0] + c.grad[i] + c.grad[i - 1] + c.b_transient[i, 0])
+    return segment_bytes(chain, i, i)
 
 
-def segment_bytes(chain: Chain, segment: Segment) -> int:
+def segment_bytes(chain: Chain, first: int, last: int) -> int:
     """Bytes that the last backward of a segment holds if the whole segment is kept."""
     c = arrays(chain)
-    s, e = segment.first - 1, segment.last
-    kept = int(c.saved[s, 0] if s else c.out[0]) + int(c.saved[s + 1 : e + 1, 0].sum())
-    return kept + int(c.grad[e] + c.grad[e - 1] + c.b_transient[e, 0])
+    kept = int(c.saved[first - 1, 0] if first > 1 else c.out[0]) + int(c.saved[first : last + 1, 0].sum())
+    return kept + int(c.grad[last] + c.grad[last - 1] + c.b_transient[last, 0])
 
 
-def recomputed_once(chain: Chain, checkpoints: list[int], technique: str) -> set[Segment]:
-    """The segments that are kept after they run again (speed-centric); the others run again for each backward."""
-    made = segments(checkpoints)
-    if technique != "cost-aware":
-        return set(made) if technique == "speed-centric" else set()
-    l_peak = max(layer_bytes(chain, i) for i in range(1, len(chain) + 1))
-    return {segment for segment in made if segment.last >= segment.first and segment_bytes(chain, segment) <= l_peak}
-
-
-def forward(L: int, checkpoints: list[int], kept: bool) -> list[Op]:
-    """Forwards 1..L; if `kept` is false, only checkpoints and the stages after the last one keep their ā."""
-    last, made = (checkpoints[-1] if checkpoints else 0), []
-    plain: int | None = None  # the stage whose output alone is held as the next input
-    for i in range(1, L + 1):
-        if kept or i in checkpoints or i > last:
-            made.append(F_all(i))
-            if plain is not None:
-                made.append(drop(a(plain)))
-            plain = None
-        else:
-            made.append(F_ck(i) if plain is None else F_none(i))
-            plain = i
-    return made
-
-
-def again(segment: Segment, last: int) -> list[Op]:
-    """Recompute from the checkpoint before a segment up to ā_last, and keep only that."""
-    if last == segment.first:
-        return [F_all(last)]
-    return [*sweep(segment.first, last - 1), F_all(last), drop(a(last - 1))]
-
-
-def backward(L: int, checkpoints: list[int], once: set[Segment], kept: bool) -> list[Op]:
-    """Backwards L..1 with the recomputations that they need."""
-    made, i = [], L
-    places = dict(zip(checkpoints, segments(checkpoints), strict=True))
-    while i >= 1:
-        segment = places.get(i)
-        if kept or segment is None or segment.last < segment.first:
-            made.append(B(i))
-            i -= 1
+def computed(chain: Chain, checkpoints: list[int], technique: str) -> list[Op]:
+    """The forwards and backwards. Of a segment, the stages before a checkpoint, only the last output is kept for that.
+    It is recomputed once and kept, or for each of its backwards from the checkpoint before it."""
+    L, end = len(chain), max(checkpoints, default=0)
+    if technique in KEEPING:
+        return keep(1, L)
+    l_peak = max(layer_bytes(chain, i) for i in range(1, L + 1))
+    segments = list(zip([1, *(i + 1 for i in checkpoints)], checkpoints, strict=False))
+    made: list[Op] = []
+    for first, i in segments:
+        made += [*sweep(first, i - 1), F_all(i), drop(a(i - 1))] if first < i else [F_all(i)]
+    made += keep(end + 1, L)
+    for first, i in reversed(segments):
+        fits = technique == "cost-aware" and first < i and segment_bytes(chain, first, i - 1) <= l_peak
+        if technique == "speed-centric" or fits:
+            made += [*map(F_all, range(first, i)), *map(B, range(i, first - 1, -1))]
             continue
-        if segment in once:
-            made += [F_all(q) for q in range(segment.first, segment.last + 1)]
-            made += [B(q) for q in range(i, segment.first - 1, -1)]
-        else:
-            for q in range(segment.last, segment.first - 1, -1):
-                made += [*again(segment, q), B(q + 1)]
-            made.append(B(segment.first))
-        i = segment.first - 1
+        for q in range(i - 1, first - 1, -1):
+            made += [*sweep(first, q - 1), F_all(q), drop(a(q - 1))] if q > first else [F_all(q)]
+            made.append(B(q + 1))
+        made.append(B(first))
     return made
 
 
@@ -224,10 +176,7 @@ class Pool:
 
 def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[int]) -> tuple[Op, ...] | None:
     """The operations of one technique within `mem_limit` bytes, or None if it does not fit."""
-    L = len(chain)
-    kept = technique in ("liveness", "cache", "pool")
-    once = recomputed_once(chain, checkpoints, technique)
-    compute = forward(L, checkpoints, kept) + backward(L, checkpoints, once, kept)
+    compute = computed(chain, checkpoints, technique)
     pool = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints)
     if technique == "pool":
         return _eagerly(pool, compute, checkpoints)
