@@ -459,7 +459,8 @@ def turn(parameters: Any) -> None:
 turned = loop("turned", stepped=lambda model, *_: turn(model.parameters()))
 turned_data = loop("turned_data", stepped=lambda model, *_: turn([p.data for p in model.parameters()]))
 turned_states = loop(
-    "turned_states", stepped=lambda model, own, n: turn([state["exp_avg"] for state in own[0].state.values()])
+    "turned_states",
+    stepped=lambda model, own, n: turn(t for state in own[0].state.values() for t in state.values()),
 )
 BOTH = (by_closure, penalised, around, in_eval_by_turns, thawed)  # with updates during the backward, too
 STEPS = (

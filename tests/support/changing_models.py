@@ -896,7 +896,7 @@ def noisy(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 
 
 def of_all(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    x = call[0][0].requires_grad_()
+    (x,), _ = call
     loss = error_of(run(x))
     given = torch.autograd.grad(loss, [x, *net.parameters()])
     return torch.stack([loss, *(g.double().sum() for g in given)])
@@ -936,7 +936,12 @@ row("gradients accumulated over parts of a batch", step=accumulated, call=lambda
 )
 row("updates within the backward", step=updated_in_backward)(Tied)
 row("gradients to which hooks add noise", step=noisy, call=large)(Dropout)
-row("gradients of the input and of all parameters", step=of_all, room=0.95)(Trunk)  # all are held at once
+row(  # which are held at once
+    "gradients of the input and of all parameters",
+    call=lambda n: ((drawn(n).requires_grad_(),), {}),
+    step=of_all,
+    room=0.95,
+)(Trunk)
 row("gradients of a result in the middle", step=of_hidden, room=0.6)(Hidden)
 row("a second and a third backward through the same graph", step=again_backward, call=large)(Dropout)
 row("a backward for each of two losses", step=gradient_of_each)(Trunk)
