@@ -18,6 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 from trunks import TABLE, Block, Trunk, drawn
 
+from rotoff.runtime.links.spill import Spill
+from rotoff.runtime.tape_step import OFF_COURSE, TapeStep
 from rotoff.tape import dispatch
 from rotoff.tape.tape import Tape
 from rotoff.tape.verify import Known, Verified
