@@ -156,7 +156,7 @@ struct Tape {
     content->watch(slot->witness);
     slots_[stage].push_back(slot);
     const int n = content->op - begins[stage];
-    if (unsure || (n >= 0 && is_kept(n, content->out))) slot->own = storage;
+    if (unsure || is_kept(n, content->out)) slot->own = storage;
     return slot;
   }
 

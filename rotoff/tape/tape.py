@@ -150,8 +150,8 @@ class Tape(EagerMode):
             -1 for none.
         stage: the open stage of the forward; `enter` begins another. key: tells its operations so far, and the sizes of
             what they read, from others.
-        keep: what `pack` keeps of what the open stage makes and autograd saves: all, or the contents whose (operation,
-            result), counted from the stage's first operation, are in the set.
+        keep: what `pack` keeps of what autograd saves: all, or the contents whose (operation, result), counted from the
+            open stage's first operation, are in the set.
         paused: whether nothing is noted.
         operations: of the forward, so far. begins: the number of the first one of each stage.
         replayed: how many were run again. copied: bytes copied before a write.
@@ -417,7 +417,7 @@ class Tape(EagerMode):
             content.watch(witness)
             self.slots.setdefault(self.stage, []).append(SlotReference(slot))
             n = content.op - self.begins[self.stage]
-            if self._unsure or (self.keep and n >= 0 and (self.keep is True or (n, content.out) in self.keep)):
+            if self._unsure or (self.keep and (self.keep is True or (n, content.out) in self.keep)):
                 slot.own = storage
             self.saved(slot, storage)
         return slot

@@ -17,6 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from trunks import TABLE, Block, Trunk, drawn
 
+from rotoff.runtime.links.spill import Spill
+from rotoff.runtime.tape_step import OFF_COURSE, TapeStep
 from rotoff.tape import dispatch
 from rotoff.tape.tape import Tape
 from rotoff.tape.verify import Known, Verified
@@ -506,3 +508,29 @@ def test_a_replay_has_the_settings_of_the_first_run(
     y.sum().backward()
     assert looked_at[0] == looked_at[1] != before == present()
     assert len(looked_at) == 2
+
+
+@torch.library.custom_op("rotoff_tests::unlike", mutates_args=())
+def unlike(x: torch.Tensor) -> torch.Tensor:
+    looked_at.append(None)
+    return x + len(looked_at)
+
+
+unlike.register_autograd(lambda ctx, gradient: gradient)
+
+
+@pytest.mark.parametrize("before", range(OFF_COURSE + 1))
+def test_off_the_course_what_is_saved_is_never_made_again(before: int, new_tape: Any) -> None:
+    """Wherever a stage of a step without a plan ends, such as between an operation and the save of its result."""
+    x, tape = torch.ones(4, requires_grad=True), new_tape()
+    with TapeStep(None, spill=Spill(x.device)).forward(tape):
+        y = x * 1
+        for _ in range(before):
+            y = y + 1
+        y = unlike(y)
+        value, y = y.detach().clone(), y.square()
+        for _ in range(2 * OFF_COURSE):
+            y = y + 1
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * value)
