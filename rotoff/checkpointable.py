@@ -193,7 +193,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         self._caches = None
         value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
-        many = REPEATS if repeats is None else repeats
+        graphs = any(t.grad_fn is not None for t in tensor_leaves(value))  # of the caller's, for one backward each
+        many = (1 if graphs else REPEATS) if repeats is None else repeats
         with Bar("measuring") as bar:
             for n in range(many):
                 self._measured(value)

@@ -80,7 +80,12 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
 Named = namedtuple("Named", "y x")
 
 
-@runs("outputs of another structure", sets("kind", lambda n: ("one", "tuple", "dict", "named", "one")[n]), room=0.6)
+@runs(
+    "outputs of another structure",
+    sets("kind", lambda n: ("one", "tuple", "dict", "named", "one")[n]),
+    room=0.6,
+    has={"kind": lambda: "one"},
+)
 def _(net: Any, x: torch.Tensor) -> Any:
     for block in net.blocks:
         x = block(x)
@@ -106,7 +111,7 @@ class Hidden(Trunk):
 row("a loss of another part of the outputs", step=part_of, room=0.6)(Hidden)
 
 
-@runs("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6)
+@runs("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6, has={"skip": bool})
 def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     first = net.blocks[0](x)
     second = net.blocks[1](first)
@@ -930,7 +935,7 @@ def thawed_between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
 
 
 row("a part frozen between the forward and its backward, or thawed", step=thawed_between, room=0.6)(normed)
-row("a double backward", step=twice)(Trunk)
+row("a double backward", step=twice, room=0.95)(Trunk)
 row("gradients accumulated over parts of a batch", step=accumulated, call=lambda n: ((drawn(n, 48, WIDTH),), {}))(
     Dropout
 )

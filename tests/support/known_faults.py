@@ -4,13 +4,6 @@ out. Those of the second fail in some runs."""
 from __future__ import annotations
 
 KNOWN_FAULTS = {
-    **dict.fromkeys(
-        (
-            f"runtime/test_changing_models.py::test_what_changes_between_steps_is_followed_or_refused[{name}]"
-            for name in ("a Function over a module: adjoint, function, norm",)
-        ),
-        "the smallest limit is what keeping everything takes, so there is no plan to compare",
-    ),
     "tools/test_largest.py::test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again": (
         "an estimate does not follow what the model asks of values, and has few stages from there on"
     ),

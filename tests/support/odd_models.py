@@ -112,9 +112,7 @@ row(
     "a result saved to a file and loaded, of which a number is read in two steps",
     sets("saves", lambda n: "number" if n in {2, 3} else ""),
 )(Saves)
-row("a result saved to a file and loaded", refused="Tensor.set_ or torch.load")(
-    type("SavesAlways", (Saves,), {}, saves=lambda: "tensor")
-)
+row("a result saved to a file and loaded")(type("SavesAlways", (Saves,), {}, saves=lambda: "tensor"))
 
 
 # -- types, and what is not differentiated
@@ -337,7 +335,7 @@ class HookedWhole(Trunk):
 # -- checkpoints
 
 
-@row("checkpoint with a generator's preserve")
+@row("checkpoint with a generator's preserve", call=large)
 class Checkpoints(Trunk, drop=lambda: nn.Dropout(0.2)):
     def piece(self, x: torch.Tensor, k: float) -> torch.Tensor:
         return self.drop(torch.sin(x * k))

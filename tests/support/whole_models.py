@@ -115,7 +115,7 @@ class Handing(nn.Module):
         return torch.func.functional_call(self.inner, made, (x,))
 
 
-row("a tensor of the forward handed to a Function's module: a parameter")(between(Handing))
+row("a tensor of the forward handed to a Function's module: a parameter", call=large)(between(Handing))
 
 
 class AtTheTop(nn.Module):
@@ -238,7 +238,7 @@ class Ensemble(nn.Module):
 
 
 row("a hook removed before the backward, compiled", step=hook_removed)(between(compiled))
-row("functional_call of the whole model, mapped", step=functional)(between(Mapped))
+row("functional_call of the whole model, mapped", step=functional, room=0.95)(between(Mapped))
 row("a mapped module conditioned by another")(between(Conditioned))
 row("a mapped cell with a state")(between(Recurrent))
 row("an ensemble by functional_call within vmap")(between(Ensemble))
