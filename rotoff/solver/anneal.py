@@ -41,6 +41,7 @@ STRAYED = 3.0
 FLOAT_ERROR = 1e-12  # relative error of a step time
 CLOSE = 1.001  # step time / a bound on it that ends a search shorter than the default: times are off by more
 NEAREST = 0.1
+FOUND = 4  # plans that are returned at most
 COOL_STAGES = 50  # with more stages each is a smaller part of the step, so the start temperatures are lowered
 
 
@@ -130,6 +131,11 @@ class Pool:
         """Whether any plan fits."""
         return not all(self.excess)
 
+    def winners(self, most: int) -> list[np.ndarray]:
+        """The best plans that fit, the best first, at most `most`; of those that take equally long, one."""
+        order = {self.scores[n]: n for n in reversed(self.ranked()) if not self.scores[n][0]}
+        return [self.plans[order[score]] for score in sorted(order)[:most]]
+
     def ranked(self) -> list[int]:
         """The numbers of all plans, the best first."""
         return sorted(range(len(self.scores)), key=lambda n: self.scores[n])
@@ -159,8 +165,8 @@ def annealed(
     limit: int,
     enough: float,
     progress: Callable[[float, float], None] | None = None,
-) -> np.ndarray | None:
-    """The best plan found that fits, from `starts`, which need not fit.
+) -> list[np.ndarray]:
+    """The best plans found that fit, from `starts`, which need not fit; the best first.
 
     Every round anneals in each thread, with `each` changes: one from the best plan so far, one from the next start. The
     search ends early at a plan that takes `enough` seconds.
@@ -194,7 +200,7 @@ def annealed(
             pool.weights = [max(GROWTH * weight, nearest) for weight in pool.weights]
         if progress is not None:
             progress((turn + 1) / len(rounds), pool.best[1])
-    return pool.plans[pool.ranked()[0]] if pool.plans and pool.fits else None
+    return pool.winners(FOUND)
 
 
 def refined(
@@ -223,4 +229,4 @@ def refined(
         budget.enough(chain),
         progress,
     )
-    return None if found is None else found.reshape(-1, width)
+    return found[0].reshape(-1, width) if found else None

@@ -33,7 +33,7 @@ from .genes import (
 from .host import all_moving, everything_away, host_step
 from .plan_codes import MOVE, empty, in_columns, keep_all
 
-EFFORT = 240_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
+EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
 VISITS = 4  # columns of the stages' codes; later visits are as the last
@@ -64,8 +64,8 @@ def searched(
     budget: Budget,
     known: list[np.ndarray],
     progress: Callable[[float, float], None] | None = None,
-) -> np.ndarray | None:
-    """The best plan found, which is at least as good as any of `known`; None if none fits."""
+) -> list[np.ndarray]:
+    """The best plans found, the best first, which is at least as good as any of `known`; none if none fits."""
     chain = problem.chain
     L, K = len(chain), len(chain.parameters)
     heats, weights = TIGHT if _do_not_fit_together(problem) else (HEATS, WEIGHTS)

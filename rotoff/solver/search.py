@@ -19,10 +19,12 @@ from .anneal import FLOAT_ERROR, Budget, least_compute, refined
 from .bounds import host_plan, infeasible, min_mem_limit
 from .host import all_moving, host_sequence
 from .plan_codes import MOVE, evaluator, keep_all, select, to_ops
+from .reorder import reordered
 
 Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
 RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
+ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1: of all plans together, then of the best one
 STARTS = 6  # of the search: the fastest proposals, and two that do not fit
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
 
@@ -57,7 +59,7 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
     least = min_mem_limit(chain, mode, problem.updates)
     if limit < least:
         raise infeasible(chain, mode, limit, problem.updates)
-    best = _best(problem, mode, progress)
+    best = _with_rivals(problem, mode, progress)
     if trace.peak_bytes <= limit and (best is None or kept.makespan <= best.makespan):
         return kept
     if best is None:
@@ -67,6 +69,17 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
             least,
         )
     return best
+
+
+def _with_rivals(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+    """The best plan found; in joint also of those that `solve` finds in the pure modes, so it is never slower."""
+    rivals: list[Candidate] = []
+    for pure in ("offload", "remat") if mode == "joint" else ():
+        if problem.fits(pure) and (made := _best(problem, pure, None)) is not None:
+            rivals.append(made)
+            if made.makespan <= problem.budget.enough(problem.chain):
+                return _fastest(rivals)
+    return _fastest([*rivals, _best(problem, mode, progress)])
 
 
 def parse_host_limit(host_limit: int | str) -> int:
@@ -214,9 +227,12 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
 def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
     """The best plan found for a chain with parameters."""
     placed = placed_search.PlacedProblem(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
-    plan = placed_search.searched(placed, problem.budget, list(problem.known), progress)
-    if plan is not None:
-        return _of_sequence(problem, placed_search.sequence_of(placed, plan), "placed", plan)
+    plans = placed_search.searched(placed, problem.budget, list(problem.known), progress)
+    share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
+    texts = [(*reordered(placed, placed_search.sequence_of(placed, plan), share), plan) for plan in plans]
+    if texts:
+        _, text, plan = min(texts, key=lambda one: one[0])
+        return _of_sequence(problem, reordered(placed, text, problem.budget.part(ORDER_SHARE))[1], "placed", plan)
     return _fastest(_of_sequence(problem, *made) for made in placed_search.least(placed))
 
 

@@ -109,6 +109,9 @@ def test_the_plan_is_no_slower_than_the_one_for_a_link_that_is_not_busy(chain: C
     free = replace(chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
     theirs = simulate(chain, solve(free, limit, refine=0.01), limit).makespan
     assert ours.meta["makespan"] <= theirs * (1 + 1e-9)
+    for mode in ("offload", "remat"):
+        if limit >= min_mem_limit(chain, mode):
+            assert ours.meta["makespan"] <= solve(chain, limit, mode, refine=0.01).meta["makespan"] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from random import Random
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
@@ -52,6 +53,7 @@ from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 
 import rotoff
+from rotoff import Sequence
 from rotoff.core.chain import LinkRates
 from rotoff.core.sequence import OpKind, w
 from rotoff.profile.tape_profile import TapeProfile
@@ -61,6 +63,9 @@ from rotoff.runtime.placed import updates
 from rotoff.runtime.placed.group_updates import GroupUpdates
 from rotoff.runtime.placed.placement import Placement
 from rotoff.runtime.tape_placed import Lent
+from rotoff.solver import reorder, search
+from rotoff.solver.anneal import Budget
+from rotoff.solver.placed_search import PlacedProblem
 
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 
@@ -116,6 +121,32 @@ def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> 
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.fixture(params=[1, 7])
+def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Plans whose last search takes whatever is legal and fits; for each, whether something has moved across the step's
+    end."""
+    crossed = []
+
+    def reordered(problem: PlacedProblem, plan: Sequence, _: Budget) -> tuple[float, Sequence]:
+        kernel, order = reorder._orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
+        kernel.anneal(order, 2000, request.param, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
+        made = reorder.in_order(plan, order)
+        crossed.append(set(made.resident) != set(plan.resident))
+        return rotoff.simulate(problem.chain, made, problem.limit, problem.updates).makespan, made
+
+    monkeypatch.setattr(search, "reordered", reordered)
+    return crossed
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", ["stateful", "tied", "adapted"])
+@pytest.mark.grid(every=3)
+def test_bits_of_the_plain_model_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
+    placed, _ = trained(name, adamw, usual, 0.3, updates=updates)
+    assert any(any_order)
+    assert same(placed, plainly(name, adamw, usual))
 
 
 @pytest.mark.parametrize("times", [(2, 3, 2, 3, 3), (3, 2, 3, 4, 4)], ids=str)
@@ -589,6 +620,15 @@ def test_no_limit_is_exceeded(name: str, updates: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(HostFile, "read", slowly)
     found = peaks(name, updates, lambda least, _: [int(more * least) for more in (1, 1.1, 1.2, 1.5, 2)], measured=True)
     assert all(measured <= expected <= limit for measured, expected, limit in found), found
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.parametrize("name", ["deep", "no biases"])
+@pytest.mark.grid(every=3)
+def test_the_predicted_peak_holds_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
+    ((measured, expected, _),) = peaks(name, updates, measured=True)
+    assert any(any_order)
+    assert measured <= expected
 
 
 def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:

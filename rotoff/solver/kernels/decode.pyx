@@ -206,5 +206,5 @@ cdef void decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Verdict 
     _prefetches(c, w, n, &m, m.turn + 1 if codes[0] & 1 else 0)
     _text(c, w, n, &m, r)
     reset(&w.lanes)
-    r.makespan = run(&w.lanes, w.event, w.n_events, 0.0, 0, NULL)
+    r.makespan = run(&w.lanes, w.event, NULL, w.n_events, 0.0, 0, NULL)
     r.makespan = max(r.makespan, drained(&w.lanes))

@@ -195,7 +195,7 @@ cdef void _text(Chain *c, Work *w, Groups *p, Cycle *s) noexcept nogil:
 cdef double _lanes(Work *w, Cycle *s) noexcept nogil:
     """Seconds of a steady step; `before` and `out_end` then hold the times of the last one."""
     cdef double[2] span
-    cdef double found = steady(&w.lanes, w.event, w.n_events, s.before, span)
+    cdef double found = steady(&w.lanes, w.event, NULL, w.n_events, False, s.before, span)
     cdef Py_ssize_t g, x
     for g in range(s.n_gaps):
         if s.gap[g].copies:

@@ -199,15 +199,16 @@ cdef inline bint same_job(Job *j, double now) noexcept nogil:
     return _same(&j.late[1], j.off_end, now) and same
 
 
-cdef inline double run(Lanes *l, const Event *events, Py_ssize_t n, double now, Py_ssize_t period,
+cdef inline double run(Lanes *l, const Event *events, const int32_t *order, Py_ssize_t n, double now, Py_ssize_t period,
                        double *at) noexcept nogil:
-    """Run a step from `now` on; returns when its compute ends. at: seconds from `now` to each E_HERE."""
+    """Run a step from `now` on; returns when its compute ends. order: of the events; NULL for theirs. at: seconds from
+    `now` to each E_HERE."""
     cdef double compute = now
     cdef Py_ssize_t x, y
     cdef int32_t kind, v
     cdef const Event *e
     for x in range(n):
-        e = &events[x]
+        e = &events[order[x] if order != NULL else x]
         kind, v = e.kind, e.subject
         if kind == E_HERE:
             at[v] = compute - now
@@ -235,8 +236,9 @@ cdef inline double run(Lanes *l, const Event *events, Py_ssize_t n, double now, 
     return compute
 
 
-cdef inline double steady(Lanes *l, const Event *events, Py_ssize_t n, double *at, double *span) noexcept nogil:
-    """Seconds of a steady step. span: start and end of the last one run."""
+cdef inline double steady(Lanes *l, const Event *events, const int32_t *order, Py_ssize_t n, bint exact, double *at,
+                          double *span) noexcept nogil:
+    """Seconds of a steady step. exact: whether to the machine's last bit. span: start and end of the last one run."""
     cdef Py_ssize_t period, x
     cdef double compute = 0.0, second = 0.0
     cdef bint same
@@ -247,11 +249,11 @@ cdef inline double steady(Lanes *l, const Event *events, Py_ssize_t n, double *a
         if period == 2:
             second = compute
         span[0] = compute
-        compute = span[1] = run(l, events, n, compute, period, at)
+        compute = span[1] = run(l, events, order, n, compute, period, at)
         same = same_lanes(l, compute)
         for x in range(l.base, l.base + 3 * l.K):
             same &= same_job(&l.job[x], compute)
-        if same and period:
+        if same and period and not exact:
             second = compute - 2 * (compute - span[0])
             break
     drained(l)

@@ -1,5 +1,5 @@
 # cython: boundscheck=False, wraparound=False, cdivision=True, initializedcheck=False
-"""The smallest limit of recompute: a table of bytes, arithmetic only. Stages count from 1; row 0 is a_0's, or unused."""
+"""The smallest limit of recompute: a table of bytes. Stages count from 1; row 0 is that of a_0, or unused."""
 
 import numpy as np
 
@@ -11,9 +11,10 @@ def remat_need(const int64_t[::1] out, const int64_t[::1] delta, const int32_t[:
                const int64_t[:, ::1] M_ck):
     """[i, j]: bytes that recompute of i..j needs beyond the input of i, from δ_j to δ_{i-1}; 0 where no stage is left.
 
-    Column L is the forward phase, which holds no gradient. This is C_A's feasibility (NeurIPS 2021 supplement, B.3) as a
-    bottleneck recurrence: held bytes add to every need. It has one choice more than the paper: sweep to k - 1, F_all k,
-    drop a_{k-1} but keep ā_k, and make a_{k-1} again for B k. The arrays are those of `rotoff.solver.arrays.Arrays`.
+    Column L is the forward phase, which holds no gradient. This is C_A's feasibility (NeurIPS 2021 supplement, B.3)
+    as a bottleneck recurrence: held bytes add to every need. It has one choice more than the paper: sweep to k - 1,
+    F_all k, drop a_{k-1} but keep ā_k, and make a_{k-1} again for B k. The arrays are those of
+    `rotoff.solver.arrays.Arrays`.
     """
     cdef Py_ssize_t L = out.shape[0] - 1, i, j, k, f
     made = np.zeros((L + 2, L + 2), dtype=np.int64)

@@ -1,0 +1,163 @@
+"""The last search of a plan: the order of its operations. What moves, and who updates it, stays as the plan has it.
+
+The decoders write one order for each plan: all frees of a position before its prefetches, every copy out as soon as its
+value is made, copies in by need, and what is made again right before its use. Where values are large beside the limit,
+other orders of the same operations are up to some percent faster. `kernels.order` moves single operations, as long as
+the result is legal and fits, also from the end of a step with parameters to the start of the next: a copy out may wait
+until nothing comes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ..core.chain import Chain
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, parse_value
+from ..core.simulator import Machine, early_stops
+from ..core.steady_step import PERIODS, at_rest
+from .anneal import THREADS, Budget, in_threads
+from .kernels.order import Order
+from .placed_search import PlacedProblem
+from .plan_codes import KINDS
+
+# Rows of `kernels.order`, and of `kernels.lanes`.
+OPERATION = np.dtype(
+    [(name, np.int64) for name in ("need", "more", "host_more")]
+    + [(name, np.int32) for name in ("first", "last", "crosses")],
+    align=True,
+)
+EVENT = np.dtype(
+    [("kind", np.int32), ("subject", np.int32), ("seconds", np.float64), ("waits", np.int32, 3)], align=True
+)
+OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort into a count of moves
+HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
+
+
+def reordered(problem: PlacedProblem, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
+    """The seconds and the operations of `sequence`, or of a faster order, found in about the budget's seconds in each
+    thread."""
+    ops = tuple(sequence)
+    kernels, first = _orders(problem, sequence), np.arange(len(ops), dtype=np.int32)
+    scale = kernels[0].seconds(first)
+    tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * PERIODS))
+    if not tries or not any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops):
+        return scale, sequence
+    bests = [first.copy() for _ in HEATS]
+    calls = [
+        (first.copy(), tries, seed, heat * scale, heat * scale / 100, best)
+        for seed, (heat, best) in enumerate(zip(HEATS, bests, strict=True), start=1)
+    ]
+    in_threads([kernel.anneal for kernel in kernels], calls)
+    made, order = min(((kernels[0].seconds(best), best) for best in bests), key=lambda one: one[0])
+    return (scale, sequence) if made >= scale else (made, in_order(sequence, order))
+
+
+def in_order(sequence: Sequence, order: np.ndarray) -> Sequence:
+    """The operations of `sequence` in another order; what moves across the step's end changes what is resident."""
+    ops, last = tuple(sequence), dict[Value, OpKind]()
+    made = tuple(ops[n] for n in order)
+    for op in made:
+        if op.kind in (OpKind.PREFETCH, OpKind.FREE, OpKind.DROP) and op.value.of in ("w", "o"):
+            last[op.value] = op.kind
+    kept = [text for text in sequence.resident if parse_value(text) not in last]
+    kept += [str(value) for value, kind in last.items() if kind is OpKind.PREFETCH]
+    return replace(sequence, ops=made, resident=kept)
+
+
+def _orders(problem: PlacedProblem, sequence: Sequence) -> list[Order]:
+    """A kernel for each thread."""
+    chain, ops, L = problem.chain, tuple(sequence), len(problem.chain)
+    machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
+    start = machine.held_bytes, machine.host_bytes
+    rows, events, accesses = np.zeros(len(ops), OPERATION), np.zeros(len(ops), EVENT), list[int]()
+    for n, op in enumerate(ops):
+        held, on_host, row, event = machine.held_bytes, machine.host_bytes, rows[n], events[n]
+        event["kind"] = KINDS.index(OpKind.F_ALL if op.kind is OpKind.F_SEL else op.kind)
+        event["subject"] = (
+            op.stage - 1 if op.kind is OpKind.H else 0 if op.kind in COMPUTES else _number(chain, op.value)
+        )
+        event["seconds"], event["waits"] = _seconds(machine, op, n in early), _dropped(chain, op)
+        row["first"], row["crosses"] = len(accesses), _crosses(op, problem.updates)
+        accesses += _accesses(chain, op, problem.updates)
+        memory = machine.step(op, n in early).memory
+        row["last"], row["need"] = len(accesses), memory - held
+        row["more"], row["host_more"] = machine.held_bytes - held, machine.host_bytes - on_host
+    # What comes between a forward and its backward would let the forward run on to its end.
+    fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else {OpKind.B}
+    movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
+    access = np.array([*accesses, 0], np.int32)
+    limits = problem.limit, problem.host_limit
+    return [Order(chain, rows, events, access, movable, 2 * L + 2, *start, *limits) for _ in range(THREADS)]
+
+
+def _crosses(op: Op, updates: str) -> bool:
+    """Whether the operation may move across the step's end; with `updates` "after" only w may be in flight there."""
+    if op.kind in COMPUTES or op.kind is OpKind.H:
+        return False
+    return op.value.of == "w" or (
+        op.value.of == "o" and (updates == "during" or op.kind not in (OpKind.PREFETCH, OpKind.WAIT))
+    )
+
+
+def _number(chain: Chain, v: Value) -> int:
+    L, K = len(chain), len(chain.parameters)
+    if v.of:
+        return 2 * L + 2 + "wgo".index(v.of) * K + v.stage - 1
+    return v.stage + (L + 1 if v.saved else 0)
+
+
+def _seconds(machine: Machine, op: Op, early: bool) -> float:
+    chain = machine.chain
+    if op.kind in FORWARDS:
+        stage = chain.stage(op.stage)
+        return stage.forward_time - (stage.tail_time if early else 0.0)
+    if op.kind is OpKind.B:
+        return chain.stage(op.stage).form(machine.form[op.stage]).backward_time
+    if op.kind is OpKind.U:
+        return chain.group(op.stage).update_time
+    if op.kind is OpKind.H:
+        return chain.group(op.stage).host_update_time or 0.0
+    if op.kind is OpKind.OFFLOAD:
+        return machine.device[op.value] / chain.d2h_bandwidth
+    return machine.host[op.value] / chain.h2d_bandwidth if op.kind is OpKind.PREFETCH else 0.0
+
+
+def _dropped(chain: Chain, op: Op) -> list[int]:
+    """The values whose copies an operation of the compute lane waits for."""
+    if op.kind is OpKind.U:
+        values = [Value(False, op.stage, of) for of in "wgo"]
+    elif op.kind is OpKind.F_NONE and op.stage > 1:
+        values = [a(op.stage - 1)]
+    elif op.kind is OpKind.B:
+        values = [abar(op.stage), a(op.stage), *([a(op.stage - 1)] if op.stage > 1 else [])]
+    else:
+        values = []
+    return [*(_number(chain, v) for v in values), *[-1] * (3 - len(values))]
+
+
+def _accesses(chain: Chain, op: Op, updates: str) -> list[int]:
+    """What the operation reads and writes, as `kernels.order` has it. The machine's state after ``B 1``, which updates
+    may have to await, is a value too."""
+    i, after = op.stage, _number(chain, abar(0))
+    reads, writes = list[int](), list[int]()
+    if op.kind is OpKind.OFFLOAD:
+        reads.append(_number(chain, op.value))
+    elif op.kind not in COMPUTES and op.kind is not OpKind.H:
+        writes.append(_number(chain, op.value))
+    elif op.kind in (OpKind.U, OpKind.H):
+        writes += [_number(chain, Value(False, i, of)) for of in "wgo"]
+        reads += [after] if updates == "after" else []
+    else:
+        groups = [(k, group) for k, group in enumerate(chain.parameters, start=1) if i in group.stages]
+        reads += [_number(chain, abar(i - 1))] + [_number(chain, Value(False, k, "w")) for k, _ in groups]
+        (writes if op.kind in (OpKind.B, OpKind.F_NONE) else reads).append(_number(chain, a(i - 1)))
+        writes += [_number(chain, abar(i))]
+        if op.kind is OpKind.B:
+            ends = [k for k, group in groups if i in (min(group.stages), max(group.stages))]
+            writes += [_number(chain, a(i)), *(_number(chain, Value(False, k, "g")) for k in ends)]
+            writes += [after] if i == 1 else []
+        elif op.kind in (OpKind.F_CK, OpKind.F_NONE):
+            writes.append(_number(chain, a(i)))
+    return sorted({2 * v + 1 for v in writes} | {2 * v for v in reads if v not in writes})
