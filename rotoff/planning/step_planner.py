@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.chain import Chain
-from ..core.sequence import FORWARDS, Sequence
+from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Trace
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
@@ -287,13 +287,13 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
 
 
 def first_runs_over(sequence: Sequence, levels: Several[int], limit: int) -> dict[int, int]:
-    """Return by how much the first runs of stages exceed a limit."""
+    """Return by how much the first runs of stages, and the loss after the last one, exceed a limit."""
     ran, over = 0, dict[int, int]()
     for op, level in zip(sequence, levels, strict=True):
-        if op.kind in FORWARDS and op.stage > ran:
-            ran = op.stage
-            if level > limit:
-                over[op.stage] = max(level - limit, limit // 64)
+        first = op.kind in FORWARDS and op.stage > ran
+        ran = op.stage if first else ran
+        if level > limit and (first or (op.kind is OpKind.B and op.stage == ran)):
+            over[op.stage] = max(level - limit, limit // 64)
     return over
 
 

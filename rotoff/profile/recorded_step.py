@@ -130,7 +130,7 @@ class RecordedStep(Verified):
         self.waits: list[Any] = []
         self.handed_out: set[Content] = set()
         self.returned: set[Content] = set()
-        self.returned_at: set[int] = set()  # addresses
+        self.handed_at: dict[int, Content] = {}  # what the caller gets, by address
         self.log: list[Event] = []
         self.copies: list[int] = []
         self.elsewhere: set[Content] = set()  # what is made on another device than that of the step
@@ -197,7 +197,7 @@ class RecordedStep(Verified):
         self.handed_out = {content for content in self._alive if content.alive()}
         for content in self.handed_out:
             if (storage := content.storage(seen=True)) is not None:
-                self.returned_at.add(self.address(storage))
+                self.handed_at[self.address(storage)] = content
         self.copies = [nbytes for copy, nbytes in self._copied if not copy.expired()]
         with self.region(LOSS):
             pass

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -258,6 +259,7 @@ class TapeChain:
                 most = others + run.backward_peaks[form[op.stage]]
                 if op.stage == len(self.runs):  # before, the caller makes the loss
                     most = max(most, size(held) + self.chain.grad_bytes(op.stage))
+                    most = max([most, *(size(held | one) + nbytes for one, nbytes in self._loss.items())])
                 levels.append(self.chain.input_bytes + most)
                 continue
             new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
@@ -281,6 +283,17 @@ class TapeChain:
             held = self.stay.union(*values)
             found.append(None if op.kind is OpKind.B else self.trace.size(held))
         return found
+
+    @cached_property
+    def _loss(self) -> dict[frozenset[int], int]:
+        """The most bytes that the loss and its backward hold, by what the caller still has of the forward."""
+        waiting, gradients, most = self.trace.waiting - self.stay, 0, dict[frozenset[int], int]()
+        for event in self.trace.backward:
+            if event.reads is not None:
+                break
+            waiting, gradients = waiting - {event.gone}, gradients + event.size
+            most[waiting] = max(most.get(waiting, 0), gradients)
+        return most
 
     def _contents(self, v: Value, form: Mapping[int, int]) -> frozenset[int]:
         return self.forms[v.stage - 1][form[v.stage]] if v.saved else self.handed[v.stage]

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Number
 from typing import Any
 
@@ -77,6 +78,7 @@ class Event:
     size: bytes of gradients that it allocated, or freed. freed: the content that autograd has let go of, and the
     position of its saved tensor. reads: the position of the saved tensor that it reads next, `seconds` after the event
     before. kept: whether a parameter's ``.grad`` keeps the bytes; once it has them, they are no longer the step's.
+    gone: the content that the caller has let go of, before the backward reads anything.
     """
 
     size: int = 0
@@ -84,6 +86,7 @@ class Event:
     reads: int | None = None
     seconds: float = 0.0
     kept: bool = False
+    gone: int | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,11 @@ class Trace:
 
     def size(self, contents: Iterable[int]) -> int:
         return sum(self.made[c].nbytes for c in set(contents))
+
+    @cached_property
+    def waiting(self) -> frozenset[int]:
+        """What the caller has after the forward, as an open region of autocast, and not in the backward."""
+        return frozenset(c for c, one in enumerate(self.made) if one.dies > len(self.ran) and not one.returned)
 
     def plain_bytes(self) -> int:
         """Return the most bytes that the model holds without a tape."""
@@ -127,10 +135,12 @@ class Trace:
                     leave.setdefault(max(self.made[c].dies, self.made[c].let_go), []).append(c)
         level -= self.size(c for gone in leave.values() for c in gone if not self.made[c].returned)
         yield level
+        waiting = self.waiting - kept
         left = Counter(event.freed[0] for event in self.backward if event.freed is not None)
         for event in self.backward:
             level += event.size
-            yield level
+            waiting = frozenset() if event.reads is not None else waiting - {event.gone}
+            yield level + self.size(waiting)
             if event.freed is not None:
                 c = event.freed[0]
                 left[c] -= 1
@@ -246,6 +256,7 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         fetched.setdefault(k, {})[ptr] = one
     # by address, what autograd has of the segments that the backward has come to
     owner: dict[int, tuple[Content, int]] = {}
+    waiting = {ptr: number[c] for ptr, c in step.handed_at.items() if c in number and c not in step.returned}
     seconds = iter(step.waits)
     in_own = False
     start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
@@ -269,13 +280,27 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
             if not in_own:
                 live[event.ptr] = len(events)
                 events.append(Event(event.size))
-        elif event.size < 0 and event.ptr in live:
-            events.append(Event(-events[live.pop(event.ptr)].size))
-        elif event.size < 0 and event.ptr in owner:
-            content, at = owner.pop(event.ptr)
-            if content in number:
-                events.append(Event(freed=(number[content], at)))
+        elif event.size < 0 and event.ptr in waiting:
+            events.append(Event(gone=waiting.pop(event.ptr)))
+        elif event.size < 0:
+            events += _released(event.ptr, events, live, owner, number)
     return events
+
+
+def _released(
+    ptr: int,
+    events: list[Event],
+    live: dict[int, int],
+    owner: dict[int, tuple[Content, int]],
+    number: dict[Content, int],
+) -> list[Event]:
+    """Return the event of a release at `ptr`, if the backward has it."""
+    if ptr in live:
+        return [Event(-events[live.pop(ptr)].size)]
+    if ptr not in owner:
+        return []
+    content, at = owner.pop(ptr)
+    return [Event(freed=(number[content], at))] if content in number else []
 
 
 def _beside(step: RecordedStep) -> int:
@@ -292,4 +317,4 @@ def _beside(step: RecordedStep) -> int:
             live[event.ptr] = event.size
         elif event.size < 0:
             live.pop(event.ptr, None)
-    return sum(size for ptr, size in live.items() if ptr not in step.returned_at)
+    return sum(size for ptr, size in live.items() if ptr not in step.handed_at)

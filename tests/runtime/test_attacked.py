@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
+from allocated import peak_bytes
 from step_by_step import Call, Row, error_of, is_right, verdict
 from torch import nn
 from whole_models import noise
+
+import rotoff
 
 DEPTHS = (4, 4, 6, 4, 3)
 
@@ -94,3 +97,20 @@ def test_what_went_wrong_without_a_word_is_right(row: Row) -> None:
     numpy.random.seed(0)
     said = verdict(row, "remat")
     assert is_right(row, said), said
+
+
+def test_casts_that_the_caller_has_while_the_loss_is_made_are_charged() -> None:
+    """An open region of autocast keeps them."""
+    layers = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(5)]
+    model, x = nn.Sequential(*layers), torch.randn(256, 64)
+
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.mse_loss(run(x).float(), torch.zeros(256, 64))
+        loss.backward()
+
+    run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(1 << 40)
+    step()
+    run.compute_sequence(run.min_mem_limit(), refine=False)
+    assert peak_bytes(step) <= run.get_expected_memory() <= run.mem_limit
+    run.close()
