@@ -56,8 +56,7 @@ class Course:
 
     hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps that made others.
     patience: how many such steps there may be until another course is recorded. beside: bytes of outputs beside the
-    loss from which the measured backward started, too. varies: whether its sizes may depend on data. hints: of inputs
-    whose steps have kept it.
+    loss from which the measured backward started, too. hints: of inputs whose steps have kept it.
     """
 
     profile: TapeProfile
@@ -67,13 +66,12 @@ class Course:
     strayed: int = 0
     patience: int = PATIENCE
     beside: int = 0
-    varies: bool = False
     hints: set[str] = field(default_factory=set)
 
     def watched(self, hint: str) -> bool:
         """Whether a step with such an input may make other operations, so that it is followed though it keeps
         everything."""
-        return self.varies or (hint != self.hint and hint not in self.hints and len(self.hints) < OF_ONE_KIND)
+        return self.profile.varies or (hint != self.hint and hint not in self.hints and len(self.hints) < OF_ONE_KIND)
 
     def followed(self, step: TapeStep, hint: str) -> None:
         """Note whether a step has kept to this course."""
@@ -358,10 +356,11 @@ class StepRunner:
             tuple(filter(None, units)) or stages_of(self.model, self.options.stages),
             bool(self.options.forms),
             recorded.shapes,
+            varies=recorded.step.varies,
             borders_stay=bool(units),
         )
         common = common_profile(profile, self._group)
-        new = Course(common, recorded.hint, recorded.step.reading, varies=recorded.step.varies)
+        new = Course(common, recorded.hint, recorded.step.reading)
         course = self.take(recorded.key, new)
         course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
         for found in course.profile.chains:

@@ -28,6 +28,7 @@ class TapeProfile:
         shapes: of the tensors of the input.
         seen: whether the step has run; if not, its bytes are those of fake tensors.
         begins: positions at which stages begin, for each of several cuts, in place of `stages`.
+        varies: whether its sizes may depend on data, so that a step is followed also if it keeps everything.
         borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
         like: the chains of a step of the same operations, whose stages and forms are taken.
     """
@@ -41,6 +42,7 @@ class TapeProfile:
     shapes: tuple[tuple[int, ...], ...] = ()
     seen: bool = True
     begins: tuple[tuple[int, ...], ...] = ()
+    varies: bool = False
     borders_stay: bool = False
     like: tuple[TapeChain, ...] = ()
 
@@ -89,7 +91,8 @@ class TapeProfile:
 
     def keep_all_bytes(self, in_flight: int = 1) -> int:
         """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
-        return self.trace.plain_bytes() + (in_flight - 1) * self.trace.plain_resting()
+        followed = self.trace.states if self.varies else 0
+        return self.trace.plain_bytes() + (in_flight - 1) * self.trace.plain_resting() + in_flight * followed
 
     @property
     def strategy(self) -> str:
