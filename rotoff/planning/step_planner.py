@@ -33,6 +33,7 @@ logger = logging.getLogger("rotoff")
 ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
 AS_GOOD = 1.05  # time of an earlier process's plan / time that it had there, relative to keeping everything
+LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 
 
@@ -262,6 +263,8 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
     request, asked, raised = replace(request, mode=mode), limit, False
     searches = _searches(request)
     quick = _quick(request, request.mem_limit) if searches else request
+    if request.policy is None and len(chain) > LARGE:
+        quick = replace(quick, options={**quick.options, "refine": SHORT})
     for n in range(ROUNDS):
         if request.policy is None:
             asked = max(asked, least_in_flight(chain, mode, request.in_flight, -profile.batch_bytes))

@@ -15,8 +15,9 @@ import rotoff
 
 
 def limit_of(model: nn.Module, batch: Any) -> int:
-    """A little above the smallest."""
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(batch())
+    """A little above the smallest of a step of the loop."""
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).compute_sequence(1 << 40)
+    train(probe, batch)
     least = probe.min_mem_limit()
     limit = least + (probe.keep_all_memory - least) // 5
     probe.close()
