@@ -269,7 +269,6 @@ class StepRunner:
         if profile is None:
             self._unforeseen.add(family)
             return None
-        logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, profile.shapes)))
         return self.take(key, Course(profile, hint, near.reads))
 
     def _record(

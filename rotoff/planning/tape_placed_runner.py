@@ -275,7 +275,6 @@ class PlacedRunner:
         if profile is None:
             self._unforeseen.add(family)
             return False
-        logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, profile.shapes)))
         self.recordings[key] = RecordedProfile(profile, near.reads)
         return True
 

@@ -5,6 +5,7 @@ The step has to make the same operations as the other one. Whether they can be m
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
@@ -21,6 +22,7 @@ from .estimate.fake_trace import fake_step
 from .tape_profile import TapeProfile
 from .trace import Trace, trace_of
 
+logger = logging.getLogger("rotoff")
 SMALL = 512  # bytes
 
 
@@ -55,6 +57,7 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     held: dict[Key, list[int]] = {}
     for key, out in known.held:
         held.setdefault(key, []).append(out)
+    logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, shapes)))
     for begins in near.cuts:
         for key, one in zip(_keys(trace, begins), _keys(near.trace, begins), strict=True):
             if one in known.sure:
