@@ -530,8 +530,7 @@ class Adapted(nn.Module):
     call=lambda n: ((torch.arange(LENGTH).mul(3 + n).remainder(50),), {}),
     of=made_of(Adapted),
     has={"table": lambda: nn.Embedding(50, WIDTH).requires_grad_(False)},
-    may_refuse="needs at least",
-    room=0.0,
+    room=0.3,
     stages=12,
 )
 def _(net: Any, ids: torch.Tensor) -> torch.Tensor:
