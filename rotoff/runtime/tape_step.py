@@ -269,6 +269,7 @@ class TapeStep:
             self.times.copy(self._next, ticket)
         self._copies[op.value] = ticket, place.offset, list(storages), sizes
         self._leaving.add(op.value)
+        self._lend(op.value, 1)
 
     def _free(self, tape: Tape, op: Op) -> None:
         if op.value in self._copies:
@@ -347,10 +348,15 @@ class TapeStep:
         if v.saved:
             tape.empty(v.stage)
 
+    def _lend(self, v: Value, copies: int) -> None:
+        for content in self._copies[v][2]:
+            content.lent += copies
+
     def _let_go(self, v: Value) -> None:
         if v in self._leaving and self.link is not None:
             self._leaving.remove(v)
-            self.link.wait(self._copies[v][0])  # it holds the bytes until it has copied them
+            self.link.wait(self._copies[v][0])  # it holds the bytes until then
+            self._lend(v, -1)
         for content in self._values.pop(v, ()):
             if content not in self._owners:
                 continue

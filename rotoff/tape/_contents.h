@@ -248,7 +248,7 @@ constexpr size_t SMALL = 1 << 16;
 struct Content {
   const int op, out, stage;
   const size_t nbytes;
-  int maker;
+  int maker, lent = 0;
   bool read = false, once = false;
   Storage held;
   std::weak_ptr<Content> next;  // the operation that made it has it
@@ -321,11 +321,11 @@ struct Content {
 
   bool held_in(const Storage& storage) const { return held && held.is_alias_of(storage); }
 
-  void seal(bool of_residents) {
+  void seal(bool of_residents, size_t owned) {
     settle();
     if (op == RESIDENT || !read || witness_ || !held) return;
     const bool in_python = held.unsafeGetStorageImpl()->pyobj_slot()->load_pyobj();  // lives as long, and counts
-    if (held.use_count() <= 1 + in_python) return;
+    if (held.use_count() <= 1 + in_python + owned + lent) return;
     if (of_residents && !once)
       held = Storage();
     else

@@ -190,6 +190,13 @@ int content_set_held(PyObject* self, PyObject* storage, void*) try {
   return -1;
 }
 
+PyObject* content_lent(PyObject* self, PyObject*) { return PyLong_FromLong(PyContent::of(self)->lent); }
+
+int content_set_lent(PyObject* self, PyObject* copies, void*) {
+  PyContent::of(self)->lent = static_cast<int>(PyLong_AsLong(copies));
+  return PyErr_Occurred() ? -1 : 0;
+}
+
 // An object each time that Python asks for it: they are equal if the content is the same.
 Py_hash_t content_hash(PyObject* self) { return reinterpret_cast<Py_hash_t>(PyContent::of(self).get()) >> 4; }
 
@@ -456,6 +463,7 @@ PyGetSetDef content_fields[] = {
     {"stage", getter<content_stage>, nullptr, nullptr, nullptr},
     {"nbytes", getter<content_nbytes>, nullptr, nullptr, nullptr},
     {"held", getter<content_held>, content_set_held, nullptr, nullptr},
+    {"lent", getter<content_lent>, content_set_lent, nullptr, nullptr},
     {},
 };
 PyMethodDef tape_methods[] = {

@@ -82,8 +82,13 @@ struct Tape {
   void end() {
     recording = outer_;
     if (!recording) c10::impl::tls_set_dispatch_key_included(KEY, false);
+    ska::flat_hash_map<c10::StorageImpl*, size_t> owned;
+    for (const auto& [_, slots] : slots_)
+      for (const auto& weak : slots)
+        if (const auto slot = weak.lock(); slot && slot->own) ++owned[slot->own.unsafeGetStorageImpl()];
     for (auto& [_, content] : contents_)
-      content->seal(content->op != RESIDENT && operations[content->op].reads_residents());
+      content->seal(content->op != RESIDENT && operations[content->op].reads_residents(),
+                    content->held ? owned[content->held.unsafeGetStorageImpl()] : 0);
     contents_.clear();
     seen_ = false;
   }

@@ -33,17 +33,17 @@ class Content:
     for what the tape did not see made. maker: that operation; for what an operation wrote over a resident, that one, if
     there is a copy of what it overwrote. stage: in which it was made. held: the storage, while the tape keeps it. read:
     whether an operation of the tape reads it. next: the content that took its place, if a write did. once: whether it
-    must not be made again.
+    must not be made again. lent: how many copies to the host read it.
     """
 
     __slots__ = (
         *("__weakref__", "_made_in", "_new", "_sum", "_version", "_weak", "_witness"),
-        *("held", "maker", "nbytes", "next", "once", "op", "out", "read", "stage"),
+        *("held", "lent", "maker", "nbytes", "next", "once", "op", "out", "read", "stage"),
     )
 
     def __init__(self, op: int, out: int, stage: int, storage: torch.UntypedStorage) -> None:
         self.op, self.out, self.stage, self.nbytes = op, out, stage, storage.nbytes()
-        self.maker, self._new = op, False
+        self.maker, self.lent, self._new = op, 0, False
         self.held: torch.UntypedStorage | None = None
         self.next: Content | None = None
         self.read = self.once = False
@@ -122,7 +122,7 @@ class Content:
         autocast's copies of parameters, is rather made again."""
         self.settle()
         unwatched = self.op != RESIDENT and self.read and self._witness is None
-        if unwatched and self.held is not None and torch._C._storage_Use_Count(self.held._cdata) > 1:
+        if unwatched and self.held is not None and torch._C._storage_Use_Count(self.held._cdata) > 1 + self.lent:
             if of_residents and not self.once:
                 self.held = None
             else:

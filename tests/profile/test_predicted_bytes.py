@@ -3,6 +3,7 @@ states."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.runtime.links.file import FileLink, FileTicket
+from rotoff.runtime.links.host_file import HostFile
 
 TIMES = 16  # larger than the models' own batches
 
@@ -378,7 +380,15 @@ class Returning(nn.Module):
         return x.square().mean()
 
 
-def test_sums_of_gradients_of_casts_are_charged() -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.005], ids=["at-once", "late"])
+def test_sums_of_gradients_of_casts_are_charged(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = HostFile.write
+
+    def late(self: HostFile, data: memoryview, offset: int) -> None:
+        time.sleep(seconds)  # a copy may still run when the forward ends
+        write(self, data, offset)
+
+    monkeypatch.setattr(HostFile, "write", late)
     torch.manual_seed(0)
     model, x = Returning(), torch.randn(24, 48)
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)

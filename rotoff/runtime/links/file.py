@@ -24,7 +24,7 @@ from .host_file import HostFile, check_directory, choose_directory
 
 
 class FileTicket:
-    """One copy of a `FileLink`; it releases its tensors before it reports its end."""
+    """One copy of a `FileLink`; it holds its tensors until somebody waits."""
 
     __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "offsets", "out", "process")
 
@@ -53,7 +53,7 @@ class FileTicket:
         except BaseException as error:
             self.failure = _without_frames(error)
         finally:
-            self._tensors = self._after = ()
+            self._after = ()
             self.ended = time.perf_counter()
             self._finished.set()
 
@@ -65,6 +65,7 @@ class FileTicket:
         """Block until the copy has ended; an interrupt gets through."""
         self.check_process()
         self._finished.wait()
+        self._tensors = ()
 
     def check_process(self) -> None:
         """Raise ExecutionError in a forked child, which has neither the thread nor the bytes of its parent's copies."""
@@ -81,7 +82,7 @@ class FileTicket:
             (file.write if self.out else file.read)(memoryview(found).cast("B"), offset)
 
     def host_ranges(self) -> list[tuple[int, int]]:
-        """The first and the last host byte, exclusive, of each tensor; before the copy has ended."""
+        """The first and the last host byte, exclusive, of each tensor; before anybody waits."""
         return [(offset, offset + one.nbytes) for one, offset in zip(self._tensors, self.offsets, strict=True)]
 
 
