@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, overload
 
 from ..errors import LimitError, SequenceFormatError
@@ -89,7 +89,7 @@ COMPUTES = FORWARDS | {OpKind.B, OpKind.U}
 TRANSFERS = frozenset({OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Op:
     """One operation of a plan; make one from text with `rotoff.parse`.
 
@@ -122,7 +122,7 @@ class Op:
                 " move takes values of 'w', 'g' or 'o', which are not saved ones, and other operations none"
             )
 
-    @property
+    @cached_property
     def value(self) -> Value:
         """The value that a move acts on, or that a forward makes."""
         if self.kind in TRANSFERS:

@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -196,7 +197,7 @@ class StepRunner:
         """Run the forward of a training step; `plain` is the model's own."""
         value = args, kwargs
         given = tensor_leaves(value)
-        if not any(t.requires_grad for t in (*self.model.parameters(), *given)):
+        if not any(t.requires_grad for t in chain(self.model.parameters(), given)):
             return plain(*args, **kwargs)
         self.settle()
         key, hint = signature(value, self.model), constants(value)
@@ -437,7 +438,7 @@ class StepRunner:
             planned.found.layout,
             partial(self.links.take, device, plan.host_bytes) if plan.host_bytes else None,
             self.links.give_back,
-            self._spill(),
+            Spill(device, self.options.host_directory),
             self._held_check(planned),
         )
         if recording is not None:

@@ -33,6 +33,7 @@ from .links.spill import Away, Spill
 from .step_times import StepTimes
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
+_METHODS = {kind: f"_{kind.name.lower()}" for kind in OpKind}
 OFF_COURSE = 8  # operations and saved tensors after which what a step without a plan has saved leaves the device
 
 
@@ -147,7 +148,7 @@ class TapeStep:
         self._hold(tape, op.value, self._handed(tape, op.stage))
         for key in self._layout.stay[op.stage - 1]:
             if (content := tape.content(op.stage, *key)) is not None:
-                self._hold(tape, Value(False, -op.stage), [content])
+                self._hold(tape, a(-op.stage), [content])
         if op.kind is OpKind.F_NONE:
             self._release(tape, a(op.stage - 1))
         self._next += 1
@@ -217,7 +218,7 @@ class TapeStep:
 
     def _run(self, tape: Tape, op: Op) -> None:
         self._begin_span(self._next)
-        getattr(self, f"_{op.kind.name.lower()}")(tape, op)
+        getattr(self, _METHODS[op.kind])(tape, op)
         self._end_span()
         self._next += 1
         self._look(tape, self._next - 1)
@@ -258,7 +259,7 @@ class TapeStep:
             storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
         assert self.link is not None
         elsewhere = [c for c, storage in storages.items() if storage.device != self.link.device]
-        self._hold(tape, Value(False, -op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
+        self._hold(tape, a(-op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
         place = self._host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
@@ -415,7 +416,7 @@ class TapeStep:
             self._let_go(v)
 
     def _gone(self, tape: Tape, stage: int) -> None:
-        for v in (abar(stage), a(stage), a(stage - 1), Value(False, -stage)):
+        for v in (abar(stage), a(stage), a(stage - 1), a(-stage)):
             self._release(tape, v)
             self._copies.pop(v, None)
 

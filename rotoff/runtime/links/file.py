@@ -26,14 +26,15 @@ from .host_file import HostFile, check_directory, choose_directory
 class FileTicket:
     """One copy of a `FileLink`; it holds its tensors until somebody waits."""
 
-    __slots__ = ("_after", "_finished", "_tensors", "began", "ended", "failure", "offsets", "out", "process")
+    __slots__ = ("_after", "_running", "_tensors", "began", "ended", "failure", "offsets", "out", "process")
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket | None] = ()
     ) -> None:
         self._tensors = tuple(tensors)
         self._after = tuple(one for one in after if one is not None)
-        self._finished = threading.Event()
+        self._running = threading.Lock()
+        self._running.acquire()
         self.offsets = first_bytes(tensors, offset)
         self.out = out
         self.failure: BaseException | None = None
@@ -55,7 +56,7 @@ class FileTicket:
         finally:
             self._after = ()
             self.ended = time.perf_counter()
-            self._finished.set()
+            self._running.release()
 
     def span(self, zero: float) -> tuple[float, float]:
         """Seconds from `zero`, a reading of ``time.perf_counter``, to the copy's begin and end."""
@@ -64,8 +65,8 @@ class FileTicket:
     def join(self) -> None:
         """Block until the copy has ended; an interrupt gets through."""
         self.check_process()
-        self._finished.wait()
-        self._tensors = ()
+        with self._running:
+            self._tensors = ()
 
     def check_process(self) -> None:
         """Raise ExecutionError in a forked child, which has neither the thread nor the bytes of its parent's copies."""
