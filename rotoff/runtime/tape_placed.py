@@ -301,8 +301,10 @@ def _is_alone(places: ParameterPlaces) -> bool:
         return False
     if place.on_host:
         return True
-    # it, `device`, and that call's
-    return uses_of(places.parameter) <= 3 and places.parameter.untyped_storage().resizable()
+    storage = places.parameter.untyped_storage()
+    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):  # then PyTorch has no
+        return False  # allocator for it, whatever `resizable` says
+    return uses_of(places.parameter) <= 3  # it, `device`, and that call's
 
 
 class Filled(TorchDispatchMode):
