@@ -37,7 +37,7 @@ from ..core.sequence import UPDATES, Op, OpKind, Value
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
-from ..tensors.storage import uses_of
+from ..tensors.storage import in_shared_memory, uses_of
 from .execution_plan import ExecutionPlan
 from .layout import Layout
 from .links.base import Link
@@ -301,9 +301,8 @@ def _is_alone(places: ParameterPlaces) -> bool:
         return False
     if place.on_host:
         return True
-    storage = places.parameter.untyped_storage()
-    if not storage.resizable() or (storage.device.type == "cpu" and storage.is_shared()):  # then PyTorch has no
-        return False  # allocator for it, whatever `resizable` says
+    if in_shared_memory(places.parameter) or not places.parameter.untyped_storage().resizable():
+        return False
     return uses_of(places.parameter) <= 3  # it, `device`, and that call's
 
 

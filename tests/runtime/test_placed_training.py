@@ -1145,13 +1145,20 @@ def test_a_step_that_another_took_the_place_of_is_right() -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def mapped_anew(parameter: nn.Parameter) -> torch.Tensor:
+    """What another process would have of it."""
+    handle = parameter.untyped_storage()._share_fd_cpu_()
+    return parameter.new_empty(0).set_(torch.UntypedStorage._new_shared_fd_cpu(*handle), 0, parameter.shape)
+
+
 @pytest.mark.parametrize("updates", ["during", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(updates: str) -> None:
     behind = 0
-    for when, share in itertools.product(("never", "before", "at each step"), (0.1, 0.3, 0.6)):
+    for when, share in itertools.product(("never", "before", "by a process", "at each step"), (0.1, 0.3, 0.6)):
         model, optimizers, x = small()
-        others = [p.detach() for p in model.parameters()] if when == "before" else []
+        shares = {"before": torch.Tensor.detach, "by a process": mapped_anew}.get(when)
+        others = [shares(p) for p in model.parameters()] if shares is not None else []
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             place(model, optimizers, share, updates=updates)
