@@ -356,7 +356,10 @@ class Filled(TorchDispatchMode):
 
 
 class PlacedTape(Tape):
-    """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends."""
+    """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends. on_error: is
+    called with what a read of the backward raises."""
+
+    on_error: Callable[[BaseException], None] | None = None
 
     def __init__(self, known: Known | None, lending: Lending, *more: Any) -> None:
         super().__init__(known, *more)
@@ -411,13 +414,18 @@ class PlacedTape(Tape):
         return packed
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        found: Any = super().unpack(packed)
-        if not isinstance(found, Away):
-            return found
-        with self._lock, torch._C._DisableTorchDispatch():
-            storage = found.content.storage(self._recording)
-            assert storage is not None
-            return found.on(storage)
+        try:
+            found: Any = super().unpack(packed)
+            if not isinstance(found, Away):
+                return found
+            with self._lock, torch._C._DisableTorchDispatch():
+                storage = found.content.storage(self._recording)
+                assert storage is not None
+                return found.on(storage)
+        except BaseException as error:
+            if self.on_error is not None:
+                self.on_error(error)
+            raise
 
 
 class PlacedStep(TapeStep):
@@ -445,7 +453,8 @@ class PlacedStep(TapeStep):
 
     @contextmanager
     def forward(self, tape: Tape) -> Iterator[None]:
-        self._tape = weakref.ref(tape)
+        assert isinstance(tape, PlacedTape)
+        self._tape, tape.on_error = weakref.ref(tape), lambda error: self._failed(tape, error)
         with self._lending.forward(), super().forward(tape):
             yield
 
@@ -483,6 +492,12 @@ class PlacedStep(TapeStep):
             if self._ended:  # another backward through the graph
                 Variable._execution_engine.queue_callback(self._lending.empty)
         super().advance(tape, stage)
+
+    def _failed(self, tape: Tape, error: BaseException) -> None:
+        if not self._queued:
+            return  # the model's own backward, within its forward
+        self.abandon()  # no update follows
+        self._placement.updates.backward_failed(error)
 
     def _end(self, tape: Tape) -> None:
         super()._end(tape)

@@ -263,8 +263,8 @@ class PlacedTensor(ABC):
         Python shows it once for a whole state dict."""
         if _is_kept(left) or in_shared_memory(left):
             warnings.warn(
-                "rotoff: another tensor, as in a kept state dict, or another process shares the memory of a parameter or"
-                " optimizer state that has moved between device and host. It does not follow updates; clone such"
+                "rotoff: another tensor, as in a kept state dict, or another process shares the memory of a parameter"
+                " or optimizer state that has moved between device and host. It does not follow updates; clone such"
                 " tensors, or drop them",
                 RuntimeWarning,
                 stacklevel=1,
