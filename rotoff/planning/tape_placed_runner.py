@@ -36,7 +36,7 @@ from ..profile.trace import trace_of
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool, new_link
 from ..runtime.links.spill import Spill
-from ..runtime.placed.moving import all_on
+from ..runtime.placed.moving import all_on, settle_buffers
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
@@ -463,7 +463,10 @@ class PlacedRunner:
         return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None))
 
     def _placed(self) -> Placement:
-        """The placement of the parameters; that of the runner before if it was for the same optimizers."""
+        """The placement of the parameters; that of the runner before if it was for the same optimizers. Buffers of a
+        model that the caller has left elsewhere come to the device."""
+        if self._options.device is not None:
+            settle_buffers(self.model, self.device)
         if self.placement is None:
             before, self._before = self._before, None
             known = None if before is None else before.placement
