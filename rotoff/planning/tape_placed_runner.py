@@ -363,7 +363,7 @@ class PlacedRunner:
         placement = self._placed()
         placement.begin(placed)
         link = self._links.take(self.device, course.plan.host_bytes) if course.plan.host_bytes else None
-        lending = Lending(self.model, placement.places(placed.moved), self.device)
+        lending = Lending(self.model, placement.lent(), self.device)
         tape = PlacedTape(self.known, lending)
         done = (lambda: None) if link is None else partial(self._links.give_back, link)
         step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done, self._spill())

@@ -1003,6 +1003,7 @@ def test_steps_in_hooks_of_parameters_are_refused(updates: str) -> None:
     """As in the tutorial of updates in the backward, which rotoff does by itself."""
     torch.manual_seed(0)
     net, x = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)]), torch.randn(16, 48)
+    net[4].weight = net[0].weight
     wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
     net.zero_grad()
     own = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -184,9 +184,12 @@ class Placement:
         """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
         return self._groups.tensors(v)
 
-    def places(self, groups: Iterable[int]) -> list[ParameterPlaces]:
-        """Return the places of the parameters of `groups`."""
-        return [self._groups.places[id(parameter)] for k in groups for parameter in self._groups.parameters(k)]
+    def lent(self) -> list[ParameterPlaces]:
+        """Return the places of the parameters that the plan moves within a step, or that lie on the host because their
+        gradients do, to which the next are added."""
+        groups = self._groups
+        pairs = ((k, groups.places[id(parameter)]) for k in groups.numbers for parameter in groups.parameters(k))
+        return [places for k, places in pairs if k in groups.plan.moved or places.weight.on_host]
 
     def away(self) -> list[ParameterPlaces]:
         """Return the places of the parameters that lie on the host."""
