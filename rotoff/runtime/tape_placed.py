@@ -44,7 +44,7 @@ from .links.base import Link
 from .links.spill import Spill
 from .placed.groups import ParameterPlaces
 from .placed.placement import Placement
-from .placed.tensor import PlacedTensor, prefetch
+from .placed.tensor import PlacedTensor, offload, prefetch
 from .tape_step import TapeStep
 
 weak_tensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ class Lent:
     def __init__(self, places: ParameterPlaces, device: torch.device, lending: Lending) -> None:
         self.places, self.place, self.parameter = places, places.weight, places.parameter
         self.version = version_of(self.parameter)
-        self._device = device
+        self._device, self._home = device, self.place.on_host
         self.storage: torch.UntypedStorage | None = None
         needs = self.parameter.requires_grad and torch.is_grad_enabled()
         self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, lending) if needs else self.new_tensor()
@@ -105,6 +105,10 @@ class Lent:
             self.parameter.data = self.tensor.data.to(self.parameter.device)
         whole, bare = weak_tensor(self.tensor), StorageWeakRef(self.storage)
         self.tensor = self.storage = self.place.shown = None
+        if self._home and not self.place.on_host:  # the model has changed it; its gradient goes to where it has been
+            offload([self.place])
+            self.place.show_host()
+            self.place.arrive()
         empty = self.place.empty
         mine = empty is not None and empty.untyped_storage()._cdata == bare.cdata
         del empty
