@@ -166,8 +166,9 @@ class Placement:
         begun = op.stage in self.updates.begun
         if op.kind is OpKind.PREFETCH and op.value in self._groups.plan.early and begun:
             return  # it comes when the next step begins, since the caller may change it before
-        tensors = [one for one in self._groups.tensors(op.value) if not self._groups.with_autograd(one)]
         updating = begun and self.link.queues and op.of == "g"  # the host's thread; only it may read the caller's
+        groups = self._groups
+        tensors = [one for one in groups.tensors(op.value) if updating or not groups.with_autograd(one)]
         if op.kind is OpKind.PREFETCH and not updating:
             prefetch(tensors)
         elif op.kind is OpKind.OFFLOAD and not updating:
