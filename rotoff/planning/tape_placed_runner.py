@@ -396,6 +396,7 @@ class PlacedRunner:
         key = signature((args, kwargs), self.model)
         held += [*self.model.buffers(), *placement.beside_parameters()]
         whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
+        held.clear()  # what goes to the host leaves the device
         known = self._forward_bytes.get(key)
         if placement.tight if known is None else whole - placement.away_bytes + known > request.mem_limit:
             self._clear(placement)

@@ -363,7 +363,7 @@ class PlacedTape(Tape):
     """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends. on_error: is
     called with what a read of the backward raises."""
 
-    on_error: Callable[[BaseException], None] | None = None
+    on_error: Callable[[Tape, BaseException], None] | None = None
 
     def __init__(self, known: Known | None, lending: Lending, *more: Any) -> None:
         super().__init__(known, *more)
@@ -428,7 +428,7 @@ class PlacedTape(Tape):
                 return found.on(storage)
         except BaseException as error:
             if self.on_error is not None:
-                self.on_error(error)
+                self.on_error(self, error)
             raise
 
 
@@ -458,7 +458,7 @@ class PlacedStep(TapeStep):
     @contextmanager
     def forward(self, tape: Tape) -> Iterator[None]:
         assert isinstance(tape, PlacedTape)
-        self._tape, tape.on_error = weakref.ref(tape), lambda error: self._failed(tape, error)
+        self._tape, tape.on_error = weakref.ref(tape), self._failed
         with self._lending.forward(), super().forward(tape):
             yield
 
