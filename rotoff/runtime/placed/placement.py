@@ -228,8 +228,12 @@ class Placement:
 
     @property
     def tight(self) -> bool:
-        """Whether the plan leaves no bytes for parameters in a forward that saves nothing."""
-        return self._groups.planned and not self._groups.plan.room
+        """Whether the plan leaves no bytes for a group of parameters on the host, in a forward that saves nothing."""
+        groups = self._groups
+        if not groups.planned:
+            return False
+        away = [[p.nbytes for p in groups.parameters(k) if groups.places[id(p)].weight.on_host] for k in groups.numbers]
+        return groups.plan.room <= max(map(sum, away), default=0)
 
     def beside_parameters(self) -> list[torch.Tensor]:
         """Return the gradients and optimizer states, wherever they lie."""
