@@ -36,7 +36,7 @@ from ..profile.trace import trace_of
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool, new_link
 from ..runtime.links.spill import Spill
-from ..runtime.placed.moving import all_on
+from ..runtime.placed.moving import all_on, settle_buffers
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
@@ -363,7 +363,7 @@ class PlacedRunner:
         placement = self._placed()
         placement.begin(placed)
         link = self._links.take(self.device, course.plan.host_bytes) if course.plan.host_bytes else None
-        lending = Lending(self.model, placement.places(placed.moved), self.device)
+        lending = Lending(self.model, placement.lent(), self.device)
         tape = PlacedTape(self.known, lending)
         done = (lambda: None) if link is None else partial(self._links.give_back, link)
         step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done, self._spill())
@@ -396,6 +396,7 @@ class PlacedRunner:
         key = signature((args, kwargs), self.model)
         held += [*self.model.buffers(), *placement.beside_parameters()]
         whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
+        held.clear()  # what goes to the host leaves the device
         known = self._forward_bytes.get(key)
         if placement.tight if known is None else whole - placement.away_bytes + known > request.mem_limit:
             self._clear(placement)
@@ -463,7 +464,10 @@ class PlacedRunner:
         return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None))
 
     def _placed(self) -> Placement:
-        """The placement of the parameters; that of the runner before if it was for the same optimizers."""
+        """The placement of the parameters; that of the runner before if it was for the same optimizers. Buffers of a
+        model that the caller has left elsewhere come to the device."""
+        if self._options.device is not None:
+            settle_buffers(self.model, self.device)
         if self.placement is None:
             before, self._before = self._before, None
             known = None if before is None else before.placement

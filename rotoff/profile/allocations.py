@@ -70,11 +70,13 @@ class Log(profile):
             super().__enter__()
         # Of what an accelerator frees, it logs only what is within an operation or a region; so one is around all.
         self._whole = record_function("rotoff")
-        self._whole.__enter__()
+        with torch._C._DisableTorchDispatch():  # a mode would have it end at once
+            self._whole.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._whole.__exit__(None, None, None)
+        with torch._C._DisableTorchDispatch():
+            self._whole.__exit__(None, None, None)
         with _quiet():
             super().__exit__(*error)
 

@@ -37,14 +37,14 @@ from ..core.sequence import UPDATES, Op, OpKind, Value
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
-from ..tensors.storage import uses_of
+from ..tensors.storage import in_shared_memory, uses_of
 from .execution_plan import ExecutionPlan
 from .layout import Layout
 from .links.base import Link
 from .links.spill import Spill
 from .placed.groups import ParameterPlaces
 from .placed.placement import Placement
-from .placed.tensor import PlacedTensor, prefetch
+from .placed.tensor import PlacedTensor, offload, prefetch
 from .tape_step import TapeStep
 
 weak_tensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ class Lent:
     def __init__(self, places: ParameterPlaces, device: torch.device, lending: Lending) -> None:
         self.places, self.place, self.parameter = places, places.weight, places.parameter
         self.version = version_of(self.parameter)
-        self._device = device
+        self._device, self._home = device, self.place.on_host
         self.storage: torch.UntypedStorage | None = None
         needs = self.parameter.requires_grad and torch.is_grad_enabled()
         self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, lending) if needs else self.new_tensor()
@@ -105,6 +105,10 @@ class Lent:
             self.parameter.data = self.tensor.data.to(self.parameter.device)
         whole, bare = weak_tensor(self.tensor), StorageWeakRef(self.storage)
         self.tensor = self.storage = self.place.shown = None
+        if self._home and not self.place.on_host:  # the model has changed it; its gradient goes to where it has been
+            offload([self.place])
+            self.place.show_host()
+            self.place.arrive()
         empty = self.place.empty
         mine = empty is not None and empty.untyped_storage()._cdata == bare.cdata
         del empty
@@ -301,8 +305,9 @@ def _is_alone(places: ParameterPlaces) -> bool:
         return False
     if place.on_host:
         return True
-    # it, `device`, and that call's
-    return uses_of(places.parameter) <= 3 and places.parameter.untyped_storage().resizable()
+    if in_shared_memory(places.parameter) or not places.parameter.untyped_storage().resizable():
+        return False
+    return uses_of(places.parameter) <= 3  # it, `device`, and that call's
 
 
 class Filled(TorchDispatchMode):
@@ -355,7 +360,10 @@ class Filled(TorchDispatchMode):
 
 
 class PlacedTape(Tape):
-    """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends."""
+    """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends. on_error: is
+    called with what a read of the backward raises."""
+
+    on_error: Callable[[Tape, BaseException], None] | None = None
 
     def __init__(self, known: Known | None, lending: Lending, *more: Any) -> None:
         super().__init__(known, *more)
@@ -410,13 +418,18 @@ class PlacedTape(Tape):
         return packed
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        found: Any = super().unpack(packed)
-        if not isinstance(found, Away):
-            return found
-        with self._lock, torch._C._DisableTorchDispatch():
-            storage = found.content.storage(self._recording)
-            assert storage is not None
-            return found.on(storage)
+        try:
+            found: Any = super().unpack(packed)
+            if not isinstance(found, Away):
+                return found
+            with self._lock, torch._C._DisableTorchDispatch():
+                storage = found.content.storage(self._recording)
+                assert storage is not None
+                return found.on(storage)
+        except BaseException as error:
+            if self.on_error is not None:
+                self.on_error(self, error)
+            raise
 
 
 class PlacedStep(TapeStep):
@@ -444,7 +457,8 @@ class PlacedStep(TapeStep):
 
     @contextmanager
     def forward(self, tape: Tape) -> Iterator[None]:
-        self._tape = weakref.ref(tape)
+        assert isinstance(tape, PlacedTape)
+        self._tape, tape.on_error = weakref.ref(tape), self._failed
         with self._lending.forward(), super().forward(tape):
             yield
 
@@ -482,6 +496,12 @@ class PlacedStep(TapeStep):
             if self._ended:  # another backward through the graph
                 Variable._execution_engine.queue_callback(self._lending.empty)
         super().advance(tape, stage)
+
+    def _failed(self, tape: Tape, error: BaseException) -> None:
+        if not self._queued:
+            return  # the model's own backward, within its forward
+        self.abandon()  # no update follows
+        self._placement.updates.backward_failed(error)
 
     def _end(self, tape: Tape) -> None:
         super()._end(tape)

@@ -380,9 +380,13 @@ class TapeStep:
             Variable._execution_engine.queue_callback(lambda: self._end(tape))
         try:
             self._advance(tape, stage)
-        except BaseException:
-            self._end(tape)
+        except BaseException as error:
+            self._failed(tape, error)
             raise
+
+    def _failed(self, tape: Tape, error: BaseException) -> None:
+        """The backward has failed."""
+        self._end(tape)
 
     def _advance(self, tape: Tape, stage: int) -> None:
         if self._away:

@@ -60,6 +60,12 @@ def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
+def in_shared_memory(tensor: torch.Tensor) -> bool:
+    """Whether the host's memory of `tensor` is shared with other processes. PyTorch has no allocator for its storage,
+    which cannot be resized, whatever ``resizable()`` says."""
+    return tensor.device.type == "cpu" and tensor.is_shared()
+
+
 class View(NamedTuple):
     """The layout of a tensor in a storage. conj, neg: whether it is a lazy view of the complex conjugate, or of the
     negation."""

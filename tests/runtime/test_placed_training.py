@@ -1003,6 +1003,7 @@ def test_steps_in_hooks_of_parameters_are_refused(updates: str) -> None:
     """As in the tutorial of updates in the backward, which rotoff does by itself."""
     torch.manual_seed(0)
     net, x = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)]), torch.randn(16, 48)
+    net[4].weight = net[0].weight
     wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
     net.zero_grad()
     own = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
@@ -1145,13 +1146,20 @@ def test_a_step_that_another_took_the_place_of_is_right() -> None:
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def mapped_anew(parameter: nn.Parameter) -> torch.Tensor:
+    """What another process would have of it."""
+    handle = parameter.untyped_storage()._share_fd_cpu_()
+    return parameter.new_empty(0).set_(torch.UntypedStorage._new_shared_fd_cpu(*handle), 0, parameter.shape)
+
+
 @pytest.mark.parametrize("updates", ["during", pytest.param("after", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(updates: str) -> None:
     behind = 0
-    for when, share in itertools.product(("never", "before", "at each step"), (0.1, 0.3, 0.6)):
+    for when, share in itertools.product(("never", "before", "by a process", "at each step"), (0.1, 0.3, 0.6)):
         model, optimizers, x = small()
-        others = [p.detach() for p in model.parameters()] if when == "before" else []
+        shares = {"before": torch.Tensor.detach, "by a process": mapped_anew}.get(when)
+        others = [shares(p) for p in model.parameters()] if shares is not None else []
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             place(model, optimizers, share, updates=updates)

@@ -65,8 +65,8 @@ class GroupUpdates:
         self.host.join()
         if groups.link.queues:
             groups.rest(beginning=False)
-            for places in groups.places.values() if self._in_backward else ():
-                places.gradient.join()  # of parameters that no optimizer has updated
+            for places in groups.places.values():
+                places.gradient.join()  # the caller's from now on
         else:
             for v in groups.plan.resident if planned else ():
                 for tensor in groups.tensors(v):

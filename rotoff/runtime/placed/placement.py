@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -166,8 +166,9 @@ class Placement:
         begun = op.stage in self.updates.begun
         if op.kind is OpKind.PREFETCH and op.value in self._groups.plan.early and begun:
             return  # it comes when the next step begins, since the caller may change it before
-        tensors = [one for one in self._groups.tensors(op.value) if not self._groups.with_autograd(one)]
         updating = begun and self.link.queues and op.of == "g"  # the host's thread; only it may read the caller's
+        groups = self._groups
+        tensors = [one for one in groups.tensors(op.value) if updating or not groups.with_autograd(one)]
         if op.kind is OpKind.PREFETCH and not updating:
             prefetch(tensors)
         elif op.kind is OpKind.OFFLOAD and not updating:
@@ -184,9 +185,12 @@ class Placement:
         """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
         return self._groups.tensors(v)
 
-    def places(self, groups: Iterable[int]) -> list[ParameterPlaces]:
-        """Return the places of the parameters of `groups`."""
-        return [self._groups.places[id(parameter)] for k in groups for parameter in self._groups.parameters(k)]
+    def lent(self) -> list[ParameterPlaces]:
+        """Return the places of the parameters that the plan moves within a step, or that lie on the host because their
+        gradients do, to which the next are added."""
+        groups = self._groups
+        pairs = ((k, groups.places[id(parameter)]) for k in groups.numbers for parameter in groups.parameters(k))
+        return [places for k, places in pairs if k in groups.plan.moved or places.weight.on_host]
 
     def away(self) -> list[ParameterPlaces]:
         """Return the places of the parameters that lie on the host."""
@@ -224,8 +228,12 @@ class Placement:
 
     @property
     def tight(self) -> bool:
-        """Whether the plan leaves no bytes for parameters in a forward that saves nothing."""
-        return self._groups.planned and not self._groups.plan.room
+        """Whether the plan leaves no bytes for a group of parameters on the host, in a forward that saves nothing."""
+        groups = self._groups
+        if not groups.planned:
+            return False
+        away = [[p.nbytes for p in groups.parameters(k) if groups.places[id(p)].weight.on_host] for k in groups.numbers]
+        return groups.plan.room <= max(map(sum, away), default=0)
 
     def beside_parameters(self) -> list[torch.Tensor]:
         """Return the gradients and optimizer states, wherever they lie."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import ExecutionError
-from ...tensors.storage import View, bytes_of, rounded, storage_key, uses_of, version_of
+from ...tensors.storage import View, bytes_of, in_shared_memory, rounded, storage_key, uses_of, version_of
 from ...tensors.tree import tensor_leaves
 from ..links.base import Link, Ticket
 
@@ -192,7 +192,8 @@ class PlacedTensor(ABC):
                 self._have_host(self.device).copy_(self.device)
             assert self.host is not None
             self.put(self.host)
-            self._warn_of_sharing()
+            if self.shown is None:
+                self._warn_of_sharing(self.device)
         self.device = None
 
     def let_go(self) -> None:
@@ -245,7 +246,7 @@ class PlacedTensor(ABC):
         self.settle()
         assert self.device is not None
         if self.on_host:
-            self.put(self.device)
+            self._put_on_device(self.device)
         if on_both and not self._valid:
             offload([self])
             self.settle()
@@ -257,23 +258,24 @@ class PlacedTensor(ABC):
         self.shown.resize_(nbytes)
         return bytes_of(self.shown)
 
-    def _warn_of_sharing(self) -> None:
-        """Warn if the caller has another tensor over the bytes of the device, which the caller's own has left. The text
-        is the same for all, so that Python shows it once for a whole state dict."""
-        assert self.device is not None
-        if self.shown is None and _is_kept(self.device):
+    def _warn_of_sharing(self, left: torch.Tensor) -> None:
+        """Warn if someone else has the memory that the caller's tensor has left. The text is the same for all, so that
+        Python shows it once for a whole state dict."""
+        if _is_kept(left) or in_shared_memory(left):
             warnings.warn(
-                "rotoff: another tensor, as in a kept state dict, shares the memory of a parameter or optimizer"
-                " state that has moved to the host. It stays on the device and does not follow updates; clone such"
+                "rotoff: another tensor, as in a kept state dict, or another process shares the memory of a parameter"
+                " or optimizer state that has moved between device and host. It does not follow updates; clone such"
                 " tensors, or drop them",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=1,
             )
 
     def _put_on_device(self, device: torch.Tensor) -> None:
         if self.version != self._fetched or self.may_change_uncounted:
             device.copy_(self._have_host(device))  # the caller has changed it since it was copied
         self.put(device)
+        assert self.host is not None
+        self._warn_of_sharing(self.host)
 
     @property
     def may_change_uncounted(self) -> bool:
@@ -448,7 +450,7 @@ class PlacedGradient(PlacedTensor):
         else:
             self.apart, self._parameter.grad = tensor, None
 
-    def _warn_of_sharing(self) -> None:
+    def _warn_of_sharing(self, left: torch.Tensor) -> None:
         """Nothing: autograd may still hold a gradient that has just arrived."""
 
     def take(self, gradient: torch.Tensor) -> torch.Tensor | None:
