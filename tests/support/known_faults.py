@@ -3,11 +3,7 @@ out. Those of the second fail in some runs."""
 
 from __future__ import annotations
 
-KNOWN_FAULTS = {
-    "tools/test_largest.py::test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again": (
-        "an estimate does not follow what the model asks of values, and has few stages from there on"
-    ),
-}
+KNOWN_FAULTS: dict[str, str] = {}
 
 SOMETIMES = {
     "runtime/test_placed_training.py::test_the_predicted_peak_is_the_measured_one[shared-during]": (
