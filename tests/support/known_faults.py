@@ -3,7 +3,14 @@ out. Those of the second fail in some runs."""
 
 from __future__ import annotations
 
-KNOWN_FAULTS: dict[str, str] = {}
+KNOWN_FAULTS = {
+    "runtime/test_whole_modules.py::test_parameters_of_modules_within_other_code_may_move"
+    f"[a Function over a module: adjoint, function, norm-{updates}]": (
+        "what a Function saves of a parameter that moves is not what its module reads in the backward, so autograd has"
+        " no gradient for it"
+    )
+    for updates in ("after", "during")
+}
 
 SOMETIMES = {
     "runtime/test_placed_training.py::test_the_predicted_peak_is_the_measured_one[shared-during]": (
