@@ -29,7 +29,7 @@ steady state of a training loop.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..errors import InvalidSequenceError
@@ -42,6 +42,32 @@ from .trace import Event as Event
 from .trace import Trace as Trace
 
 _Ran = tuple[str, float, float, int, int]  # lane, start, end, bytes on the device and on the host
+
+
+class _Bytes(dict[Value, int]):
+    """Bytes by value, and their sum."""
+
+    def __init__(self, of: Mapping[Value, int]) -> None:
+        super().__init__(of)
+        self.total = sum(self.values())
+
+    def copy(self) -> _Bytes:
+        return _Bytes(self)
+
+    def __setitem__(self, v: Value, nbytes: int) -> None:
+        self.total += nbytes - self.get(v, 0)
+        super().__setitem__(v, nbytes)
+
+    def __delitem__(self, v: Value) -> None:
+        self.total -= self[v]
+        super().__delitem__(v)
+
+    def let_go(self, v: Value) -> int:
+        """Forget a value that may be there, and return its bytes."""
+        nbytes = self.get(v, 0)
+        if v in self:
+            del self[v]
+        return nbytes
 
 
 class Machine:
@@ -57,8 +83,8 @@ class Machine:
         self.chain = chain
         self.mem_limit = mem_limit
         self.rest = at_rest(chain) if rest is None else rest
-        self.device: dict[Value, int] = {a(0): chain.input_bytes, **self.rest.device}  # value -> bytes charged
-        self.host: dict[Value, int] = dict(self.rest.host)  # only valid copies
+        self.device = _Bytes({a(0): chain.input_bytes, **self.rest.device})  # value -> bytes charged
+        self.host = _Bytes(self.rest.host)  # only valid copies
         self.arriving: set[Value] = set(self.rest.arriving)
         self.form: dict[int, int] = {}  # stage -> form in which abar of that stage exists, on either side
         self.next_backward = len(chain)
@@ -85,11 +111,11 @@ class Machine:
     def held_bytes(self) -> int:
         """Bytes of all values on the device and of the one gradient held between operations."""
         gradient = self.chain.grad_bytes(self.next_backward) if self.backward_phase else 0
-        return sum(self.device.values()) + gradient
+        return self.device.total + gradient
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.host.values())
+        return self.host.total
 
     def usable(self, v: Value) -> bool:
         """Whether v is on the device and has arrived."""
@@ -251,13 +277,14 @@ class Machine:
         dropped = [abar(i), a(i)] + ([a(i - 1)] if i > 1 and a(i - 1) in self.device else [])
         start, end = self._compute(form.backward_time, dropped)
         for v in dropped:
-            self.device.pop(v, None)
-            self.host.pop(v, None)
+            self.device.let_go(v)
+            self.host.let_go(v)
             self.arriving.discard(v)
         if i == len(self.chain):
             self.device[a(i)] = self.chain.output_bytes(i)  # the caller still holds the output
         self.next_backward = i - 1
-        self.device.update(begun)
+        for v, nbytes in begun.items():
+            self.device[v] = nbytes
         self._parameter_bytes += sum(begun.values())
         self._whole.update(v.stage for v in self._readers.whole.get(i, ()))
         return "compute", start, end, memory, host
@@ -270,9 +297,9 @@ class Machine:
         memory, host = self._within_limit(op, self.held_bytes + group.update_transient_bytes), self.host_bytes
         start = self._arrived(w(k), g(k), o(k))
         self._clock["compute"] = end = start + group.update_time
-        self._parameter_bytes -= self.device.pop(g(k))
+        self._parameter_bytes -= self.device.let_go(g(k))
         for v in (w(k), g(k), o(k)):
-            self.host.pop(v, None)
+            self.host.let_go(v)
         self._updated.add(k)
         return "compute", start, end, memory, host
 
@@ -330,7 +357,7 @@ class Machine:
             self.arriving.discard(v)
         elif kind in (OpKind.FREE, OpKind.DROP):
             start, end = self._compute(0.0, [v])
-            size = self.device.pop(v)
+            size = self.device.let_go(v)
             self._parameter_bytes -= size if v.of else 0
         return lane, start, end, memory, host
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, KeysView
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.chain import Chain, Form, LinkRates, Stage
-from ..core.sequence import COMPUTES, FORWARDS, OpKind, Sequence, Value
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar
 from ..core.simulator import Machine, early_stops
 from ..runtime.layout import Layout
 from .trace import Ran, Trace
@@ -237,51 +237,48 @@ class TapeChain:
         """Return the most bytes that each operation of `sequence` holds. The chain charges each value by itself, and
         the first run of a stage as any other. Here contents that several values share count once, and what the model's
         code still has of earlier stages counts in first runs."""
-        machine, size = Machine(self.chain), self.trace.size
-        form, levels, ran = dict[int, int](), [], 0
+        machine, held, levels, ran = Machine(self.chain), Held(self), list[int](), 0
         early, turned = early_stops(sequence), False
         for n, op in enumerate(sequence):
-            before = [v for v in machine.device if v.stage or v.saved]
-            if op.kind in FORWARDS and op.value.saved:
-                form[op.stage] = op.form
-            held = set[int]().union(*(self._contents(v, form) for v in before))
-            charged = sum(machine.device[v] for v in before)
             turned |= machine.backward_phase and op.kind in COMPUTES
             event = machine.step(op, n in early)
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
-                stays = self._contents(op.value, form)
-                levels.append(self.chain.input_bytes + size(held) + self.runs[op.stage - 1].first_peak(stays, held))
-                continue
-            if op.kind is OpKind.B:
-                run = self.runs[op.stage - 1]
-                others = size(c for c in held if not run.makes(c))
-                most = others + run.backward_peaks[form[op.stage]]
-                if op.stage == len(self.runs):  # before, the caller makes the loss
-                    most = max(most, size(held) + self.chain.grad_bytes(op.stage))
-                    most = max([most, *(size(held | one) + nbytes for one, nbytes in self._loss.items())])
+                stays = self.contents(op.value, machine)
+                most = held.nbytes + self.runs[op.stage - 1].first_peak(stays, held.contents)
                 levels.append(self.chain.input_bytes + most)
-                continue
-            new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
-            more = 0 if new is None else machine.device[new] - size(self._contents(new, form) - held)
-            if ran and not turned:
-                more -= self.runs[ran - 1].left_over(held)
-            if machine.backward_phase and not turned:
-                more += self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
-            levels.append(event.memory - (charged - size(held)) - more)
+            elif op.kind is OpKind.B:
+                levels.append(self.chain.input_bytes + self._backward_level(op.stage, machine.form[op.stage], held))
+            else:
+                new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
+                more = 0
+                if new is not None:
+                    more = machine.device[new] - self.trace.size(self.contents(new, machine) - held.contents)
+                if ran and not turned:
+                    more -= self.runs[ran - 1].left_over(held.contents)
+                if machine.backward_phase and not turned:
+                    more += self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
+                levels.append(event.memory - (held.charged - held.nbytes) - more)
+            held.follow(machine, op)
         return levels
+
+    def _backward_level(self, i: int, form: int, held: Held) -> int:
+        """Return the most bytes in the backward of stage i. held: when it begins."""
+        run, size = self.runs[i - 1], self.trace.size
+        most = held.nbytes - size(c for c in run.made if c in held.contents) + run.backward_peaks[form]
+        if i == len(self.runs):  # before, the caller makes the loss
+            most = max(most, held.nbytes + self.chain.grad_bytes(i))
+            most = max([most, *(size(held.contents | one) + nbytes for one, nbytes in self._loss.items())])
+        return most
 
     def held(self, sequence: Sequence) -> list[int | None]:
         """Return the bytes of all values on the device after each operation of `sequence`; None for ``B``."""
-        machine, form, found = Machine(self.chain), dict[int, int](), list[int | None]()
+        machine, held, found = Machine(self.chain), Held(self), list[int | None]()
         early = early_stops(sequence)
         for n, op in enumerate(sequence):
-            if op.kind in FORWARDS and op.value.saved:
-                form[op.stage] = op.form
             machine.step(op, n in early)
-            values = (self._contents(v, form) for v in machine.device if v.stage or v.saved)
-            held = self.stay.union(*values)
-            found.append(None if op.kind is OpKind.B else self.trace.size(held))
+            held.follow(machine, op)
+            found.append(None if op.kind is OpKind.B else self.trace.size(self.stay.union(held.contents)))
         return found
 
     @cached_property
@@ -295,8 +292,43 @@ class TapeChain:
             most[waiting] = max(most.get(waiting, 0), gradients)
         return most
 
-    def _contents(self, v: Value, form: Mapping[int, int]) -> frozenset[int]:
-        return self.forms[v.stage - 1][form[v.stage]] if v.saved else self.handed[v.stage]
+    def contents(self, v: Value, machine: Machine) -> frozenset[int]:
+        """Return what a value of an activation is made of."""
+        return self.forms[v.stage - 1][machine.form[v.stage]] if v.saved else self.handed[v.stage]
+
+
+class Held:
+    """What the activations that a machine holds are made of: a_0 does not count. nbytes: of it. charged: bytes that the
+    chain charges for them."""
+
+    def __init__(self, found: TapeChain) -> None:
+        self._found = found
+        self._values: dict[Value, tuple[frozenset[int], int]] = {}
+        self._counts: Counter[int] = Counter()
+        self.nbytes = self.charged = 0
+
+    @property
+    def contents(self) -> KeysView[int]:
+        return self._counts.keys()
+
+    def follow(self, machine: Machine, op: Op) -> None:
+        """Follow an operation on activations that the machine has run, which changes values of its stage or of the one
+        before alone."""
+        made = self._found.trace.made
+        for v in (a(op.stage), abar(op.stage), a(op.stage - 1), abar(op.stage - 1)):
+            if v in self._values:
+                contents, charged = self._values.pop(v)
+                self.charged -= charged
+                self._counts.subtract(contents)
+                gone = [c for c in contents if not self._counts[c]]
+                for c in gone:
+                    del self._counts[c]
+                self.nbytes -= sum(made[c].nbytes for c in gone)
+            if v in machine.device and v != a(0):
+                contents, charged = self._values[v] = self._found.contents(v, machine), machine.device[v]
+                self.charged += charged
+                self.nbytes += sum(made[c].nbytes for c in contents if c not in self._counts)
+                self._counts.update(contents)
 
 
 def chain_of(
@@ -322,10 +354,11 @@ def chain_of(
     backward = _Backward(trace, begins, cut.of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
-    costed, runs, contents = [], [], []
+    costed, runs, contents = [], list[StageRun](), []
     ends = [*firsts[1:], len(trace.ran)]
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
-        run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay)
+        before = runs[-1].left if runs else ()
+        run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay, before)
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
@@ -362,12 +395,23 @@ def _slope(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
 
 
 class StageRun:
-    """The costs of one stage: operations `first` to `end`."""
+    """The costs of one stage: operations `first` to `end`. before: what the model's code has of earlier stages when it
+    begins, beside what stays. left: likewise, when it has ended."""
 
     def __init__(
-        self, trace: Trace, first: int, end: int, entering: set[int], handed: set[int], saved: set[int], stay: set[int]
+        self,
+        trace: Trace,
+        first: int,
+        end: int,
+        entering: set[int],
+        handed: set[int],
+        saved: set[int],
+        stay: set[int],
+        before: Several[int] = (),
     ) -> None:
-        self.trace, self.first, self.end = trace, first, end
+        self.trace, self.first, self.end, self.before = trace, first, end, before
+        self.made = [c for op in trace.ran[first:end] for c in op.makes]
+        self.left = [c for c in (*before, *self.made) if trace.made[c].dies >= end and c not in stay]
         self.entering, self.handed, self.saved, self.stay = entering, handed, saved, stay
         self.whole = saved | handed
         self.backward_peaks: list[int] = []  # for each form of ā, bytes of gradients and of the stage's own contents
@@ -419,9 +463,7 @@ class StageRun:
 
     def left_over(self, held: Collection[int]) -> int:
         """Return the bytes of what the model's code has when the stage has ended, beside what is `held`."""
-        made = self.trace.made
-        stays = (c for c, one in enumerate(made) if one.op < self.end <= one.dies and c not in self.stay)
-        return self.trace.size(c for c in stays if c not in held)
+        return self.trace.size(c for c in self.left if c not in held)
 
     def first_peak(self, stays: Collection[int], held: Collection[int]) -> int:
         """Return the most bytes of the stage's own in the first run, with what the model's code has of earlier stages
@@ -429,12 +471,10 @@ class StageRun:
         made = self.trace.made
         dies: dict[int, int] = {}  # by operation, bytes that are gone when it begins
         level = most = 0
-        for c, one in enumerate(made):
-            if one.op >= self.first:
-                break
-            if one.dies > self.first and c not in self.stay and c not in held:
-                level += one.nbytes
-                dies[one.dies] = dies.get(one.dies, 0) + one.nbytes
+        for c in self.before:
+            if made[c].dies > self.first and c not in held:
+                level += made[c].nbytes
+                dies[made[c].dies] = dies.get(made[c].dies, 0) + made[c].nbytes
         for number in range(self.first, self.end):
             op = self.trace.ran[number]
             level -= dies.get(number, 0)

@@ -27,7 +27,7 @@ from ..tensors.storage import rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .reads import Reads, RecordedReads
 from .recorded_step import OWN
-from .tape_chain import TapeChain
+from .tape_chain import Held, TapeChain
 from .tape_profile import TapeProfile
 from .trace import Trace
 
@@ -109,16 +109,14 @@ class TapeGroups:
         updated = set[int]()
         returned = max((one.nbytes for one in found.trace.made if one.returned), default=0)
         stage = len(self.chain)
+        held = Held(found)
         for op in sequence:
-            activations = [v for v in machine.device if not v.of and (v.stage or v.saved)]
-            held = frozenset[int]().union(*(_contents(found, v, machine) for v in activations))
-            charged = sum(machine.device[v] for v in activations)
             turned |= machine.backward_phase and op.kind in COMPUTES
             event = machine.step(op)
             if op.of or op.kind in UPDATES:
-                level = event.memory - charged + found.trace.size(held)
+                level = event.memory - held.charged + held.nbytes
                 if ran and not turned:
-                    level += found.runs[ran - 1].left_over(held)
+                    level += found.runs[ran - 1].left_over(held.contents)
                     level -= self.chain.grad_bytes(len(self.chain)) if machine.backward_phase else 0
                 if op.kind is OpKind.H:  # in the first step, the states of groups not updated yet do not exist
                     again, first = self.on_host[op.stage - 1]
@@ -127,6 +125,7 @@ class TapeGroups:
                 updated |= {op.stage} if op.kind in UPDATES else set()
             else:
                 level = next(own) + event.parameter_memory
+                held.follow(machine, op)
                 stage = op.stage if op.kind is OpKind.B else stage
             level -= 0 if self.arriving is None else self._not_whole(stage, machine, self.arriving)
             if op.kind in FORWARDS and op.stage > ran:
@@ -173,10 +172,6 @@ class TapeGroups:
             on_host=all(one.host_update_time is not None for one in self.chain.parameters if one.grad_bytes)
             or not apart,
         )
-
-
-def _contents(found: TapeChain, v: Value, machine: Machine) -> frozenset[int]:
-    return found.forms[v.stage - 1][machine.form[v.stage]] if v.saved else found.handed[v.stage]
 
 
 def without_gradients(profile: TapeProfile) -> TapeProfile:

@@ -221,7 +221,12 @@ def trace_of(step: RecordedStep) -> Trace:
 def _numbers(op: Operation) -> int:
     """Return the bytes of the numbers that an operation takes as tensors, which the compiled tape keeps."""
     given = zip(op.operator._schema.arguments, op.args, strict=False)
-    return sum(16 if isinstance(x, complex) else 8 for one, x in given if isinstance(x, Number) and _is_tensor(one))
+    return sum(number_bytes(x) for one, x in given if isinstance(x, Number) and _is_tensor(one))
+
+
+def number_bytes(number: Number) -> int:
+    """Return the bytes of a number as a tensor."""
+    return 16 if isinstance(number, complex) else 8
 
 
 def _is_tensor(argument: Any) -> bool:

@@ -80,12 +80,12 @@ class _Asked:
             cure = "if the model takes no such size, give the largest that it takes as most="
             raise MeasureError(f"size {n}: {error}; {cure}") from error
         planned = cache(partial(self.question.answer, profile, None, options_of(model)))
-        device, step, resident = self.question.least_bytes(profile)
+        least, resident = self.question.least_bytes(profile)
         limit, taken = self.question.mem_limit, sum(resident.values())
         room = self.question.usable if limit is None else min(limit, self.question.usable - taken)
-        margins: dict[str, float] = {"bytes": room - (device if limit is None else step)}
+        margins: dict[str, float] = {"bytes": room - least}
         if margins["bytes"] < 0:
-            return _Answer(margins, planned, partial(self._too_large, profile, device, resident, room))
+            return _Answer(margins, planned, partial(self._too_large, profile, least, resident, room))
         if self.step_time is None:
             return _Answer(margins, planned)
         found = planned()

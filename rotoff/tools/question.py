@@ -80,13 +80,18 @@ class Question:
         left = max(0, self.usable - sum(resident.values()))
         return left if self.mem_limit is None else min(self.mem_limit, left)
 
-    def least_bytes(self, profile: Estimate) -> tuple[int, int, dict[str, int]]:
-        """The smallest numbers of bytes for which there is a plan: of the device's memory for training, and of a
-        `mem_limit`; and the resident bytes by name."""
+    def least_bytes(self, profile: Estimate) -> tuple[int, dict[str, int]]:
+        """The smallest number of bytes for which there is a plan, of the device's memory for training, or of a
+        `mem_limit` if one is asked for; and the resident bytes by name."""
         whole, resident = self.whole(profile)
-        step = least_limit(profile, self.request(self.usable))
+        if self.mem_limit is not None:
+            return least_limit(profile, self.request(self.usable)), resident
         placed = [whole.least(updates) for updates in WHEN] if whole.groups else []
-        return min(whole.of(Setting()).peak_bytes, step + sum(resident.values()), *placed), step, resident
+        least = min(whole.of(Setting()).peak_bytes, *placed)
+        stay = sum(resident.values())
+        if least > stay:  # or no step besides resident bytes takes fewer
+            least = min(least, least_limit(profile, self.request(self.usable)) + stay)
+        return least, resident
 
     def answer(
         self,
@@ -116,7 +121,7 @@ class Question:
             bound = make.chain.compute_time + make.update_time
         elif limit <= 0 and not placed and not asked:
             raise self._too_small(whole, resident)
-        else:
+        elif limit > 0:
             note(0.8, "activations")
             own, other = self._in_modes(profile, limit, options, make, growth)
             bound = other if bound is None else bound

@@ -4,9 +4,12 @@ out. Those of the second fail in some runs."""
 from __future__ import annotations
 
 KNOWN_FAULTS = {
-    "tools/test_largest.py::test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again": (
-        "an estimate does not follow what the model asks of values, and has few stages from there on"
-    ),
+    "runtime/test_whole_modules.py::test_parameters_of_modules_within_other_code_may_move"
+    f"[a Function over a module: adjoint, function, norm-{updates}]": (
+        "what a Function saves of a parameter that moves is not what its module reads in the backward, so autograd has"
+        " no gradient for it"
+    )
+    for updates in ("after", "during")
 }
 
 SOMETIMES = {

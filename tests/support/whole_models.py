@@ -58,11 +58,12 @@ class Reversible(torch.autograd.Function):
 
 
 class Adjoint(torch.autograd.Function):
-    """Three Euler steps of dx/dt = f(x), made again in the backward; the parameters are arguments."""
+    """Three Euler steps of dx/dt = f(x), made again in the backward; the parameters are arguments. own: returns those
+    that f reads then; None if they are those that were saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, f: Any, *parameters: nn.Parameter) -> torch.Tensor:
-        ctx.f = f
+    def forward(ctx: Any, x: torch.Tensor, f: Any, own: Any, *parameters: nn.Parameter) -> torch.Tensor:
+        ctx.f, ctx.own = f, own
         ctx.save_for_backward(x, *parameters)
         for _ in range(3):
             x = x + f(x) / 3
@@ -75,12 +76,14 @@ class Adjoint(torch.autograd.Function):
             x = first = start.detach().requires_grad_()
             for _ in range(3):
                 x = x + ctx.f(x) / 3
+            parameters = parameters if ctx.own is None else ctx.own()
             given, *of = torch.autograd.grad(x, [first, *parameters], gradient)
-        return given, None, *of
+        return given, None, None, *of
 
 
 class Layer(nn.Module):
-    """how: whether the Function gets the module, or a function that calls it, or its parameters, too."""
+    """how: whether the Function gets the module, or a function that calls it, or its parameters, too, and whether it
+    asks the module for them again."""
 
     how = "module"
 
@@ -92,14 +95,16 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         f = self.f if "module" in self.how else lambda x: self.f(x)
-        return Adjoint.apply(x, f, *self.f.parameters()) if "adjoint" in self.how else Reversible.apply(x, f)
+        if "adjoint" not in self.how:
+            return Reversible.apply(x, f)
+        return Adjoint.apply(x, f, self.f.parameters if "asked" in self.how else None, *self.f.parameters())
 
 
 def of(kind: type[Layer], how: str) -> type[Layer]:
     return type("Of", (kind,), {"how": how})
 
 
-for how in ("module", "function, norm", "adjoint, function, norm"):
+for how in ("module", "function, norm", "adjoint, function, norm", "adjoint, asked, function, norm"):
     row(f"a Function over a module: {how}", call=large)(between(of(Layer, how)))
 
 

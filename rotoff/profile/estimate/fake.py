@@ -119,9 +119,7 @@ class FakeAllocator(EagerMode):
         result = func(*args, **kwargs)
         for kind, number in (self._temporaries(func, args, result) if self._temporaries is not None else None) or ():
             if kind == "hidden":
-                self._count += 1
-                self.event(self._count, number)
-                self.event(self._count, -number)
+                self.event(self.hidden(number), -number)
             else:
                 self.note((result[number] if isinstance(result, (tuple, list)) else result).untyped_storage())
         for tensor in _made(func, result):
@@ -135,6 +133,12 @@ class FakeAllocator(EagerMode):
 
     def event(self, number: int, size: int) -> None:
         """Called when the storage of this number is allocated, and with a negative `size` when it is freed."""
+
+    def hidden(self, size: int) -> int:
+        """Note an allocation that is no output, and return its number."""
+        self._count += 1
+        self.event(self._count, size)
+        return self._count
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """Note a storage, and later its end."""

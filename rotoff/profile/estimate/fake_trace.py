@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ...tensors.tree import look_into, tensor_leaves
 from ..allocations import Event
 from ..reads import RecordedReads
 from ..tape_chain import CALL
+from ..trace import number_bytes
 from . import cpu_temporaries
 from .cuda_kernels import cuda_variants
 from .devices import Device
@@ -34,6 +36,7 @@ from .fake_kernels import FakeKernels
 from .roofline import Roofline
 
 _CPU = torch.device("cpu")  # of all fake tensors
+_FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
 
 
 class _Loss(torch.autograd.Function):
@@ -217,9 +220,16 @@ class FakeStep(RecordedReads):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._births.take_seconds()
+        if func in _FACTORS and isinstance(args[1], Number) and args[0].requires_grad and torch.is_grad_enabled():
+            self._factor(args[1])
         out = super().call(func, args, kwargs)
         self._last = max(0.0, self._births.take_seconds() - CALL)  # which a chain adds for each operation
         return out
+
+    def _factor(self, number: Number) -> None:
+        """Note a number that autograd saves as a tensor of the CPU, and shows to no hook."""
+        if self.device.type == "cpu":
+            self._births.hidden(number_bytes(number))
 
     def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
         for storage in storages.values():
