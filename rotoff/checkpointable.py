@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from .core.backward_from import BackwardFrom, output_named, read_backward_from
 from .core.chain import Chain
+from .core.figures import Figures
 from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import format_bytes, is_auto, parse_bytes
@@ -457,12 +458,12 @@ class Checkpointable(RotorNames, ModuleProxy):
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
         if self._placed is None:
             plan: Any = self._step_plan
-            levels, peak = plan.levels, plan.peak
+            levels = plan.levels
         else:
-            plan, peak = self._placed_plan, self.get_expected_memory()
+            plan = self._placed_plan
             levels = self._placed.levels
         if self._shown is None or self._shown[0] is not plan:
-            self._shown = plan, with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit)
+            self._shown = plan, with_expected(self.chain, plan.sequence, levels, self._figures)
         return self._shown[1]
 
     @property
@@ -506,6 +507,14 @@ class Checkpointable(RotorNames, ModuleProxy):
         return self._steps.shown(latest)
 
     @property
+    def _figures(self) -> Figures:
+        """Those of the step that was planned last."""
+        if self._placed is None:
+            return self._step_plan.figures(self.mem_limit)
+        assert self._placed_plan and self._placed.course is not None
+        return self._placed.course.figures(self.mem_limit)
+
+    @property
     def _latest(self) -> Course:
         if (latest := self._steps.seen()) is None:
             raise MeasureError(
@@ -515,30 +524,23 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def get_expected_makespan(self) -> float:
         """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
-        return float(self._plan.trace.makespan)
+        return self._figures.step_time
 
     def get_expected_memory(self) -> int:
         """Expected peak of the planned step in bytes, in the terms of the limit."""
-        if self._placed is None:
-            return self._step_plan.peak
-        assert self._placed_plan and self._placed.expected_bytes is not None
-        return self._placed.expected_bytes
+        return self._figures.peak_bytes
 
     def get_expected_host_memory(self) -> int:
         """Most bytes that the planned steps in flight keep on the host."""
-        if self._placed is None:
-            return self.in_flight * self._step_plan.execution.host_bytes
-        plan = self._placed_plan
-        return plan.host_bytes + (0 if plan.placed is None else plan.placed.host_bytes)
+        return self._figures.host_bytes
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the model runs as
-        it is."""
+        """Bytes of keeping everything, in the terms of the requested limit: a `device_limit` counts the batch, and
+        parameters, gradients and states too. With at least this limit the model runs as it is."""
         if self._placed is None:
             return self._latest.profile.keep_all_bytes(self.in_flight)
-        assert self._placed_plan and self._placed.keep_all_bytes is not None
-        return self._placed.keep_all_bytes
+        return int(self._figures.keep_all_bytes or 0)
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far: one row for each kind and size of input that a training step had.

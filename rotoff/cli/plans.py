@@ -16,7 +16,7 @@ from ..io.json_file import save_json
 from ..io.progress import Bar
 from ..report.chain_table import chain_table, keep_all_line
 from ..report.chrome_trace import save_chrome_trace
-from ..report.expected_step import ShownStep, keeping_all, shown_step
+from ..report.expected_step import ShownStep, keep_all_step, shown_step
 from ..report.summary import fates, group_fates
 from ..report.terminal import render
 from ..solver import solve, sweep
@@ -109,7 +109,7 @@ def _sweep(options: argparse.Namespace) -> int:
         search["progress"] = lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}")
         made = sweep(chain, options.mem_limit, options.modes, **search)
     least = {mode: min_mem_limit(chain, mode) for mode in options.modes}
-    data = {"chain": chain.name, "keep_all": keeping_all(chain).makespan, "min_mem_limits": least}
+    data = {"chain": chain.name, "keep_all": keep_all_step(chain).makespan, "min_mem_limits": least}
     data["rows"] = [asdict(row) for row in made]
     if suffix == ".csv":
         made.save(options.output)
@@ -140,8 +140,9 @@ def _show(options: argparse.Namespace) -> int:
         return _show_chain(chain, options)
     sequence = read_sequence(options.sequence)
     step = shown_step(chain, sequence, None, options.mem_limit)
-    over = step.mem_limit is not None and step.trace.peak_bytes > step.mem_limit
-    simulate(chain, sequence, step.mem_limit if over else None, options.updates)  # raises if it is refused
+    limit, peak = step.figures.mem_limit, step.figures.peak_bytes
+    over = limit is not None and peak > limit
+    simulate(chain, sequence, limit if over else None, options.updates)  # raises if it is refused
     if suffix == ".json":
         save_chrome_trace(options.output, chain, sequence)
     elif suffix is not None:
@@ -169,7 +170,7 @@ def _show_chain(chain: Chain, options: argparse.Namespace) -> int:
 
         plot.save(plot.stages(chain), options.output)
     if options.json:
-        whole = keeping_all(chain)
+        whole = keep_all_step(chain)
         print_json({**chain.to_dict(), "keep_all": {"makespan": whole.makespan, "peak_bytes": whole.peak_bytes}})
     else:
         print(f"written to {options.output}" if options.output else chain_table(chain))
@@ -179,7 +180,8 @@ def _show_chain(chain: Chain, options: argparse.Namespace) -> int:
 def _figures(chain: Chain, sequence: Sequence, step: ShownStep, events: bool) -> dict[str, Any]:
     """What a step does and costs, as JSON."""
     trace = step.trace
-    found: dict[str, Any] = {"mode": sequence.mode, "mem_limit": step.mem_limit, "overhead": step.overhead}
+    found: dict[str, Any] = {"mode": sequence.mode, "mem_limit": step.figures.mem_limit}
+    found |= {"overhead": step.figures.overhead, "with_batch": step.figures.with_batch}
     found |= {one.name: getattr(trace, one.name) for one in fields(trace) if one.name != "events"}
     found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(sequence).items()]
     if chain.parameters:

@@ -15,11 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from ..core.chain import Chain
+from ..core.figures import Figures, percent
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes
-from ..report.expected_step import ShownStep, held, shown_step
+from ..report.expected_step import held, shown_step
 from . import style
 from .style import Look
 
@@ -59,7 +60,7 @@ def timeline(
         InvalidSequenceError: if the machine refuses the sequence.
     """
     told = shown_step(chain, sequence, measured, mem_limit)
-    trace, measured, limit, _ = told
+    trace, measured, figures = told
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
     used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
@@ -69,8 +70,8 @@ def timeline(
     figure = style.new_figure(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(title or _title(chain, sequence, told), fontsize=10.5, x=0.01, ha="left")
-    _draw_bytes(axes[0], steps, limit)
+    figure.suptitle(title or _title(chain, sequence, figures), fontsize=10.5, x=0.01, ha="left")
+    _draw_bytes(axes[0], steps, figures.mem_limit)
     shown: dict[str, Look] = {}
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
         shown.update(_draw_lanes(axis, step, lanes, longest, name if len(steps) > 1 else ""))
@@ -172,12 +173,11 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
     return shown
 
 
-def _title(chain: Chain, sequence: Iterable[Op], step: ShownStep) -> str:
+def _title(chain: Chain, sequence: Iterable[Op], figures: Figures) -> str:
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
-    over = f" ({100 * step._replace(measured=None).overhead:+.1f} % over keeping everything)"
-    shown = over if step.keep_all_time else ""
-    facts = f"step {_seconds(step.trace.makespan)}{shown}, peak {format_bytes(step.trace.peak_bytes)}"
+    over = f" ({percent(figures.overhead)} over keeping everything)" if figures.keep_all_time else ""
+    facts = f"step {_seconds(figures.step_time)}{over}, peak {figures.peak}"
     return f"{name} · {facts}" if name else facts
 
 

@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter
 from ..core.chain import Chain
 from ..core.sequence import MODES
 from ..errors import OptionError
-from ..report.expected_step import keeping_all
+from ..report.expected_step import keep_all_step
 from ..solver import Row
 from ..solver.bounds import lower_bound, min_mem_limit
 from . import style
@@ -42,7 +42,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     names = list(dict.fromkeys(row.mode for row in made))
     if len(names) > len(style.SERIES):
         raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
-    everything = keeping_all(chain)
+    everything = keep_all_step(chain)
     peak, base = everything.peak_bytes, everything.makespan
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from ..core.chain import Chain
 from ..core.sizes import format_bytes
-from ..core.trace import Trace
-from .expected_step import keeping_all
+from .expected_step import keep_all_step
 from .summary import ranges
 
 _WIDE = 40  # most characters of a name
@@ -40,9 +39,9 @@ def chain_table(chain: Chain) -> str:
 
 def keep_all_line(chain: Chain) -> str:
     """What keeping everything takes, as text."""
-    whole: Trace = keeping_all(chain)
+    whole = keep_all_step(chain)
     size, batch = format_bytes(whole.peak_bytes), format_bytes(chain.input_bytes)
-    return f"keeping everything takes {whole.makespan:.4g} s and {size}, of which the input {batch}"
+    return f"keeping everything takes {whole.makespan:.4g} s and {size}, of which the batch {batch}"
 
 
 def _groups(chain: Chain) -> list[str]:

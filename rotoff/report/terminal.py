@@ -17,6 +17,7 @@ from textwrap import wrap
 from typing import TextIO
 
 from ..core.chain import Chain
+from ..core.figures import percent
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
@@ -80,8 +81,7 @@ def render(
     """
     ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
     step = shown_step(chain, sequence if isinstance(sequence, Plan) else ops, measured, mem_limit)
-    trace, measured, limit, _ = step
-    shown = trace if measured is None else measured
+    shown, limit = step.measured or step.trace, step.figures.mem_limit
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
@@ -132,18 +132,17 @@ class _Paint:
 
 
 def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
-    trace, measured, limit, whole = step
+    trace, measured, figures = step
     shown = measured or trace
     parts = [chain.name or "chain", f"{len(chain)} stages"]
     if mode:
         parts.append(f"mode {mode}")
-    over = f" ({round(100 * step.overhead, 1) + 0.0:+.1f} %)" if whole else ""  # + 0.0: never -0.0
+    over = f" ({percent(step.overhead)})" if figures.keep_all_time else ""
     was = f", predicted {_time(trace.makespan)}" if measured else ""
     parts.append(f"{'measured ' if measured else ''}step {_time(shown.makespan)}{over}{was}")
-    of = f" of {format_bytes(limit)}" if limit is not None else ""
-    parts.append(f"peak {format_bytes(trace.peak_bytes)}{of}")
-    if trace.host_peak_bytes:
-        parts.append(f"host {format_bytes(trace.host_peak_bytes)}")
+    parts.append(f"peak {figures.peak}")
+    if figures.host_bytes:
+        parts.append(f"host {format_bytes(figures.host_bytes)}")
     return " · ".join(parts)
 
 

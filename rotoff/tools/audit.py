@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..accelerator import is_available, named
+from ..core.figures import percent
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
 from ..profile.allocations import without_gc
@@ -64,16 +65,13 @@ class Audit:
         if best is now:
             says += "; no faster plan was found in these bytes"
         else:
-            says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({_change(best, now)})"
+            less = percent(best.step_time / now.step_time - 1)
+            says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({less})"
         lines = [says, *self.notes, *self.possible.notes, "", TABLE_HEAD, str(replace(now, name=f"now: {now.name}"))]
         lines += [*(str(row) for row in self.possible if row.setting), *bound_lines(self.possible)]
         if best.setting:
             lines += ["", best.to_paste]
         return "\n".join(lines)
-
-
-def _change(best: PlannedStep, now: PlannedStep) -> str:
-    return f"{100 * (best.step_time / now.step_time - 1):+.1f}%"
 
 
 def audit(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..core.figures import overhead, percent
 from ..core.parameters import ParameterGroup
 from ..core.pipeline import check_count, most_in_flight, orders
 from ..core.sizes import format_bytes
@@ -78,10 +79,10 @@ class PlannedPipeline:
         return {"format": "rotoff.planned_pipeline", "version": 1, **asdict(self)}
 
     def __str__(self) -> str:
-        over = 100 * (self.step_time / self.keep_all_time - 1) if self.keep_all_time else 0.0
+        over = percent(overhead(self.step_time, self.keep_all_time))
         lines = [
             f"{self.schedule}, {self.micro_batches} micro-batches on {len(self)} x {self.device} (times are estimates):"
-            f" {self.step_time:.4g} s a step, {over:+.1f} % over keeping everything, {self.bubble:.1%} bubbles",
+            f" {self.step_time:.4g} s a step, {over} over keeping everything, {self.bubble:.1%} bubbles",
             f"{'rank':>4} {'in flight':>9} {'resident':>11} {'limit':>11} {'peak':>11} {'keep all':>11}"
             f" {'smallest':>11} {'host':>11}",
         ]

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..core.chain import Chain
+from ..core.figures import overhead
 from ..core.parameters import ParameterGroup, in_parts
 from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
 from ..core.simulator import simulate
@@ -141,7 +142,7 @@ class WholeDevice:
         moves += ["updates on the host"] if any(op.kind is OpKind.H for op in sequence) else []
         most = said.pop("largest_batch") if "largest_batch" in said else self._largest_batch(sequence, plain)
         figures: dict[str, Any] = {"peak_bytes": peak, "host_bytes": trace.host_peak_bytes, "step_time": time}
-        figures |= {"overhead": time / self.time - 1 if self.time else 0.0, "largest_batch": most}
+        figures |= {"overhead": overhead(time, self.time), "largest_batch": most}
         return PlannedStep(name, **{"fits": peak <= self.limit, "moves": ", ".join(moves), **figures, **said})
 
     def _largest_batch(self, sequence: Sequence, plain: bool) -> int | None:
