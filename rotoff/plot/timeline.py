@@ -19,7 +19,7 @@ from ..core.figures import Figures, percent
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
-from ..core.sizes import format_bytes
+from ..core.sizes import format_bytes, format_seconds
 from ..report.expected_step import held, shown_step
 from . import style
 from .style import Look
@@ -169,7 +169,7 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     if name:
-        axis.set_title(f"{name}: {_seconds(trace.makespan)}", fontsize=8.5, loc="left", pad=2)
+        axis.set_title(f"{name}: {format_seconds(trace.makespan)}", fontsize=8.5, loc="left", pad=2)
     return shown
 
 
@@ -177,10 +177,5 @@ def _title(chain: Chain, sequence: Iterable[Op], figures: Figures) -> str:
     mode = sequence.mode if isinstance(sequence, Plan) else ""
     name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
     over = f" ({percent(figures.overhead)} over keeping everything)" if figures.keep_all_time else ""
-    facts = f"step {_seconds(figures.step_time)}{over}, peak {figures.peak}"
+    facts = f"step {format_seconds(figures.step_time)}{over}, peak {figures.peak}"
     return f"{name} · {facts}" if name else facts
-
-
-def _seconds(value: float) -> str:
-    unit, size = style.time_unit(value)
-    return f"{value / size:.4g} {unit}"

@@ -16,10 +16,9 @@ from ..core.sequence import MODES
 from ..errors import OptionError
 from ..report.expected_step import keep_all_step
 from ..solver import Row
-from ..solver.bounds import lower_bound, min_mem_limit
+from ..solver.bounds import min_mem_limit
 from . import style
 
-_BOUND_POINTS = 24
 _CUT = 4.0  # the time axis is cut at this multiple of the best mode's largest overhead,
 _LEAST_CUT = 0.2  # but not below this overhead over keeping everything;
 _LEAST_SPAN = 0.02  # it spans at least this overhead, so that negligible differences look negligible
@@ -47,8 +46,8 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")
-    least, most = min(row.limit for row in made), max(peak, *(row.limit for row in made))
-    _draw_bound(axis, chain, least, most)
+    most = max(peak, *(row.limit for row in made))
+    _draw_bound(axis, made)
     for name, series in zip(names, style.SERIES, strict=False):
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)
         if name in MODES:
@@ -64,13 +63,13 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     return figure
 
 
-def _draw_bound(axis: Axes, chain: Chain, least: int, most: int) -> None:
-    """Draw the certified lower bound from the limit `least` to `most`."""
-    points = [least + (most - least) * n / (_BOUND_POINTS - 1) for n in range(_BOUND_POINTS)]
-    bounds = [lower_bound(chain, int(point)) for point in points]
-    axis.fill_between(points, bounds, 0, color="#EFEFEF", linewidth=0)
+def _draw_bound(axis: Axes, rows: list[Row]) -> None:
+    """Draw the certified lower bound at the limits of `rows`."""
+    bounds = sorted({(row.limit, row.bound) for row in rows if row.bound is not None})
+    points = list(zip(*bounds, strict=True))
+    axis.fill_between(*points, 0, color="#EFEFEF", linewidth=0)
     look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3}
-    axis.plot(points, bounds, label="certified bound: nothing is faster", **look)
+    axis.plot(*points, label="certified bound: nothing is faster", **look)
 
 
 def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, str]) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from itertools import groupby, pairwise
+from itertools import pairwise
 from textwrap import wrap
 from typing import TextIO
 
@@ -21,32 +21,25 @@ from ..core.figures import percent
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
-from ..core.sizes import format_bytes, parse_bytes
+from ..core.sizes import format_bytes, format_seconds, parse_bytes
 from .expected_step import ShownStep, held, shown_step
-from .summary import fates, group_fates, ranges
+from .summary import FATES, GROUP_FATES, fates, group_fates, ranges
 
 _HEIGHT = 7  # rows of the curve
 _LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
-_COLOURS = {"36": "Fks", "33": f"Rr{_PARAMETERS}", "34": "B", "90": ".", "35": ">m", "32": "<pob", "31": "UHxhz"}
+_COLOURS = {
+    "36": "Fks",
+    "33": f"Rr{_PARAMETERS}",
+    "34": f"B{_BLOCKS[1:]}",
+    "90": ".",
+    "35": ">m",
+    "32": "<pob",
+    "31": "UHxhz",
+}
 _STYLES = {letter: code for code, letters in _COLOURS.items() for letter in letters}  # of ANSI
 _STYLES |= {"»": "95", "«": "92", "faint": "90", "bold": "1"}
-_FATES = {  # a letter and words for what becomes of a stage, or of a group of parameters
-    "kept": ("k", "kept"),
-    "reduced": ("s", "kept in a smaller form"),
-    "moved": ("m", "moved to the host"),
-    "recomputed": ("r", "recomputed"),
-    "moved and recomputed": ("x", "moved and recomputed"),
-}
-_GROUP_FATES = {
-    "resident": ("k", "resident"),
-    "streamed": ("p", "parameters streamed"),
-    "state moved": ("o", "optimizer state moved"),
-    "streamed, state moved": ("b", "parameters streamed, optimizer state moved"),
-    "updated on the host": ("h", "updated on the host"),
-    "streamed, updated on the host": ("z", "parameters streamed, updated on the host"),
-}
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -97,10 +90,10 @@ def render(
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
     lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
-    lines += ["", *_letters("stages", fates(ops), _FATES, columns, paint)]
+    lines += ["", *_letters("stages", fates(ops), FATES, columns, paint)]
     if chain.parameters:
         groups = group_fates(sequence if isinstance(sequence, Plan) else ops)
-        lines += _letters("params", groups, _GROUP_FATES, columns, paint)
+        lines += _letters("params", groups, GROUP_FATES, columns, paint)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -123,13 +116,6 @@ class _Paint:
                 start = n
         return "".join(made)
 
-    def bars(self, cells: str) -> str:
-        """Paint a row of the curve, with parameters in their own colour."""
-        return "".join(
-            self(_PARAMETERS if theirs else "B", "".join(part))
-            for theirs, part in groupby(cells, lambda c: c == _PARAMETERS)
-        )
-
 
 def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
     trace, measured, figures = step
@@ -138,8 +124,8 @@ def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
     if mode:
         parts.append(f"mode {mode}")
     over = f" ({percent(step.overhead)})" if figures.keep_all_time else ""
-    was = f", predicted {_time(trace.makespan)}" if measured else ""
-    parts.append(f"{'measured ' if measured else ''}step {_time(shown.makespan)}{over}{was}")
+    was = f", predicted {format_seconds(trace.makespan)}" if measured else ""
+    parts.append(f"{'measured ' if measured else ''}step {format_seconds(shown.makespan)}{over}{was}")
     parts.append(f"peak {figures.peak}")
     if figures.host_bytes:
         parts.append(f"host {format_bytes(figures.host_bytes)}")
@@ -169,7 +155,7 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
             for height, lower in zip(eighths, theirs, strict=True)
         )
         mark = marks.get(row, "")
-        rows.append(f"{mark:>{_LEFT - 1}} {paint.bars(cells)}")
+        rows.append(f"{mark:>{_LEFT - 1}} {paint.each(cells)}")
     if limit is not None:
         label = f"limit {format_bytes(limit)} "
         rows.insert(0, f"{'':>{_LEFT}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
@@ -207,8 +193,8 @@ def _letter(event: Event) -> str:
 
 
 def _axis(makespan: float, room: int) -> str:
-    end = _time(makespan)
-    middle = _time(makespan / 2)
+    end = format_seconds(makespan)
+    middle = format_seconds(makespan / 2)
     text = "0".ljust(room // 2 - len(middle) // 2) + middle
     return text + end.rjust(max(len(end) + 1, room - len(text)))
 
@@ -231,10 +217,3 @@ def _letters(
 
 def _wrap(text: str, width: int) -> list[str]:
     return wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-6:.4g} µs"

@@ -141,14 +141,6 @@ def test_step_time_against_bytes_shows_modes_bound_and_smallest_limits() -> None
         plot.tradeoff(CHAIN, rotoff.sweep(CHAIN, [200], refine=False))
 
 
-def test_a_profile_has_a_bar_for_every_stage() -> None:
-    figure = plot.stages(CHAIN)
-    top, bottom = figure.axes
-    assert [bar.get_height() for bar in top.containers[0]] == [300.0] * 3
-    assert [bar.get_height() for bar in bottom.containers[1]] == [2.0] * 3
-    assert [label.get_text() for label in bottom.get_xticklabels()] == ["1 s1", "2 s2", "3 s3"]
-
-
 @pytest.mark.parametrize(("suffix", "starts"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_files_are_what_their_suffix_says_and_always_the_same(tmp_path: Path, suffix: str, starts: bytes) -> None:
     for name in ("one", "two"):
@@ -165,4 +157,4 @@ def test_files_are_what_their_suffix_says_and_always_the_same(tmp_path: Path, su
 
 def test_another_suffix_is_refused() -> None:
     with pytest.raises(OptionError, match=r"end it in \.png, \.svg or \.pdf"):
-        plot.save(plot.stages(CHAIN), "picture.jpg")
+        plot.save(plot.timeline(CHAIN, MOVING), "picture.jpg")
