@@ -1,10 +1,8 @@
-"""Step time against bytes: the cost of every limit in every mode, the bound, and the smallest limits."""
+"""Step time against bytes: the cost of every limit in every mode, and the bound."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,11 +10,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
-from ..core.sequence import MODES
 from ..errors import OptionError
 from ..report.expected_step import keep_all_step
 from ..solver import Row
-from ..solver.bounds import min_mem_limit
 from . import style
 
 _CUT = 4.0  # the time axis is cut at this multiple of the best mode's largest overhead,
@@ -25,8 +21,7 @@ _LEAST_SPAN = 0.02  # it spans at least this overhead, so that negligible differ
 
 
 def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
-    """Draw the cost of limits: a line for each mode in `rows`, the certified lower bound, and the smallest limit of
-    each mode.
+    """Draw the cost of limits: a line for each mode in `rows`, and the certified lower bound.
 
     Args:
         rows: a `Sweep` of this chain, or rows of several.
@@ -42,17 +37,15 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     if len(names) > len(style.SERIES):
         raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
     everything = keep_all_step(chain)
-    peak, base = everything.peak_bytes, everything.makespan
+    base, most = everything.makespan, max(everything.peak_bytes, *(row.limit for row in made))
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")
-    most = max(peak, *(row.limit for row in made))
     _draw_bound(axis, made)
     for name, series in zip(names, style.SERIES, strict=False):
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)
-        if name in MODES:
-            _mark_smallest(axis, name, min_mem_limit(chain, name), series)
-    axis.plot([peak], [base], marker="*", color=style.INK, markersize=11, linestyle="none", label="keeping everything")
+    star: dict[str, Any] = {"marker": "*", "color": style.INK, "markersize": 11, "linestyle": "none"}
+    axis.plot([everything.peak_bytes], [base], label="keeping everything", **star)
     style.quiet(axis, "both")
     unit, size = style.byte_unit(most)
     style.in_units(axis, "x", size, unit, "limit")
@@ -75,26 +68,15 @@ def _draw_bound(axis: Axes, rows: list[Row]) -> None:
 def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, str]) -> None:
     """Draw the fastest of the mode's `rows` at each limit."""
     colour, marker, dashes = series
-    found = sorted((row.limit, row.makespan) for row in rows)
-    line = dict(next(group) for _, group in groupby(found, key=lambda pair: pair[0]))
+    line = dict(sorted(((row.limit, row.makespan) for row in rows), reverse=True))  # the fastest comes last
     look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
-    axis.plot(list(line), list(line.values()), dashes, label=name, **look)
-
-
-def _mark_smallest(axis: Axes, name: str, limit: int, series: tuple[str, str, str]) -> None:
-    """Mark the mode's smallest limit on the axis, since it has no step time."""
-    colour, marker, _ = series
-    hollow: dict[str, Any] = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none"}
-    place: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "linestyle": "none"}
-    axis.plot([limit], [0], label=f"smallest limit of {name}", **place, **hollow)
+    axis.plot(*zip(*sorted(line.items()), strict=True), dashes, label=name, **look)
 
 
 def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
     """Cut the time axis if one slow mode would flatten the others. base: seconds of keeping everything."""
-    slowest = max(row.makespan or 0.0 for row in made)
-    best: dict[int, float] = {}  # limit -> seconds of the fastest mode
-    for row in made:
-        best[row.limit] = min(row.makespan or 0.0, best.get(row.limit, math.inf))
+    times = [(row.limit, row.makespan or 0.0) for row in made]
+    slowest, best = max(time for _, time in times), dict(sorted(times, reverse=True))  # of the fastest mode
     cut = base + max(_CUT * (max(best.values()) - base), _LEAST_CUT * base)
     if slowest > cut > base:
         axis.set_title(f"lines that leave the top: up to {slowest:.3g} s", loc="right", fontsize=8)
