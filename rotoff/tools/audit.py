@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from ..accelerator import is_available, named
+from ..core.backward_from import BackwardFrom
 from ..core.figures import percent
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
+from ..planning.options import Options
+from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
 from .estimate import estimated
 from .foreign_settings import ForeignSettings, read_foreign
-from .plan import given
 from .planned_steps import MARGIN, TABLE_HEAD, PlannedStep, PlannedSteps, bound_lines
 from .question import HOST_BANDWIDTH, Question, batch_of, options_of, with_options
 
@@ -83,9 +85,9 @@ def audit(
     master_weights: bool | None = None,
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
-    stages: int | Iterable[str] | None = None,
-    backward_from: str | int | Iterable[str | int] | None = None,
-    forms: bool | Iterable[str] = True,
+    stages: StagesOption = None,
+    backward_from: BackwardFrom = None,
+    forms: bool = True,
     **kwargs: Any,
 ) -> Audit:
     """Estimate peak and step time of the settings of another tool, and what is possible in the same bytes.
@@ -107,12 +109,12 @@ def audit(
     masters = read.master_weights if master_weights is None else master_weights
     how = optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters
     question = Question(target, "joint", None, *how)
-    asked = with_options(model, given(stages=stages, backward_from=backward_from, forms=forms))
+    asked = with_options(model, Options(stages, backward_from, forms).chosen)
     with without_gc(), Bar("auditing") as bar:
         bar(0.0, "tracing the model")
         with _autocast(read):
             profile = estimated(asked, sample, kwargs, target)
-        now = question.whole(profile)[0].of(read.setting)
+        now = question.whole(profile).of(read.setting)
         small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
         possible = replace(question, device=small).answer(profile, None, options_of(asked), bar)
     return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -188,6 +188,6 @@ def usable_bytes(device_bytes: int) -> int:
     return int(device_bytes * (1 - MARGIN))
 
 
-def resident_parts(resident: dict[str, int]) -> str:
+def resident_parts(resident: Mapping[str, int]) -> str:
     """`resident` as text."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)
