@@ -114,7 +114,7 @@ def audit(
         bar(0.0, "tracing the model")
         with _autocast(read):
             profile = estimated(asked, sample, kwargs, target)
-        now = question.whole(profile).of(read.setting)
+        now = question.whole(profile)[0].of(read.setting)
         small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
         possible = replace(question, device=small).answer(profile, None, options_of(asked), bar)
     return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))

@@ -98,7 +98,7 @@ class _Asked:
         proven = found.bound_time > self.step_time
         return _Answer({**margins, "seconds": seconds}, planned, lambda: f"{why} {found.bound_time:.4g} s", proven)
 
-    def _too_large(self, profile: Estimate, device: int, resident: Mapping[str, int], room: int) -> str:
+    def _too_large(self, profile: Estimate, device: int, resident: dict[str, int], room: int) -> str:
         """Why nothing fits `room` bytes, as a sentence."""
         has = f"{format_bytes(self.question.usable)} that {self.question.device.name} has for training"
         if self.question.mem_limit is None:

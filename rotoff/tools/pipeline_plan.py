@@ -125,7 +125,7 @@ def planned_pipeline(
     chain = replace(chain, input_bytes=profile.batch_bytes)
     pieces = cut(chain, ranks * chunks)
     pipeline = Pipeline(pieces, order, ranks_per_link, beside=beside)
-    resident = _resident(question.whole(profile).groups, pipeline)
+    resident = _resident(question.whole(profile)[0].groups, pipeline)
     limits = [usable - nbytes if mem_limit is None else min(mem_limit, usable - nbytes) for nbytes in resident]
     _refuse_full(resident, limits, device, usable)
     found = plan_pipeline(pipeline, limits)

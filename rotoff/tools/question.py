@@ -67,27 +67,26 @@ class Question:
         """Bytes of the device for training."""
         return usable_bytes(self.device.memory_bytes)
 
-    def whole(self, profile: Estimate, growth: Growth | None = None) -> WholeDevice:
-        """What training a model of this profile takes on the device."""
+    def whole(self, profile: Estimate, growth: Growth | None = None) -> tuple[WholeDevice, dict[str, int]]:
+        """What training a model of this profile takes on the device, and its resident bytes by name."""
         how = self.optimizer, self.host_bandwidth, self.master_weights
         return whole_device(profile, self.device, self.usable, *how, growth)
 
-    def request(self, limit: int, mode: str = "joint") -> Request:
-        return Request(limit, mode, self.mem_slots, {"refine": EFFORT})
+    def request(self, limit: int, mode: str = "joint", **how: Any) -> Request:
+        return Request(limit, mode, self.mem_slots, {"refine": EFFORT}, **how)
 
     def room(self, resident: Mapping[str, int]) -> int:
         """Bytes that a step may allocate."""
         left = max(0, self.usable - sum(resident.values()))
         return left if self.mem_limit is None else min(self.mem_limit, left)
 
-    def least_bytes(self, profile: Estimate) -> tuple[int, int, Mapping[str, int]]:
+    def least_bytes(self, profile: Estimate) -> tuple[int, int, dict[str, int]]:
         """The smallest numbers of bytes for which there is a plan: of the device's memory for training, and of a
         `mem_limit`; and the resident bytes by name."""
-        whole = self.whole(profile)
+        whole, resident = self.whole(profile)
         step = least_limit(profile, self.request(self.usable))
         placed = [whole.least(updates) for updates in WHEN] if whole.groups else []
-        device = min(whole.of(Setting()).peak_bytes, step + sum(whole.resident.values()), *placed)
-        return device, step, whole.resident
+        return min(whole.of(Setting()).peak_bytes, step + sum(resident.values()), *placed), step, resident
 
     def answer(
         self,
@@ -105,8 +104,8 @@ class Question:
         Raises:
             LimitError: if no `mem_limit` was asked for, and nothing fits the device.
         """
-        whole = self.whole(profile, growth)
-        limit, asked = self.room(whole.resident), self.mem_limit is not None
+        whole, resident = self.whole(profile, growth)
+        limit, asked = self.room(resident), self.mem_limit is not None
         own: list[PlannedStep] = []
         make = whole.of_step(profile, limit, growth) if asked else whole
         note(0.4, "other systems' settings")
@@ -116,7 +115,7 @@ class Question:
         if steps[0].fits:
             bound = make.chain.compute_time + make.update_time
         elif limit <= 0 and not placed and not asked:
-            raise self._too_small(whole)
+            raise self._too_small(whole, resident)
         else:
             note(0.8, "activations")
             own, other = self._in_modes(profile, limit, options, make, growth)
@@ -128,7 +127,7 @@ class Question:
             mem_limit=limit,
             asked=asked,
             keep_all_bytes=keeping_all(profile).peak,
-            resident_bytes=dict(whole.resident),
+            resident_bytes=resident,
             min_mem_limits={mode: least_limit(profile, self.request(limit, mode)) for mode in self.modes},
             min_device_bytes=math.ceil(whole.least("after") / (1 - MARGIN)) + 1,
             steps=(*steps, *own, *placed),
@@ -173,12 +172,11 @@ class Question:
             states = f"; states in {' and '.join(sorted(small))} as the parameters, without float32 master weights"
         return (f"times are estimates, with the updates of {self.optimizer}{states}",)
 
-    def _too_small(self, whole: WholeDevice) -> LimitError:
-        taken = sum(whole.resident.values())
-        least = whole.least("after") if whole.groups else taken
+    def _too_small(self, whole: WholeDevice, resident: dict[str, int]) -> LimitError:
+        least = whole.least("after") if whole.groups else sum(resident.values())
         return LimitError(
-            f"{self.device.name} has {format_bytes(self.device.memory_bytes)}, and {resident_parts(whole.resident)}"
-            f" take {format_bytes(taken)} of it; nothing is left for a step, and with those on the host a"
+            f"{self.device.name} has {format_bytes(self.device.memory_bytes)}, and {resident_parts(resident)} take"
+            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
             f" device needs at least {format_bytes(math.ceil(least / (1 - MARGIN)) + 1)}: {WAYS_ON}"
         )
 

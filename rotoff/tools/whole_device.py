@@ -69,8 +69,7 @@ class WholeDevice:
 
     profile: of the model. limit: bytes. groups: its parameters, with their gradients and states; empty: they do not
     count. beside: bytes of those that no group has. update_time: seconds of the updates that no group has. growth: with
-    the batch; None if that is not known. which: of the chains. resident: bytes by name that lie on the device between
-    steps if no parameters move.
+    the batch; None if that is not known. which: of the chains.
     """
 
     profile: TapeProfile
@@ -80,7 +79,6 @@ class WholeDevice:
     update_time: float = 0.0
     growth: Growth | None = None
     which: int = 0
-    resident: Mapping[str, int] = field(default_factory=dict)
     _known: dict[tuple[int, int], WholeDevice] = field(default_factory=dict, compare=False)
 
     def at(self, count: int) -> WholeDevice:
@@ -245,9 +243,10 @@ def whole_device(
     host_bandwidth: float,
     master_weights: bool = False,
     growth: Growth | None = None,
-) -> WholeDevice:
-    """What training a model of this profile takes. master_weights: whether parameters in half precision have a copy in
-    float32, and their states are in float32, too."""
+) -> tuple[WholeDevice, dict[str, int]]:
+    """What training a model of this profile takes, and the bytes by name that lie on the device between steps if no
+    parameters move. master_weights: whether parameters in half precision have a copy in float32, and their states are
+    in float32, too."""
     every = list(profile.step.model.parameters())
     trained = [p for p in every if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
@@ -288,7 +287,7 @@ def whole_device(
         f"{optimizer} states": OPTIMIZER_STATES[optimizer] * meta["trained_bytes"] + masters(trained),
         "batch": profile.batch_bytes,
     }
-    return WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving, resident=resident)
+    return WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving), resident
 
 
 def charging_first_runs(found: TapeChain) -> Chain:
