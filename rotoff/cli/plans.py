@@ -129,9 +129,8 @@ def _show(options: argparse.Namespace) -> int:
         return _show_chain(chain, options)
     sequence = read_sequence(options.sequence)
     step = shown_step(chain, sequence, None, options.mem_limit)
-    limit, peak = step.figures.mem_limit, step.figures.peak_bytes
-    over = limit is not None and peak > limit
-    simulate(chain, sequence, limit if over else None, options.updates)  # raises if it is refused
+    limit = None if step.figures.fits else step.figures.mem_limit
+    simulate(chain, sequence, limit, options.updates)  # raises if it is refused
     if suffix == ".json":
         save_chrome_trace(options.output, chain, sequence)
     elif suffix is not None:

@@ -29,6 +29,11 @@ class Figures:
     with_batch: bool = True
 
     @property
+    def fits(self) -> bool:
+        """Whether the step keeps its limit."""
+        return self.mem_limit is None or self.peak_bytes <= self.mem_limit
+
+    @property
     def overhead(self) -> float:
         """The step's time over that of keeping everything, less 1."""
         return overhead(self.step_time, self.keep_all_time)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
+from ..core.figures import percent
 from ..errors import OptionError
 from ..report.expected_step import keep_all_step
 from ..solver import Row
@@ -48,7 +49,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     axis.plot([everything.peak_bytes], [base], label="keeping everything", **star)
     style.quiet(axis, "both")
     unit, size = style.byte_unit(most)
-    style.in_units(axis, "x", size, unit, "limit")
+    style.in_units(axis, "x", size, unit, "limit, with the batch")
     _scale_times(axis, made, base)
     if base:
         _show_overheads(axis, base)
@@ -91,9 +92,7 @@ def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
 def _show_overheads(axis: Axes, base: float) -> None:
     """Add a second time axis, as overheads over `base` seconds."""
     right = axis.secondary_yaxis("right", functions=(lambda t: t / base - 1, lambda share: (share + 1) * base))
-    right.yaxis.set_major_formatter(
-        FuncFormatter(lambda share, _: f"{100 * share:+.3g} %" if abs(share) > 1e-9 else "0 %")
-    )
+    right.yaxis.set_major_formatter(FuncFormatter(lambda share, _: percent(share)))
     right.set_ylabel("over keeping everything", fontsize=9)
     right.tick_params(labelsize=8)
     right.spines["right"].set_visible(False)

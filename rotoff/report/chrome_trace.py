@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from ..core.chain import Chain
@@ -34,11 +35,12 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    predicted, measured, *_ = shown_step(chain, sequence, measured)
+    predicted, measured, figures = shown_step(chain, sequence, measured)
     events = _process(1, "rotoff, predicted", chain, predicted)
     if measured is not None:
         events += _process(2, "rotoff, measured", chain, measured)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"chain": chain.name}}
+    said = {**asdict(figures), "overhead": figures.overhead}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"chain": chain.name, **said}}
 
 
 def save_chrome_trace(

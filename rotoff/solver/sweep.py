@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
-from ..core.figures import overhead, percent
+from ..core.figures import Figures, overhead, percent
 from ..core.modes import as_tuple, parse_modes
 from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
@@ -173,6 +173,6 @@ def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None, updates
     """A row. whole: seconds of keeping everything."""
     if sequence is None:
         return Row(limit, mode, None, None, None, None, None)
-    makespan = sequence.meta["makespan"]
-    bound, over = lower_bound(chain, limit, updates=updates), overhead(makespan, whole)
-    return Row(limit, mode, makespan, sequence.meta["peak_bytes"], sequence.meta["host_peak_bytes"], bound, over)
+    meta, bound = sequence.meta, lower_bound(chain, limit, updates=updates)
+    step = Figures(limit, meta["peak_bytes"], meta["host_peak_bytes"], meta["makespan"], whole)
+    return Row(limit, mode, step.step_time, step.peak_bytes, step.host_bytes, bound, step.overhead)
