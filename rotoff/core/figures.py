@@ -42,7 +42,16 @@ class Figures:
     def peak(self) -> str:
         """Peak and limit as text."""
         of = "" if self.mem_limit is None else f" of {format_bytes(self.mem_limit)}"
-        return f"{format_bytes(self.peak_bytes)}{of}{' with the batch' if self.with_batch else ''}"
+        return f"{format_bytes(self.peak_bytes)}{of}{self._batch}"
+
+    @property
+    def everything(self) -> str:
+        """The bytes of keeping everything as text."""
+        return f"{format_bytes(self.keep_all_bytes or 0)}{self._batch}"
+
+    @property
+    def _batch(self) -> str:
+        return " with the batch" if self.with_batch else ""
 
 
 def overhead(seconds: float, keep_all_seconds: float) -> float:

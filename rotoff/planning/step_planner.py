@@ -387,8 +387,7 @@ def _report(profile: TapeProfile, request: Request, plan: StepPlan, seconds: flo
     if not logger.isEnabledFor(logging.INFO):
         return
     figures, trace = plan.figures(request.mem_limit), plan.trace
-    everything = format_bytes(profile.keep_all_bytes(request.in_flight))
-    asked = figures.mem_limit
+    everything, asked = figures.everything, figures.mem_limit
     limit = "there is no limit" if asked is None else f"the limit is {format_bytes(asked)}"
     if plan.execution.keeps_all:
         logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)

@@ -493,11 +493,13 @@ class PlacedRunner:
 def _report(request: Request, course: PlacedCourse, seconds: float) -> None:
     figures, plan, groups = course.figures(request.mem_limit), course.plan, course.groups
     logger.info(
-        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s (%s over keeping everything);"
-        " the parameters of %d of %d groups lie on the device between steps, %s come in and %s go out in each; %s",
+        "rotoff: planned %s in %.1f s, device_limit %s, keeping everything takes %s, predicted peak %s, step %.4g s (%s"
+        " over keeping everything); the parameters of %d of %d groups lie on the device between steps, %s come in and"
+        " %s go out in each; %s",
         request,
         seconds,
         format_bytes(request.mem_limit),
+        figures.everything,
         format_bytes(figures.peak_bytes),
         figures.step_time,
         percent(figures.overhead),

@@ -45,7 +45,6 @@ def timeline(
     sequence: Iterable[Op],
     mem_limit: int | str | None = None,
     measured: Trace | None = None,
-    title: str = "",
 ) -> Figure:
     """Draw the step of `sequence`: bytes on device and host above its lanes, with recomputed work and idle time marked.
 
@@ -54,7 +53,6 @@ def timeline(
         measured: a step that ran, from `Checkpointable.record_step`. Its lanes are below the predicted ones, on the
             same time axis. Its bytes (those that the machine charges, at the measured times) are drawn over the
             predicted ones.
-        title: by default mode, step time and peak.
 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
@@ -70,7 +68,7 @@ def timeline(
     figure = style.new_figure(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(title or _title(chain, sequence, figures), fontsize=10.5, x=0.01, ha="left")
+    figure.suptitle(_title(chain, sequence, figures), fontsize=10.5, x=0.01, ha="left")
     _draw_bytes(axes[0], steps, figures.mem_limit)
     shown: dict[str, Look] = {}
     for axis, (name, step) in zip(axes[1:], steps, strict=True):

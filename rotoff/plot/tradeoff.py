@@ -21,12 +21,11 @@ _LEAST_CUT = 0.2  # but not below this overhead over keeping everything;
 _LEAST_SPAN = 0.02  # it spans at least this overhead, so that negligible differences look negligible
 
 
-def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
+def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
     """Draw the cost of limits: a line for each mode in `rows`, and the certified lower bound.
 
     Args:
         rows: a `Sweep` of this chain, or rows of several.
-        title: by default the chain's name.
 
     Raises:
         OptionError: if no row has a plan that fits.
@@ -41,7 +40,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     base, most = everything.makespan, max(everything.peak_bytes, *(row.limit for row in made))
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
-    axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")
+    axis.set_title(chain.name or "step time against limit", fontsize=10.5, loc="left")
     _draw_bound(axis, made)
     for name, series in zip(names, style.SERIES, strict=False):
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)

@@ -56,6 +56,7 @@ def test_log_text_table_picture_and_trace_agree(
     assert ("with the batch" in text) is (how in ("1 MiB", "1 GiB")), "a mem_limit does not count it"
     assert f"({said})" in text
     assert (f"host {rotoff.format_bytes(host)}" in text) is (host > 0)
+    assert f"keeping everything takes {rotoff.format_bytes(model.keep_all_memory)}" in caplog.text or how == "1 GiB"
     if "planned" in caplog.text:
         assert f"predicted peak {rotoff.format_bytes(peak)}, step {seconds:.4g} s ({said} over" in caplog.text
     trace = rotoff.chrome_trace(model.chain, model.sequence)
