@@ -7,14 +7,8 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..core.chain import Chain
-from ..core.sequence import Sequence
-from ..errors import ChainError, SequenceFormatError
-from ..io.json_file import read_json
-
-T = TypeVar("T")
 Run = Callable[[argparse.Namespace], int]  # runs a command, returns the exit code
 
 
@@ -48,16 +42,9 @@ def add_mem_slots(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mem-slots", type=int, default=50, metavar="N", help="of the joint dynamic program (50)")
 
 
-def read_chain(path: str) -> Chain:
-    return _standard_input(Chain.from_dict, ChainError) if path == "-" else Chain.load(path)
-
-
-def read_sequence(path: str) -> Sequence:
-    return _standard_input(Sequence.from_dict, SequenceFormatError) if path == "-" else Sequence.load(path)
-
-
-def _standard_input(build: Callable[[Any], T], error: type[Exception]) -> T:
-    return read_json(sys.stdin.read, "standard input", build, error)
+def named(path: str) -> str:
+    """The path of the file that an argument names."""
+    return "/dev/stdin" if path == "-" else path
 
 
 def listed(text: str) -> list[str]:

@@ -29,9 +29,8 @@ from .command import (
     add_mem_slots,
     check_suffix,
     listed,
+    named,
     print_json,
-    read_chain,
-    read_sequence,
 )
 
 _LIMIT = "the limit counts everything that a step of the chain holds, its input (the batch) included"
@@ -61,7 +60,7 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _solve(options: argparse.Namespace) -> int:
-    chain = read_chain(options.chain)
+    chain = Chain.load(named(options.chain))
     search = {"mode": options.mode, **_search(options)}
     if options.policy is not None:
         search |= {"policy": options.policy, **dict(options.option)}
@@ -92,7 +91,7 @@ def _chosen(policies: list[str], chain: Chain) -> list[str]:
 
 def _sweep(options: argparse.Namespace) -> int:
     suffix = check_suffix(options.output, (".csv", ".json", *_PICTURES))
-    chain = read_chain(options.chain)
+    chain = Chain.load(named(options.chain))
     with Bar("sweeping") as bar:
         search = {"policies": _chosen(options.policies, chain), **_search(options)}
         search["progress"] = lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}")
@@ -122,12 +121,12 @@ def _show(options: argparse.Namespace) -> int:
     if options.chain == options.sequence == "-":
         raise UsageError("only one of the two files can be standard input")
     suffix = check_suffix(options.output, (*_PICTURES, ".json"))
-    chain = read_chain(options.chain)
+    chain = Chain.load(named(options.chain))
     if options.sequence is None:
         if options.events or options.output:
             raise UsageError("operations, pictures and traces need a sequence; give SEQ.json")
         return _show_chain(chain, options)
-    sequence = read_sequence(options.sequence)
+    sequence = Sequence.load(named(options.sequence))
     step = shown_step(chain, sequence, None, options.mem_limit)
     limit = None if step.figures.fits else step.figures.mem_limit
     simulate(chain, sequence, limit, options.updates)  # raises if it is refused

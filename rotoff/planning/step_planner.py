@@ -127,12 +127,12 @@ def _key(profile: TapeProfile, request: Request) -> dict[str, Any]:
 def _keep(profile: TapeProfile, request: Request, key: dict[str, Any], plan: StepPlan) -> None:
     """Keep a plan for the next process."""
     number, overhead = profile.chains.index(plan.found), plan.trace.makespan / profile.chain.compute_time
-    request.cache.keep("plan", key, [number, overhead, plan.sequence.to_dict()])
+    request.cache.keep(key, [number, overhead, plan.sequence.to_dict()])
 
 
 def _kept(profile: TapeProfile, request: Request, key: dict[str, Any], room: int | None) -> StepPlan | None:
     """Return the plan that an earlier process has kept, if it fits and is about as good with the times of this one."""
-    if (told := request.cache.find("plan", key)) is None:
+    if (told := request.cache.find(key)) is None:
         return None
     try:
         number, overhead, sequence = told

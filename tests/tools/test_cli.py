@@ -77,18 +77,16 @@ def test_solve_writes_what_the_machine_accepts(files: Path, capsys: pytest.Captu
     assert not any(op.startswith("offload") for op in data["ops"])
 
 
-def test_a_chain_may_come_from_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps(CHAIN.to_dict())))
-    data = json.loads(out(capsys, "solve", "-", "--mem-limit", "20MiB", "--json", *QUICK))
-    assert data["format"] == "rotoff.sequence"
-    monkeypatch.setattr("sys.stdin", io.StringIO("nothing"))
-    assert "standard input is not JSON" in error(capsys, "show", "-")
-    monkeypatch.setattr("sys.stdin", io.StringIO("[" * 100_000))
-    assert "standard input is not JSON" in error(capsys, "solve", "-", "--mem-limit", "20MiB")
-    monkeypatch.setattr("sys.stdin", io.StringIO("{}"))
-    assert "standard input: not a chain" in error(capsys, "show", "-")
+def test_a_chain_may_come_from_standard_input() -> None:
+    def ran(text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rotoff", *arguments]
+        return subprocess.run(command, input=text, capture_output=True, text=True, cwd=Path(rotoff.__file__).parents[1])
+
+    good = ran(json.dumps(CHAIN.to_dict()), "solve", "-", "--mem-limit", "20MiB", "--json", *QUICK)
+    assert json.loads(good.stdout)["format"] == "rotoff.sequence"
+    for text, said in (("nothing", "is not JSON"), ("[" * 100_000, "is not JSON"), ("{}", "not a chain")):
+        bad = ran(text, "show", "-")
+        assert bad.returncode == 2 and said in bad.stderr and "Traceback" not in bad.stderr
 
 
 def test_letters_that_cannot_be_printed_are_replaced(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
