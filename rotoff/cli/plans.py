@@ -137,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
 
         plot.save(plot.timeline(chain, sequence, options.mem_limit), options.output)
     if options.json:
-        print_json(_figures(chain, sequence, step, options.events))
+        print_json(_figures(chain, step, options.events))
     elif options.output:
         print(f"written to {options.output}")
     elif options.events:
@@ -160,15 +160,15 @@ def _show_chain(chain: Chain, options: argparse.Namespace) -> int:
     return 0
 
 
-def _figures(chain: Chain, sequence: Sequence, step: ShownStep, events: bool) -> dict[str, Any]:
+def _figures(chain: Chain, step: ShownStep, events: bool) -> dict[str, Any]:
     """What a step does and costs, as JSON."""
-    trace = step.trace
-    found: dict[str, Any] = {"mode": sequence.mode, "mem_limit": step.figures.mem_limit}
-    found |= {"overhead": step.figures.overhead, "with_batch": step.figures.with_batch}
+    plan, trace, _, figures = step
+    found: dict[str, Any] = {"mode": plan.mode, "mem_limit": figures.mem_limit}
+    found |= {"overhead": figures.overhead, "with_batch": figures.with_batch}
     found |= {one.name: getattr(trace, one.name) for one in fields(trace) if one.name != "events"}
-    found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(sequence).items()]
+    found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(plan).items()]
     if chain.parameters:
-        groups = group_fates(sequence).items()
+        groups = group_fates(plan).items()
         found["parameters"] = [{"group": k, "name": chain.group(k).name, "fate": word} for k, word in groups]
     if events:
         names = ("lane", "start", "end", "memory", "host_memory", "recompute")

@@ -58,7 +58,7 @@ def timeline(
         InvalidSequenceError: if the machine refuses the sequence.
     """
     told = shown_step(chain, sequence, measured, mem_limit)
-    trace, measured, figures = told
+    plan, trace, measured, figures = told
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
     used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
@@ -68,7 +68,7 @@ def timeline(
     figure = style.new_figure(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(_title(chain, sequence, figures), fontsize=10.5, x=0.01, ha="left")
+    figure.suptitle(_title(chain, plan, figures), fontsize=10.5, x=0.01, ha="left")
     _draw_bytes(axes[0], steps, figures.mem_limit)
     shown: dict[str, Look] = {}
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
@@ -171,9 +171,8 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
     return shown
 
 
-def _title(chain: Chain, sequence: Iterable[Op], figures: Figures) -> str:
-    mode = sequence.mode if isinstance(sequence, Plan) else ""
-    name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
+def _title(chain: Chain, plan: Plan, figures: Figures) -> str:
+    name = " · ".join(part for part in (chain.name, f"mode {plan.mode}" if plan.mode else "") if part)
     over = f" ({percent(figures.overhead)} over keeping everything)" if figures.keep_all_time else ""
     facts = f"step {format_seconds(figures.step_time)}{over}, peak {figures.peak}"
     return f"{name} · {facts}" if name else facts

@@ -35,7 +35,7 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    predicted, measured, figures = shown_step(chain, sequence, measured)
+    _, predicted, measured, figures = shown_step(chain, sequence, measured)
     events = _process(1, "rotoff, predicted", chain, predicted)
     if measured is not None:
         events += _process(2, "rotoff, measured", chain, measured)

@@ -24,8 +24,9 @@ EXPECTED = "expected"  # in a sequence's meta
 
 
 class ShownStep(NamedTuple):
-    """The predicted step, the measured one with bytes in the same terms, and the figures of the predicted one."""
+    """A plan with its predicted step, the measured one with bytes in the same terms, and the predicted figures."""
 
+    plan: Plan
     trace: Trace
     measured: Trace | None
     figures: Figures
@@ -56,14 +57,17 @@ def shown_step(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    trace, plan = simulate(chain, sequence), sequence if isinstance(sequence, Plan) else None
+    if isinstance(sequence, Iterable) and not isinstance(sequence, Plan):
+        sequence = tuple(sequence)
+    trace = simulate(chain, sequence)  # which refuses what is no sequence
+    plan = sequence if isinstance(sequence, Plan) else Plan(sequence)
     limit = None if mem_limit is None else parse_bytes(mem_limit)
     everything = keep_all_step(chain)
-    said = None if plan is None else _read(plan.meta.get(EXPECTED), trace, everything.makespan)
+    said = _read(plan.meta.get(EXPECTED), trace, everything.makespan)
     if said is None:
-        limit = plan.mem_limit if limit is None and plan is not None else limit
+        limit = plan.mem_limit if limit is None else limit
         held = trace.peak_bytes, trace.host_peak_bytes, trace.makespan
-        return ShownStep(trace, measured, Figures(limit, *held, everything.makespan, everything.peak_bytes))
+        return ShownStep(plan, trace, measured, Figures(limit, *held, everything.makespan, everything.peak_bytes))
     figures, memory = said
     figures = figures if limit is None else replace(figures, mem_limit=limit)
 
@@ -71,7 +75,7 @@ def shown_step(
         events = tuple(replace(event, memory=held) for event, held in zip(step.events, memory, strict=True))
         return replace(step, events=events, peak_bytes=figures.peak_bytes, host_peak_bytes=figures.host_bytes)
 
-    return ShownStep(told(trace), measured and told(measured), figures)
+    return ShownStep(plan, told(trace), measured and told(measured), figures)
 
 
 def held(trace: Trace) -> list[tuple[float, int, int, int]]:

@@ -19,7 +19,6 @@ from typing import TextIO
 from ..core.chain import Chain
 from ..core.figures import percent
 from ..core.sequence import COMPUTES, Op, OpKind
-from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes, format_seconds, parse_bytes
 from .expected_step import ShownStep, held, shown_step
@@ -72,15 +71,13 @@ def render(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
-    step = shown_step(chain, sequence if isinstance(sequence, Plan) else ops, measured, mem_limit)
+    step = shown_step(chain, sequence, measured, mem_limit)
     shown, limit = step.measured or step.trace, step.figures.mem_limit
-    mode = sequence.mode if isinstance(sequence, Plan) else ""
     paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
     room = columns - _LEFT - 1
 
-    lines = [paint("bold", part) for part in _wrap(_headline(chain, step, mode), columns)]
+    lines = [paint("bold", part) for part in _wrap(_headline(chain, step), columns)]
     lines += ["", *_curve(shown, limit, room, paint)]
     for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
         if lane == "compute" or any(event.lane == lane for event in shown.events):
@@ -90,10 +87,9 @@ def render(
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
     lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
-    lines += ["", *_letters("stages", fates(ops), FATES, columns, paint)]
+    lines += ["", *_letters("stages", fates(step.plan), FATES, columns, paint)]
     if chain.parameters:
-        groups = group_fates(sequence if isinstance(sequence, Plan) else ops)
-        lines += _letters("params", groups, GROUP_FATES, columns, paint)
+        lines += _letters("params", group_fates(step.plan), GROUP_FATES, columns, paint)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -117,12 +113,12 @@ class _Paint:
         return "".join(made)
 
 
-def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
-    trace, measured, figures = step
+def _headline(chain: Chain, step: ShownStep) -> str:
+    plan, trace, measured, figures = step
     shown = measured or trace
     parts = [chain.name or "chain", f"{len(chain)} stages"]
-    if mode:
-        parts.append(f"mode {mode}")
+    if plan.mode:
+        parts.append(f"mode {plan.mode}")
     over = f" ({percent(step.overhead)})" if figures.keep_all_time else ""
     was = f", predicted {format_seconds(trace.makespan)}" if measured else ""
     parts.append(f"{'measured ' if measured else ''}step {format_seconds(shown.makespan)}{over}{was}")
