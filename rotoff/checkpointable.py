@@ -42,11 +42,10 @@ from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan, least_limit
 from .planning.tape_placed_planner import read_optimizers
-from .planning.tape_placed_runner import PlacedRunner
+from .planning.tape_placed_runner import PlacedCourse, PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
-from .runtime.execution_plan import ExecutionPlan
 from .runtime.links.pinned import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
@@ -444,8 +443,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def chain(self) -> Chain:
         """The chain that the last plan was made for. Without a plan, the chain measured last."""
-        if self._placed is not None and self._placed.chain is not None:
-            return self._placed.chain
+        if self._placed is not None and self._placed.course is not None:
+            return self._placed.course.chain
         return self._latest.profile.chain if self._steps.request is None else self._step_plan.chain
 
     @property
@@ -456,18 +455,13 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
-        if self._placed is None:
-            plan: Any = self._step_plan
-            levels = plan.levels
-        else:
-            plan = self._placed_plan
-            levels = self._placed.levels
+        plan = self._plan
         if self._shown is None or self._shown[0] is not plan:
-            self._shown = plan, with_expected(self.chain, plan.sequence, levels, self._figures)
+            self._shown = plan, with_expected(plan.chain, plan.sequence, plan.levels, self._figures)
         return self._shown[1]
 
     @property
-    def _placed_plan(self) -> ExecutionPlan:
+    def _placed_plan(self) -> PlacedCourse:
         assert self._placed is not None
         self._placed.plan_recorded()
         if self._placed.latest not in self._placed.recordings:
@@ -477,7 +471,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         course = self._placed.planned(self._placed.latest)
         if course is None:
             raise MeasureError("the last step has no plan yet; its backward has to run")
-        return course.plan
+        return course
 
     @property
     def mem_limit(self) -> int | None:
@@ -496,7 +490,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> Any:
+    def _plan(self) -> StepPlan | PlacedCourse:
         return self._step_plan if self._placed is None else self._placed_plan
 
     @property
@@ -509,10 +503,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def _figures(self) -> Figures:
         """Those of the step that was planned last."""
-        if self._placed is None:
-            return self._step_plan.figures(self.mem_limit)
-        assert self._placed_plan and self._placed.course is not None
-        return self._placed.course.figures(self.mem_limit)
+        return self._plan.figures(self.mem_limit)
 
     @property
     def _latest(self) -> Course:

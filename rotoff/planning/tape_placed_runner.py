@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..core.chain import Chain, LinkRates
 from ..core.figures import Figures, percent
+from ..core.sequence import Sequence as Ops
 from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
@@ -78,16 +79,35 @@ class PlacedCourse:
     plan: ExecutionPlan
     strayed: int = 0
 
+    @property
+    def placed(self) -> PlacedPlan | None:
+        return self.plan.placed
+
+    @property
+    def chain(self) -> Chain:
+        return self.groups.chain
+
+    @property
+    def sequence(self) -> Ops:
+        return self.plan.sequence
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The most bytes that the device holds in each operation."""
+        if self.placed is not None:
+            return self.placed.levels
+        return tuple(min(level, self.groups.expected) for level in self.groups.levels(self.sequence, False))
+
     def figures(self, device_limit: int | None) -> Figures:
         """The figures of the step under a `device_limit`, which counts the batch. The plain model's peak is that of a
         loop which sets gradients to None; `keep_all_bytes` is the smallest limit at which it runs unplanned."""
-        placed, trace = self.plan.placed, self.plan.trace
+        placed = self.placed
         return Figures(
             device_limit,
             self.groups.expected if placed is None else placed.peak_bytes,
             self.plan.host_bytes + (0 if placed is None else placed.host_bytes),
-            trace.makespan,
-            keep_all_step(self.groups.chain).makespan,
+            self.plan.trace.makespan,
+            keep_all_step(self.chain).makespan,
             self.groups.whole,
         )
 
@@ -143,22 +163,6 @@ class PlacedRunner:
     def plan(self) -> ExecutionPlan | None:
         """That of the latest step; None if nothing is planned for it."""
         return None if self.course is None else self.course.plan
-
-    @property
-    def chain(self) -> Chain | None:
-        """That of the latest step."""
-        return None if self.course is None else self.course.groups.chain
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The most bytes that the device holds in each operation of the latest step's plan."""
-        assert self.course is not None
-        placed, plan = self.course.plan.placed, self.course.plan
-        if placed is not None:
-            return placed.levels
-        return tuple(
-            min(level, self.course.groups.expected) for level in self.course.groups.levels(plan.sequence, False)
-        )
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far."""
