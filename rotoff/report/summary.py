@@ -7,25 +7,10 @@ from collections.abc import Iterable, Mapping
 
 from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Sequence, parse_value, w
 
-FATES = {  # what becomes of a stage: a letter and words
-    "kept": ("k", "kept"),
-    "reduced": ("s", "kept in a smaller form"),
-    "moved": ("m", "moved to the host"),
-    "recomputed": ("r", "recomputed"),
-    "moved and recomputed": ("x", "moved and recomputed"),
-}
-GROUP_FATES = {  # of a group of parameters
-    "resident": ("k", "resident"),
-    "streamed": ("p", "parameters streamed"),
-    "state moved": ("o", "optimizer state moved"),
-    "streamed, state moved": ("b", "parameters streamed, optimizer state moved"),
-    "updated on the host": ("h", "updated on the host"),
-    "streamed, updated on the host": ("z", "parameters streamed, updated on the host"),
-}
-
 
 def fates(sequence: Iterable[Op]) -> dict[int, str]:
-    """What a step does with every stage, by rising number: one of `FATES`."""
+    """What a step does with every stage, by rising number: "kept", "reduced" (kept in a smaller form), "moved" (to the
+    host and back), "recomputed", or "moved and recomputed"."""
     runs, forms, moved = Counter[int](), dict[int, int](), set[int]()
     for op in sequence:
         if op.kind in FORWARDS:

@@ -1,6 +1,6 @@
-"""A plan as text on one screen, whatever the number of stages: lanes, the curve of bytes, and a letter for each stage.
+"""A plan as text on one screen, whatever the number of stages: the curve of bytes, lanes, and the words of the log.
 
-With parameters, the curve's lower part (▒) is theirs, the host's updates have a lane, and every group has a letter too.
+With parameters, the curve's lower part (▒) is theirs, and the host's updates have a lane.
 
 Colour is used if the output is a terminal that supports it. ``NO_COLOR`` switches it off (https://no-color.org),
 ``FORCE_COLOR`` switches it on. Without colour, the characters alone show the same.
@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import groupby, pairwise
 from textwrap import wrap
 from typing import TextIO
 
@@ -22,23 +22,14 @@ from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.simulator import Event, Trace
 from ..core.sizes import format_bytes, format_seconds, parse_bytes
 from .expected_step import ShownStep, held, shown_step
-from .summary import FATES, GROUP_FATES, fates, group_fates, ranges
+from .summary import in_words
 
 _HEIGHT = 7  # rows of the curve
 _LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
-_COLOURS = {
-    "36": "Fks",
-    "33": f"Rr{_PARAMETERS}",
-    "34": f"B{_BLOCKS[1:]}",
-    "90": ".",
-    "35": ">m",
-    "32": "<pob",
-    "31": "UHxhz",
-}
-_STYLES = {letter: code for code, letters in _COLOURS.items() for letter in letters}  # of ANSI
-_STYLES |= {"»": "95", "«": "92", "faint": "90", "bold": "1"}
+_STYLES = {"F": "36", "R": "33", "B": "34", "U": "31", "H": "31", ".": "90", ">": "35", "<": "32", "»": "95", "«": "92"}
+_STYLES |= {_PARAMETERS: "33", "faint": "90", "bold": "1", **dict.fromkeys(_BLOCKS[1:], "34")}  # of ANSI
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -87,9 +78,7 @@ def render(
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
     lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
-    lines += ["", *_letters("stages", fates(step.plan), FATES, columns, paint)]
-    if chain.parameters:
-        lines += _letters("params", group_fates(step.plan), GROUP_FATES, columns, paint)
+    lines += ["", *_wrap(in_words(step.plan), columns)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -104,13 +93,8 @@ class _Paint:
 
     def each(self, text: str) -> str:
         """Paint every run of equal characters in its own colour."""
-        made, start = [], 0
-        for n in range(1, len(text) + 1):
-            if n == len(text) or text[n] != text[start]:
-                part = text[start:n]
-                made.append(self(part[0], part) if part[0] in _STYLES else part)
-                start = n
-        return "".join(made)
+        runs = ((letter, "".join(run)) for letter, run in groupby(text))
+        return "".join(self(letter, run) if letter in _STYLES else run for letter, run in runs)
 
 
 def _headline(chain: Chain, step: ShownStep) -> str:
@@ -193,22 +177,6 @@ def _axis(makespan: float, room: int) -> str:
     middle = format_seconds(makespan / 2)
     text = "0".ljust(room // 2 - len(middle) // 2) + middle
     return text + end.rjust(max(len(end) + 1, room - len(text)))
-
-
-def _letters(
-    name: str, found: dict[int, str], letters: dict[str, tuple[str, str]], columns: int, paint: _Paint
-) -> list[str]:
-    """Rows with a letter for each number in `found`, and a legend in words."""
-    row, room, rows = "".join(letters[fate][0] for fate in found.values()), columns - _LEFT - 1, []
-    for start in range(0, len(row), room):
-        mark = f"{start + 1}-{min(len(row), start + room)}"
-        rows.append(f"{name if not start else '':>{_LEFT - 1}} {paint.each(row[start : start + room])}")
-        rows[-1] += f"  {paint('faint', mark)}" if len(row) <= room - len(mark) - 2 else ""
-    for fate, (letter, words) in letters.items():
-        if numbers := [number for number, word in found.items() if word == fate]:
-            text = _wrap(f"{letter} {words}: {ranges(numbers)}", columns - _LEFT)
-            rows += [f"{'':>{_LEFT}}{part}" for part in (text if len(text) <= 2 else [text[0], f"{text[1][:-2]} …"])]
-    return rows
 
 
 def _wrap(text: str, width: int) -> list[str]:
