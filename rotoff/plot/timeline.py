@@ -10,9 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from ..core.chain import Chain
 from ..core.figures import Figures, percent
@@ -26,7 +25,7 @@ from .style import Look
 
 LANES = ("compute", "d2h", "h2d", "host")
 _NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device", "host": "host"}
-_THIN = 0.004  # share of the time axis
+_MANY = 120  # boxes of a kind, with more of which edges would cover them
 _LABEL_SHARE = 0.0052  # share of the time axis for each character; a label that does not fit in its box is left out
 
 
@@ -139,28 +138,22 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
 def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> dict[str, Look]:
     shown: dict[str, Look] = {}
     for row, lane in enumerate(lanes):
-        found_boxes = boxes(trace, lane)
-        digits = max((len(box.label) for box in found_boxes), default=0)  # all are labelled alike
-        groups: dict[tuple[Look, bool], list[Rectangle]] = {}
-        for box in found_boxes:
-            if box.end <= box.start:
-                continue
-            shown[box.look.words] = box.look
-            thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would cover the box
-            groups.setdefault((box.look, thin), []).append(
-                Rectangle((box.start, row - 0.38), box.end - box.start, 0.76)
-            )
+        drawn = [box for box in boxes(trace, lane) if box.end > box.start]
+        digits = max((len(box.label) for box in drawn), default=0)  # all are labelled alike
+        spans: dict[Look, list[tuple[float, float]]] = {}
+        for box in drawn:
+            spans.setdefault(box.look, []).append((box.start, box.end - box.start))
             wide = longest * _LABEL_SHARE * (digits + 1) * (1.6 if box.look.hatch else 1)
             if box.label and box.end - box.start > wide:
                 ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK
                 back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
                 middle = (box.start + box.end) / 2
                 axis.text(middle, row, box.label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
-        for (look, thin), found in groups.items():
-            collection = PatchCollection(found, facecolor=look.colour, edgecolor=look.colour if thin else style.INK)
-            collection.set_linewidth(0.35)
-            collection.set_hatch(look.hatch)
-            axis.add_collection(collection)
+        for look, times in spans.items():
+            edge = look.colour if len(times) > _MANY and not look.hatch else style.INK
+            bars = {"facecolor": look.colour, "edgecolor": edge, "hatch": look.hatch, "linewidth": 0.35}
+            axis.broken_barh(times, (row - 0.38, 0.76), **bars)
+        shown |= {look.words: look for look in spans}
     axis.set_ylim(len(lanes) - 0.45, -0.55)
     axis.set_yticks(range(len(lanes)), [_NAMES[lane] for lane in lanes])
     style.quiet(axis, "x")

@@ -57,11 +57,11 @@ def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
 
 
 def _draw_bound(axis: Axes, rows: list[Row]) -> None:
-    """Draw the certified lower bound at the limits of `rows`."""
+    """Draw the certified lower bound at the limits of `rows`; each one holds for smaller limits, too."""
     bounds = sorted({(row.limit, row.bound) for row in rows if row.bound is not None})
     points = list(zip(*bounds, strict=True))
-    axis.fill_between(*points, 0, color="#EFEFEF", linewidth=0)
-    look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3}
+    axis.fill_between(*points, 0, step="pre", color="#EFEFEF", linewidth=0)
+    look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3, "drawstyle": "steps-pre"}
     axis.plot(*points, label="certified bound: nothing is faster", **look)
 
 
