@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from .tools.audit import audit as audit
     from .tools.config import RotoffConfig as RotoffConfig
     from .tools.estimate import estimate as estimate
+    from .tools.estimate import stages as stages
     from .tools.largest import Largest as Largest
     from .tools.largest import first_device as first_device
     from .tools.largest import largest as largest
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from .tools.planned_steps import PlannedStep as PlannedStep
     from .tools.planned_steps import PlannedSteps as PlannedSteps
     from .tools.schedule import attach_schedule as attach_schedule
-    from .tools.stage_report import stages as stages
 
 _WHERE = {
     name: module
@@ -84,13 +84,12 @@ _WHERE = {
         "tools.attach": "attach detach",
         "tools.audit": "Audit audit",
         "tools.config": "RotoffConfig",
-        "tools.estimate": "estimate",
+        "tools.estimate": "estimate stages",
         "tools.largest": "Largest first_device largest",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
         "tools.plan": "plan",
         "tools.planned_steps": "PlannedStep PlannedSteps",
         "tools.schedule": "attach_schedule",
-        "tools.stage_report": "stages",
     }.items()
     for name in names.split()
 }

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from .core.backward_from import BackwardFrom, output_named, read_backward_from
 from .core.chain import Chain
+from .core.figures import Figures
 from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import format_bytes, is_auto, parse_bytes
@@ -41,11 +42,10 @@ from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan, least_limit
 from .planning.tape_placed_planner import read_optimizers
-from .planning.tape_placed_runner import PlacedRunner
+from .planning.tape_placed_runner import PlacedCourse, PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
-from .runtime.execution_plan import ExecutionPlan
 from .runtime.links.pinned import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.step_times import Recording
@@ -443,8 +443,8 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def chain(self) -> Chain:
         """The chain that the last plan was made for. Without a plan, the chain measured last."""
-        if self._placed is not None and self._placed.chain is not None:
-            return self._placed.chain
+        if self._placed is not None and self._placed.course is not None:
+            return self._placed.course.chain
         return self._latest.profile.chain if self._steps.request is None else self._step_plan.chain
 
     @property
@@ -455,18 +455,13 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def sequence(self) -> Sequence:
         """The last planned sequence. Its meta has the expected bytes and seconds of the step."""
-        if self._placed is None:
-            plan: Any = self._step_plan
-            levels, peak = plan.levels, plan.peak
-        else:
-            plan, peak = self._placed_plan, self.get_expected_memory()
-            levels = self._placed.levels
+        plan = self._plan
         if self._shown is None or self._shown[0] is not plan:
-            self._shown = plan, with_expected(self.chain, plan.sequence, levels, peak, self.mem_limit)
+            self._shown = plan, with_expected(plan.chain, plan.sequence, plan.levels, self._figures)
         return self._shown[1]
 
     @property
-    def _placed_plan(self) -> ExecutionPlan:
+    def _placed_plan(self) -> PlacedCourse:
         assert self._placed is not None
         self._placed.plan_recorded()
         if self._placed.latest not in self._placed.recordings:
@@ -476,7 +471,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         course = self._placed.planned(self._placed.latest)
         if course is None:
             raise MeasureError("the last step has no plan yet; its backward has to run")
-        return course.plan
+        return course
 
     @property
     def mem_limit(self) -> int | None:
@@ -495,7 +490,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> Any:
+    def _plan(self) -> StepPlan | PlacedCourse:
         return self._step_plan if self._placed is None else self._placed_plan
 
     @property
@@ -504,6 +499,11 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
         return self._steps.shown(latest)
+
+    @property
+    def _figures(self) -> Figures:
+        """Those of the step that was planned last."""
+        return self._plan.figures(self.mem_limit)
 
     @property
     def _latest(self) -> Course:
@@ -515,30 +515,23 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def get_expected_makespan(self) -> float:
         """Expected seconds of the planned step: the makespan that `rotoff.simulate` finds."""
-        return float(self._plan.trace.makespan)
+        return self._figures.step_time
 
     def get_expected_memory(self) -> int:
         """Expected peak of the planned step in bytes, in the terms of the limit."""
-        if self._placed is None:
-            return self._step_plan.peak
-        assert self._placed_plan and self._placed.expected_bytes is not None
-        return self._placed.expected_bytes
+        return self._figures.peak_bytes
 
     def get_expected_host_memory(self) -> int:
         """Most bytes that the planned steps in flight keep on the host."""
-        if self._placed is None:
-            return self.in_flight * self._step_plan.execution.host_bytes
-        plan = self._placed_plan
-        return plan.host_bytes + (0 if plan.placed is None else plan.placed.host_bytes)
+        return self._figures.host_bytes
 
     @property
     def keep_all_memory(self) -> int:
-        """Bytes of keeping everything, in the terms of the requested limit; with at least this limit the model runs as
-        it is."""
+        """Bytes of keeping everything, in the terms of the requested limit: a `device_limit` counts the batch, and
+        parameters, gradients and states too. With at least this limit the model runs as it is."""
         if self._placed is None:
             return self._latest.profile.keep_all_bytes(self.in_flight)
-        assert self._placed_plan and self._placed.keep_all_bytes is not None
-        return self._placed.keep_all_bytes
+        return int(self._figures.keep_all_bytes or 0)
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far: one row for each kind and size of input that a training step had.

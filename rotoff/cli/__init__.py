@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
 from ..version import __version__
-from .command import UsageError, add_command
+from .command import UsageError
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130"
@@ -41,8 +41,8 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"rotoff {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (*models.COMMANDS, *plans.COMMANDS, *doctor.COMMANDS):
-        add_command(commands, command)
+    for module in (models, plans, doctor):
+        module.add_commands(commands)
     return top
 
 

@@ -1,4 +1,4 @@
-"""Code that all commands share: declaring them, parsing arguments, reading files, printing JSON."""
+"""Code that all commands share: declaring them, reading files, printing JSON."""
 
 from __future__ import annotations
 
@@ -6,78 +6,50 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..core.chain import Chain
-from ..core.sequence import Sequence
-from ..core.sizes import parse_bytes
-from ..errors import ChainError, LimitError, SequenceFormatError
-from ..io.json_file import read_json
-
-T = TypeVar("T")
-Argument = tuple[tuple[str, ...], dict[str, Any]]
+Run = Callable[[argparse.Namespace], int]  # runs a command, returns the exit code
 
 
 class UsageError(Exception):
     """An input that a command cannot use; the user sees only the message."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command: name, one line of help, an example, a function that returns the exit code, and its arguments."""
-
-    name: str
-    summary: str
-    example: str
-    run: Callable[[argparse.Namespace], int]
-    arguments: tuple[Argument, ...]
-    details: str = ""
-
-
-def argument(*names: str, **options: Any) -> Argument:
-    """An argument, as for ``argparse.ArgumentParser.add_argument``."""
-    return names, options
-
-
-def add_command(commands: Any, command: Command) -> None:
-    """Add a command's parser; its help ends with the example."""
-    parser = commands.add_parser(
-        command.name,
-        help=command.summary,
-        description=f"{command.summary[0].upper()}{command.summary[1:]}.\n\n{command.details}".strip(),
-        epilog=f"example:\n  {command.example}",
+def add_command(
+    commands: Any, name: str, run: Run, summary: str, example: str, details: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser. summary: one line of help; `details` follow it in the command's own help,
+    which ends with the example."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=f"{summary[0].upper()}{summary[1:]}.\n\n{details}".strip(),
+        epilog=f"example:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    for names, options in (*command.arguments, JSON, TRACEBACK):
-        parser.add_argument(*names, **options)
-    parser.set_defaults(run=command.run)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_argument("--traceback", action="store_true", help="on an error, show where in the program it was raised")
+    parser.set_defaults(run=run)
+    return parser
 
 
-def size(text: str) -> int:
-    """Parse an argument that is a number of bytes."""
-    try:
-        return parse_bytes(text, "the size")
-    except LimitError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def add_chain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("chain", metavar="CHAIN.json", help="a file of `rotoff profile`; - for standard input")
 
 
-JSON = argument("--json", action="store_true", help="print JSON instead of text")
-TRACEBACK = argument("--traceback", action="store_true", help="on an error, show where in the program it was raised")
-CHAIN = argument("chain", metavar="CHAIN.json", help="a file of `rotoff profile`; - for standard input")
+def add_mem_slots(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mem-slots", type=int, default=50, metavar="N", help="of the joint dynamic program (50)")
 
 
-def read_chain(path: str) -> Chain:
-    return _standard_input(Chain.from_dict, ChainError) if path == "-" else Chain.load(path)
+def named(path: str) -> str:
+    """The path of the file that an argument names."""
+    return "/dev/stdin" if path == "-" else path
 
 
-def read_sequence(path: str) -> Sequence:
-    return _standard_input(Sequence.from_dict, SequenceFormatError) if path == "-" else Sequence.load(path)
-
-
-def _standard_input(build: Callable[[Any], T], error: type[Exception]) -> T:
-    return read_json(sys.stdin.read, "standard input", build, error)
+def listed(text: str) -> list[str]:
+    """The names in an argument, separated by commas."""
+    return [name.strip() for name in text.split(",")]
 
 
 def print_json(data: Any) -> None:

@@ -3,23 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .command import Command, UsageError, argument, print_json
+from .command import UsageError, add_command, print_json
 
 if TYPE_CHECKING:
     from ..tools.doctor.findings import Finding, Report
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 <= seconds <= 3600:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds from 0 to 3600")
-    return seconds
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -64,22 +53,18 @@ def _doctor(options: argparse.Namespace) -> int:
     return 1 if report.verdict == FAILED else 0
 
 
-COMMANDS = (
-    Command(
+def add_commands(commands: Any) -> None:
+    one = add_command(
+        commands,
         "doctor",
+        _doctor,
         "check this machine for all that training under a limit needs, with a verdict for each",
         "rotoff doctor --device cuda -o doctor.json",
-        _doctor,
-        (
-            argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)"),
-            argument(
-                "--seconds", type=_seconds, default=2.0, metavar="N", help="of timed steps at each of three limits"
-            ),
-            argument("-o", "--output", default="doctor.json", metavar="FILE", help="(default: doctor.json)"),
-        ),
         "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
         " against"
         "\npredicted ones, gradients against plain ones, waits of the host, overlap of copies. Exit code 1: a check"
         " failed.",
-    ),
-)
+    )
+    one.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)")
+    one.add_argument("--seconds", type=float, default=2.0, metavar="N", help="of timed steps at each of three limits")
+    one.add_argument("-o", "--output", default="doctor.json", metavar="FILE", help="(default: doctor.json)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Collection
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -16,54 +15,44 @@ from ..io.json_file import save_json
 from ..io.progress import Bar
 from ..report.chain_table import chain_table, keep_all_line
 from ..report.chrome_trace import save_chrome_trace
-from ..report.expected_step import ShownStep, keeping_all, shown_step
+from ..report.expected_step import ShownStep, keep_all_step, shown_step
 from ..report.summary import fates, group_fates
 from ..report.terminal import render
 from ..solver import solve, sweep
 from ..solver.bounds import min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
 from ..solver.policies.nonpersistent import MOST_STATES, states_of
-from .command import CHAIN, Command, UsageError, argument, check_suffix, print_json, read_chain, read_sequence, size
+from .command import (
+    UsageError,
+    add_chain,
+    add_command,
+    add_mem_slots,
+    check_suffix,
+    listed,
+    named,
+    print_json,
+)
 
 _LIMIT = "the limit counts everything that a step of the chain holds, its input (the batch) included"
 _SYSTEMS = (*POLICIES, *PLACEMENTS)
 _PICTURES = (".png", ".svg", ".pdf")
 
 
-def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
-    """Parses some of the `known` names, separated by commas."""
-
-    def parse(text: str) -> tuple[str, ...]:
-        names = tuple(part.strip() for part in text.split(",") if part.strip())
-        if not names or not {*names} <= {*known}:
-            raise argparse.ArgumentTypeError(f"{text!r}: give some of {', '.join(known)}, separated by commas")
-        return names
-
-    return parse
+def _number(text: str) -> Any:
+    """An int or a float, or the text itself, which may be a size."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    for number in (int, float):
-        try:
-            return name, number(value)
-        except ValueError:
-            continue
-    return name, value
-
-
-def _size_or_zero(text: str) -> int:
-    return 0 if text.strip() == "0" else size(text)
-
-
-_SEARCH = (
-    argument("--mem-slots", type=int, default=50, metavar="N", help="slots of the joint dynamic program (default: 50)"),
-    argument("--host-limit", type=_size_or_zero, metavar="SIZE", help="bytes that may wait on the host (default: any)"),
-    argument("--refine", type=float, default=True, metavar="SECONDS", help="about how long to search on exact bytes"),
-    argument("--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone"),
-)
+    return name, _number(value)
 
 
 def _search(options: argparse.Namespace) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def _search(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _solve(options: argparse.Namespace) -> int:
-    chain = read_chain(options.chain)
+    chain = Chain.load(named(options.chain))
     search = {"mode": options.mode, **_search(options)}
     if options.policy is not None:
         search |= {"policy": options.policy, **dict(options.option)}
@@ -92,24 +81,23 @@ def _solve(options: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(policies: tuple[str, ...], chain: Chain) -> tuple[str, ...]:
+def _chosen(policies: list[str], chain: Chain) -> list[str]:
     """The requested systems; if "all" is among them, all that apply to the chain."""
     if "all" not in policies:
         return policies
     searchable = states_of(chain) <= MOST_STATES
-    names = PLACEMENTS if chain.parameters else POLICIES
-    return tuple(name for name in names if searchable or name != "nonpersistent")
+    return [n for n in (PLACEMENTS if chain.parameters else POLICIES) if searchable or n != "nonpersistent"]
 
 
 def _sweep(options: argparse.Namespace) -> int:
     suffix = check_suffix(options.output, (".csv", ".json", *_PICTURES))
-    chain = read_chain(options.chain)
+    chain = Chain.load(named(options.chain))
     with Bar("sweeping") as bar:
         search = {"policies": _chosen(options.policies, chain), **_search(options)}
         search["progress"] = lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}")
         made = sweep(chain, options.mem_limit, options.modes, **search)
     least = {mode: min_mem_limit(chain, mode) for mode in options.modes}
-    data = {"chain": chain.name, "keep_all": keeping_all(chain).makespan, "min_mem_limits": least}
+    data = {"chain": chain.name, "keep_all": keep_all_step(chain).makespan, "min_mem_limits": least}
     data["rows"] = [asdict(row) for row in made]
     if suffix == ".csv":
         made.save(options.output)
@@ -133,15 +121,15 @@ def _show(options: argparse.Namespace) -> int:
     if options.chain == options.sequence == "-":
         raise UsageError("only one of the two files can be standard input")
     suffix = check_suffix(options.output, (*_PICTURES, ".json"))
-    chain = read_chain(options.chain)
+    chain = Chain.load(named(options.chain))
     if options.sequence is None:
-        if options.events or suffix == ".json":
-            raise UsageError("operations and traces need a sequence; give SEQ.json")
+        if options.events or options.output:
+            raise UsageError("operations, pictures and traces need a sequence; give SEQ.json")
         return _show_chain(chain, options)
-    sequence = read_sequence(options.sequence)
+    sequence = Sequence.load(named(options.sequence))
     step = shown_step(chain, sequence, None, options.mem_limit)
-    over = step.mem_limit is not None and step.trace.peak_bytes > step.mem_limit
-    simulate(chain, sequence, step.mem_limit if over else None, options.updates)  # raises if it is refused
+    limit = None if step.figures.fits else step.figures.mem_limit
+    simulate(chain, sequence, limit, options.updates)  # raises if it is refused
     if suffix == ".json":
         save_chrome_trace(options.output, chain, sequence)
     elif suffix is not None:
@@ -149,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
 
         plot.save(plot.timeline(chain, sequence, options.mem_limit), options.output)
     if options.json:
-        print_json(_figures(chain, sequence, step, options.events))
+        print_json(_figures(chain, step, options.events))
     elif options.output:
         print(f"written to {options.output}")
     elif options.events:
@@ -164,26 +152,23 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _show_chain(chain: Chain, options: argparse.Namespace) -> int:
-    if options.output:
-        from .. import plot
-
-        plot.save(plot.stages(chain), options.output)
     if options.json:
-        whole = keeping_all(chain)
+        whole = keep_all_step(chain)
         print_json({**chain.to_dict(), "keep_all": {"makespan": whole.makespan, "peak_bytes": whole.peak_bytes}})
     else:
-        print(f"written to {options.output}" if options.output else chain_table(chain))
+        print(chain_table(chain))
     return 0
 
 
-def _figures(chain: Chain, sequence: Sequence, step: ShownStep, events: bool) -> dict[str, Any]:
+def _figures(chain: Chain, step: ShownStep, events: bool) -> dict[str, Any]:
     """What a step does and costs, as JSON."""
-    trace = step.trace
-    found: dict[str, Any] = {"mode": sequence.mode, "mem_limit": step.mem_limit, "overhead": step.overhead}
+    plan, trace, _, figures = step
+    found: dict[str, Any] = {"mode": plan.mode, "mem_limit": figures.mem_limit}
+    found |= {"overhead": figures.overhead, "with_batch": figures.with_batch}
     found |= {one.name: getattr(trace, one.name) for one in fields(trace) if one.name != "events"}
-    found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(sequence).items()]
+    found["stages"] = [{"stage": i, "name": chain.stage(i).name, "fate": word} for i, word in fates(plan).items()]
     if chain.parameters:
-        groups = group_fates(sequence).items()
+        groups = group_fates(plan).items()
         found["parameters"] = [{"group": k, "name": chain.group(k).name, "fate": word} for k, word in groups]
     if events:
         names = ("lane", "start", "end", "memory", "host_memory", "recompute")
@@ -191,58 +176,59 @@ def _figures(chain: Chain, sequence: Sequence, step: ShownStep, events: bool) ->
     return found
 
 
-COMMANDS = (
-    Command(
+def _add_search(parser: argparse.ArgumentParser) -> None:
+    add_mem_slots(parser)
+    add = parser.add_argument
+    add("--host-limit", type=_number, metavar="SIZE", help="bytes that may wait on the host (default: any)")
+    add("--refine", type=float, default=True, metavar="SECONDS", help="about how long to search on exact bytes")
+    add("--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone")
+
+
+def add_commands(commands: Any) -> None:
+    one = add_command(
+        commands,
         "solve",
+        _solve,
         "find the fastest sequence for one training step within a limit",
         'rotoff solve chain.json --mem-limit "14 GiB" --mode joint -o sequence.json',
-        _solve,
-        (
-            CHAIN,
-            argument("--mem-limit", type=size, required=True, metavar="SIZE", help='such as "14 GiB"'),
-            argument("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)"),
-            argument("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}"),
-            argument("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of the policy"),
-            *_SEARCH,
-            argument("-o", "--output", metavar="SEQ.json", help="write the sequence to this file"),
-        ),
         f"Prints the plan as text; {_LIMIT}.",
-    ),
-    Command(
+    )
+    add_chain(one)
+    add = one.add_argument
+    add("--mem-limit", required=True, metavar="SIZE", help='such as "14 GiB"')
+    add("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)")
+    add("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}")
+    add("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of the policy")
+    _add_search(one)
+    add("-o", "--output", metavar="SEQ.json", help="write the sequence to this file")
+    one = add_command(
+        commands,
         "sweep",
+        _sweep,
         "plan for one limit or many in every mode: step time against bytes, and the certified bound",
         'rotoff sweep chain.json --mem-limit "20 GiB" "14 GiB" "10 GiB" -o tradeoff.png',
-        _sweep,
-        (
-            CHAIN,
-            argument("--mem-limit", type=size, nargs="+", metavar="SIZE", help="(default: 12, smallest to largest)"),
-            argument("--modes", type=_names(MODES), default=MODES, help=f"some of {','.join(MODES)} (default: all)"),
-            argument("--policies", type=_names((*_SYSTEMS, "all")), default=(), help="systems of the papers, or all"),
-            *_SEARCH,
-            argument("-o", "--output", metavar="FILE", help="a table (.csv, .json) or a picture (.png, .svg, .pdf)"),
-        ),
         f"Exits with 1 if nothing fits; {_LIMIT}.",
-    ),
-    Command(
+    )
+    add_chain(one)
+    add = one.add_argument
+    add("--mem-limit", nargs="+", metavar="SIZE", help="(default: 12, smallest to largest)")
+    add("--modes", type=listed, default=MODES, metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)")
+    add("--policies", type=listed, default=[], metavar="NAMES", help="systems of the papers, or all")
+    _add_search(one)
+    add("-o", "--output", metavar="FILE", help="a table (.csv, .json) or a picture (.png, .svg, .pdf)")
+    one = add_command(
+        commands,
         "show",
+        _show,
         "check a plan, and print it on one screen, draw it, or write a trace; or show a chain",
         "rotoff show chain.json sequence.json",
-        _show,
-        (
-            CHAIN,
-            argument(
-                "sequence", metavar="SEQ.json", nargs="?", help="a file of `rotoff solve`; else the chain is shown"
-            ),
-            argument(
-                "-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a Perfetto trace (.json)"
-            ),
-            argument(
-                "--mem-limit", type=size, metavar="SIZE", help="refuse more bytes (default: the sequence's limit)"
-            ),
-            argument("--updates", choices=WHEN, default="during", help="after: refuse updates before B 1"),
-            argument("--events", action="store_true", help="print every operation with its times and bytes"),
-        ),
         "Exits with 1 if the machine refuses the sequence; the message names the operation.\n"
         "Pictures need matplotlib (the extra rotoff[plot]); a trace opens at https://ui.perfetto.dev.",
-    ),
-)
+    )
+    add_chain(one)
+    add = one.add_argument
+    add("sequence", metavar="SEQ.json", nargs="?", help="a file of `rotoff solve`; else the chain is shown")
+    add("-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a Perfetto trace (.json)")
+    add("--mem-limit", metavar="SIZE", help="refuse more bytes (default: the sequence's limit)")
+    add("--updates", choices=WHEN, default="during", help="after: refuse updates before B 1")
+    add("--events", action="store_true", help="print every operation with its times and bytes")

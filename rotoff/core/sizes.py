@@ -1,4 +1,4 @@
-"""Sizes in bytes as text, and back: ``"6 GiB"`` is 6442450944."""
+"""Sizes in bytes as text, and back: ``"6 GiB"`` is 6442450944; and seconds as text."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}B"] = 1000**_power
     _UNITS[f"{_letter}IB"] = 1024**_power
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))  # units
 MOST = 10**308  # larger sizes are cut to this, since reports need a float
 _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
 _SETTINGS = "; settings as a whole go to rotoff.attach(model, config), with config = rotoff.RotoffConfig.load(path)"
@@ -114,6 +115,12 @@ def format_bytes(number: float) -> str:
             return f"{number:.0f} B" if unit == "B" else f"{number:.{'2f' if abs(number) < 1e6 else '3g'}} {unit}"
         number /= 1024
     raise AssertionError("unreachable")
+
+
+def format_seconds(seconds: float) -> str:
+    """`seconds` in s, ms or µs, such as ``"97.14 ms"``."""
+    name, length = next((one for one in SECONDS if seconds >= one[1]), SECONDS[-1])
+    return f"{seconds / length:.4g} {name}"
 
 
 def as_size(number: int) -> str:

@@ -1,8 +1,8 @@
-"""A cache on disk for the next process: solved sequences, and measured models.
+"""A cache on disk for the next process: its plans.
 
 Each entry is a JSON file. Its name is the hash of a key with everything that the entry depends on, and of rotoff's own
-code. The file contains the key, too, which is compared. Files are written atomically; one that cannot be read is
-ignored with a warning in the log. Nothing is ever unpickled.
+code. Files are written atomically; one that cannot be read is ignored with a warning in the log. Nothing is ever
+unpickled.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ logger = logging.getLogger("rotoff")
 ENVIRONMENT = "ROTOFF_CACHE"  # the directory, or one of
 NOWHERE = ("", "off", "0", "no", "false", "none")
 KEPT = 1000  # most entries; the oldest are deleted first
-_FORMAT = "rotoff.cached"
-_VERSION = 1
 PACKAGE = Path(__file__).parent.parent
 
 
@@ -58,40 +56,37 @@ class Cache:
             raise OptionError(f"cache_directory is {directory!r}; give a directory, True, or None for none")
         return cls(default_directory() if directory is True else (directory or None))
 
-    def find(self, kind: str, key: Any) -> Any:
+    def find(self, key: Any) -> Any:
         """The value kept for `key` (of JSON values), or None."""
         if self.directory is None:
             return None
-        path = self._path(kind, key)
+        path = self._path(key)
         try:
-            entry = parse_nested(json.loads, _read(path))
+            return parse_nested(json.loads, _read(path))["value"]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError, LookupError) as error:
             logger.warning("rotoff: the cache file %s cannot be read and is ignored: %s", path, error)
             return None
-        if not isinstance(entry, dict) or (entry.get("format"), entry.get("version")) != (_FORMAT, _VERSION):
-            logger.warning("rotoff: %s is no cache file of this version and is ignored", path)
-            return None
-        return entry.get("value") if entry.get("key") == _plain(key) else None
 
-    def keep(self, kind: str, key: Any, value: Any) -> None:
+    def keep(self, key: Any, value: Any) -> None:
         """Keep `value` (of JSON values) for `key`; if that fails, a warning is logged."""
         if self.directory is None:
             return
-        entry = {"format": _FORMAT, "version": _VERSION, "key": key, "value": value}
-        path = self._path(kind, key)
+        path = self._path(key)
         try:
             self.directory.mkdir(0o700, parents=True, exist_ok=True)
-            replace_with(path, json.dumps(entry), 0o600)  # what was trained is nobody else's business
+            replace_with(
+                path, json.dumps({"key": key, "value": value}), 0o600
+            )  # what was trained is nobody else's business
             self._trim()
         except OSError as error:
             logger.warning("rotoff: cannot write to the cache directory %s: %s", self.directory, error)
 
-    def _path(self, kind: str, key: Any) -> Path:
+    def _path(self, key: Any) -> Path:
         assert self.directory is not None
         text = code_of(PACKAGE) + json.dumps(key, sort_keys=True)
-        return self.directory / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        return self.directory / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
     def _trim(self) -> None:
         assert self.directory is not None
@@ -131,8 +126,3 @@ def _read(path: Path) -> str:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError("it is no regular file")
         return file.read()
-
-
-def _plain(key: Any) -> Any:
-    """`key` as JSON returns it: tuples become lists."""
-    return json.loads(json.dumps(key))

@@ -45,23 +45,14 @@ def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: ty
         error: if it is not JSON, or `build` raises one; the message begins with the path. OSError: if it cannot be
             read.
     """
-    return read_json(lambda: Path(path).read_text(encoding="utf-8"), str(path), build, error)
-
-
-def read_json(read: Callable[[], str], source: str, build: Callable[[Any], T], error: type[Exception]) -> T:
-    """Pass the JSON that `read` returns to `build`; error messages begin with `source`, such as "standard input".
-
-    Raises:
-        error: if it is not JSON, or `build` raises one. OSError: if it cannot be read.
-    """
     try:
-        data = parse_nested(json.loads, read())
+        data = parse_nested(json.loads, Path(path).read_text(encoding="utf-8"))
     except ValueError as reason:
-        raise error(f"{source} is not JSON: {reason}") from reason
+        raise error(f"{path} is not JSON: {reason}") from reason
     try:
         return build(data)
     except error as reason:
-        raise error(f"{source}: {reason}") from reason
+        raise error(f"{path}: {reason}") from reason
 
 
 def is_text(value: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import nn
 from ..accelerator import is_capturing, retries
 from ..core.backward_from import LossAlone, read_backward_from
 from ..core.chain import LinkRates
+from ..core.figures import Figures
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..profile.other_size import at_size
@@ -88,9 +89,9 @@ class PlannedSize(NamedTuple):
     Attributes:
         shapes: of the input's tensors.
         measured: whether a step of this size has run; if not, its bytes are those of fake tensors.
-        memory: expected peak of the step in bytes, in the terms of `mem_limit`.
-        makespan: expected seconds of the step.
-        overhead: expected seconds beyond those of keeping everything, as a share of the latter.
+        memory: expected peak of the step in bytes, in the terms of the limit.
+        makespan: expected seconds of the step; under a `device_limit` with the updates.
+        overhead: expected seconds over those of keeping everything, less 1.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -98,6 +99,12 @@ class PlannedSize(NamedTuple):
     memory: int
     makespan: float
     overhead: float
+
+    @classmethod
+    def of(cls, profile: TapeProfile, figures: Figures) -> PlannedSize:
+        """The row of a planned step."""
+        step = figures.peak_bytes, figures.step_time, figures.overhead
+        return cls(profile.shapes, profile.seen, *step)
 
 
 @dataclass(eq=False)
@@ -582,10 +589,7 @@ class StepRunner:
         for course in self:
             if course.plan is None and (self.request is None or self._group is not None):
                 continue
-            plan, base = self.planned(course), course.profile.chain.compute_time
-            seconds = plan.trace.makespan
-            overhead = max(0.0, round(seconds / base - 1, 12)) if base else 0.0  # sums differ in their last digit
-            found.append(PlannedSize(course.profile.shapes, course.profile.seen, plan.peak, seconds, overhead))
+            found.append(PlannedSize.of(course.profile, self.planned(course).figures(None)))
         return found
 
     def close(self) -> None:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.chain import Chain
+from ..core.figures import Figures, percent
 from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Trace
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_profile import TapeProfile
+from ..report.expected_step import keep_all_step
 from ..report.rotor_names import NO_LIMIT
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
@@ -77,6 +79,19 @@ class StepPlan:
             return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
         return resting_bytes(self.chain, self.sequence.ops) - self.profile.batch_bytes
 
+    def figures(self, mem_limit: int | None) -> Figures:
+        """The figures of the step under a `mem_limit`, which does not count the batch."""
+        plan = self.execution
+        return Figures(
+            None if mem_limit is None or mem_limit >= NO_LIMIT else mem_limit,
+            self.peak,
+            plan.in_flight * plan.host_bytes,
+            plan.trace.makespan,
+            keep_all_step(self.chain).makespan,
+            self.profile.keep_all_bytes(plan.in_flight),
+            with_batch=False,
+        )
+
 
 def make_plan(
     profile: TapeProfile, request: Request, near: Iterable[Sequence] = (), room: int | None = None
@@ -113,12 +128,12 @@ def _key(profile: TapeProfile, request: Request) -> dict[str, Any]:
 def _keep(profile: TapeProfile, request: Request, key: dict[str, Any], plan: StepPlan) -> None:
     """Keep a plan for the next process."""
     number, overhead = profile.chains.index(plan.found), plan.trace.makespan / profile.chain.compute_time
-    request.cache.keep("plan", key, [number, overhead, plan.sequence.to_dict()])
+    request.cache.keep(key, [number, overhead, plan.sequence.to_dict()])
 
 
 def _kept(profile: TapeProfile, request: Request, key: dict[str, Any], room: int | None) -> StepPlan | None:
     """Return the plan that an earlier process has kept, if it fits and is about as good with the times of this one."""
-    if (told := request.cache.find("plan", key)) is None:
+    if (told := request.cache.find(key)) is None:
         return None
     try:
         number, overhead, sequence = told
@@ -372,12 +387,12 @@ def _no_room(profile: TapeProfile, request: Request, needed: int, room: int) -> 
 def _report(profile: TapeProfile, request: Request, plan: StepPlan, seconds: float) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
-    everything = format_bytes(profile.keep_all_bytes(request.in_flight))
-    limit = "there is no limit" if request.mem_limit >= NO_LIMIT else f"the limit is {format_bytes(request.mem_limit)}"
+    figures, trace = plan.figures(request.mem_limit), plan.trace
+    everything, asked = figures.everything, figures.mem_limit
+    limit = "there is no limit" if asked is None else f"the limit is {format_bytes(asked)}"
     if plan.execution.keeps_all:
         logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)
         return
-    trace, base = plan.trace, profile.chain.compute_time
     logger.info(
         "rotoff: keeping everything takes %s, the smallest limit %s is %s, and %s",
         everything,
@@ -386,13 +401,13 @@ def _report(profile: TapeProfile, request: Request, plan: StepPlan, seconds: flo
         limit,
     )
     logger.info(
-        "rotoff: planned %s in %.1f s, predicted peak %s, step %.4g s (%+.1f %% over keeping everything), %s offloaded,"
+        "rotoff: planned %s in %.1f s, predicted peak %s, step %.4g s (%s over keeping everything), %s offloaded,"
         " %.4g s recomputed; %s",
         request,
         seconds,
-        format_bytes(plan.peak),
-        trace.makespan,
-        round(100 * (trace.makespan / base - 1), 1) + 0.0 if base else 0.0,  # never -0.0
+        format_bytes(figures.peak_bytes),
+        figures.step_time,
+        percent(figures.overhead),
         format_bytes(trace.d2h_bytes),
         trace.recompute_time,
         in_words(plan.sequence),

@@ -3,8 +3,6 @@ proposes on a chain with groups of parameters, their exact levels decide."""
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
@@ -21,7 +19,6 @@ from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, OptionError
 from ..profile.tape_groups import TapeGroups
-from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_placed
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.updates import parameters_of
@@ -32,7 +29,6 @@ from ..solver.search import parse_host_limit
 from .request import Request
 from .step_planner import charging, first_runs_over
 
-logger = logging.getLogger("rotoff")
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
 SHORT = 0.1  # share of the search effort with which a plan is looked for first
 AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search finds a plan, whatever the times are
@@ -96,7 +92,7 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGr
         InfeasibleError: if none does; `min_mem_limit` is the smallest limit for which a plan was found without regard
             to times.
     """
-    began, limit = time.perf_counter(), request.mem_limit
+    limit = request.mem_limit
     request = _within_host(ways[0], request)
     reused = [
         Proposal(groups, groups.chain, 0, known.sequence, request)
@@ -118,9 +114,7 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGr
     if found and effort:
         start = min(found, key=lambda one: one.seconds)
         found += [one for one in islice(_proposed(start.groups, request, start), LONGER) if one.peak <= limit]
-    best = min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
-    _report(request, *best, time.perf_counter() - began)
-    return best
+    return min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
 
 
 def compiled(groups: TapeGroups, sequence: Sequence, request: Request) -> ExecutionPlan:
@@ -273,22 +267,3 @@ def _evenly_timed(chain: Chain) -> Chain:
     rate = float(max(1, sum(group.bytes for group in groups)))
     rates = LinkRates(rate, rate, chain.duplex)._asdict()
     return replace(chain, **rates, stages=tuple(stages), parameters=tuple(groups))
-
-
-def _report(request: Request, groups: TapeGroups, sequence: Sequence, seconds: float) -> None:
-    trace = simulate(groups.chain, sequence, updates=_when(request))
-    resident = sum(name.startswith("w") for name in sequence.resident)
-    logger.info(
-        "rotoff: planned %s in %.1f s, device_limit %s, predicted peak %s, step %.4g s; the parameters of %d of %d"
-        " groups lie on the device between steps, %s come in and %s go out in each; %s",
-        request,
-        seconds,
-        format_bytes(request.mem_limit),
-        format_bytes(max(groups.levels(sequence, _during(request)))),
-        trace.makespan,
-        resident,
-        len(groups.placed),
-        format_bytes(trace.h2d_bytes),
-        format_bytes(trace.d2h_bytes),
-        in_words(sequence),
-    )

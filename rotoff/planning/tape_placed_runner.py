@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.chain import Chain, LinkRates
+from ..core.figures import Figures, percent
+from ..core.sequence import Sequence as Ops
 from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
@@ -33,6 +36,8 @@ from ..profile.tape_groups import (
 )
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
+from ..report.expected_step import keep_all_step
+from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.links.pool import LinkPool, new_link
 from ..runtime.links.spill import Spill
@@ -75,11 +80,36 @@ class PlacedCourse:
     strayed: int = 0
 
     @property
-    def expected_bytes(self) -> int:
-        """The most bytes that the device holds; of the plain model, in a loop that sets gradients to None."""
-        if self.plan.placed is not None:
-            return self.plan.placed.peak_bytes
-        return self.groups.expected
+    def placed(self) -> PlacedPlan | None:
+        return self.plan.placed
+
+    @property
+    def chain(self) -> Chain:
+        return self.groups.chain
+
+    @property
+    def sequence(self) -> Ops:
+        return self.plan.sequence
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The most bytes that the device holds in each operation."""
+        if self.placed is not None:
+            return self.placed.levels
+        return tuple(min(level, self.groups.expected) for level in self.groups.levels(self.sequence, False))
+
+    def figures(self, device_limit: int | None) -> Figures:
+        """The figures of the step under a `device_limit`, which counts the batch. The plain model's peak is that of a
+        loop which sets gradients to None; `keep_all_bytes` is the smallest limit at which it runs unplanned."""
+        placed = self.placed
+        return Figures(
+            device_limit,
+            self.groups.expected if placed is None else placed.peak_bytes,
+            self.plan.host_bytes + (0 if placed is None else placed.host_bytes),
+            self.plan.trace.makespan,
+            keep_all_step(self.chain).makespan,
+            self.groups.whole,
+        )
 
 
 class PlacedRunner:
@@ -134,42 +164,13 @@ class PlacedRunner:
         """That of the latest step; None if nothing is planned for it."""
         return None if self.course is None else self.course.plan
 
-    @property
-    def chain(self) -> Chain | None:
-        """That of the latest step."""
-        return None if self.course is None else self.course.groups.chain
-
-    @property
-    def expected_bytes(self) -> int | None:
-        """The most bytes that the device holds in the latest step."""
-        return None if self.course is None else self.course.expected_bytes
-
-    @property
-    def keep_all_bytes(self) -> int | None:
-        """The smallest limit at which the plain model and optimizer run unplanned."""
-        return None if self.course is None else self.course.groups.whole
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The most bytes that the device holds in each operation of the latest step's plan."""
-        assert self.course is not None
-        placed, plan = self.course.plan.placed, self.course.plan
-        if placed is not None:
-            return placed.levels
-        return tuple(
-            min(level, self.course.groups.expected) for level in self.course.groups.levels(plan.sequence, False)
-        )
-
     def plans(self) -> list[PlannedSize]:
         """The plans so far."""
         self.plan_recorded()
         found = []
         for key, recording in self.recordings.items():
             if (course := self.planned(key)) is not None:
-                profile, seconds = recording.profile, course.plan.trace.makespan
-                base, held = profile.chain.compute_time, course.expected_bytes
-                overhead = max(0.0, round(seconds / base - 1, 12)) if base else 0.0
-                found.append(PlannedSize(profile.shapes, profile.seen, held, seconds, overhead))
+                found.append(PlannedSize.of(recording.profile, course.figures(None)))
         return found
 
     def prepare(self) -> None:
@@ -205,7 +206,7 @@ class PlacedRunner:
         recording = self.recordings.get(key)
         if recording is None or course is not None:
             return None
-        ways = self._ways(recording)
+        began, ways = time.perf_counter(), self._ways(recording)
         if ways[0].whole <= self.request.mem_limit:
             chain = ways[0].chain
             everything = replace(compile_sequence(chain, keep_all(chain, "after")), keeps_all=True)
@@ -213,6 +214,7 @@ class PlacedRunner:
         else:
             groups, sequence = self.choose(ways, self.request)
             course = PlacedCourse(groups, compiled(groups, sequence, self.request))
+            _report(self.request, course, time.perf_counter() - began)
         self.courses[key] = course
         return course
 
@@ -494,3 +496,24 @@ class PlacedRunner:
             if not placement.here:  # the process that this one was forked from has placed them
                 placement.gradients.marks.remove()
             placement.close(resident=resident and placement.here)
+
+
+def _report(request: Request, course: PlacedCourse, seconds: float) -> None:
+    figures, plan, groups = course.figures(request.mem_limit), course.plan, course.groups
+    logger.info(
+        "rotoff: planned %s in %.1f s, device_limit %s, keeping everything takes %s, predicted peak %s, step %.4g s (%s"
+        " over keeping everything); the parameters of %d of %d groups lie on the device between steps, %s come in and"
+        " %s go out in each; %s",
+        request,
+        seconds,
+        format_bytes(request.mem_limit),
+        figures.everything,
+        format_bytes(figures.peak_bytes),
+        figures.step_time,
+        percent(figures.overhead),
+        sum(name.startswith("w") for name in plan.sequence.resident),
+        len(groups.placed),
+        format_bytes(plan.trace.h2d_bytes),
+        format_bytes(plan.trace.d2h_bytes),
+        in_words(plan.sequence),
+    )

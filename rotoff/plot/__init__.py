@@ -1,4 +1,4 @@
-"""Pictures of plans, of the cost of limits, and of profiles: matplotlib figures, as PNG, SVG or PDF::
+"""Pictures of plans and of the cost of limits: matplotlib figures, as PNG, SVG or PDF::
 
     rotoff.plot.save(rotoff.plot.timeline(chain, sequence), "plan.svg")
 
@@ -15,7 +15,6 @@ except ModuleNotFoundError as error:
         "rotoff.plot needs matplotlib, which is not installed: pip install matplotlib", name="matplotlib"
     ) from error
 
-from .stages import stages as stages
 from .style import save as save
 from .timeline import timeline as timeline
 from .tradeoff import tradeoff as tradeoff

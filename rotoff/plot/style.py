@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
+from ..core.sizes import SECONDS
 from ..errors import OptionError
 
 INK = "#222222"
@@ -59,7 +60,6 @@ SERIES = (
 )
 
 _BYTES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
-_SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))
 
 
 def byte_unit(most: float) -> tuple[str, int]:
@@ -69,7 +69,7 @@ def byte_unit(most: float) -> tuple[str, int]:
 
 def time_unit(most: float) -> tuple[str, float]:
     """The unit for an axis of up to `most` seconds, and its length in seconds."""
-    return next(((name, size) for name, size in _SECONDS if most >= size), _SECONDS[-1])
+    return next(((name, size) for name, size in SECONDS if most >= size), SECONDS[-1])
 
 
 class Picture(Figure):  # type: ignore[misc]

@@ -10,22 +10,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
-from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
+from matplotlib.patches import Patch
 
 from ..core.chain import Chain
+from ..core.figures import Figures, percent
 from ..core.sequence import COMPUTES, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
-from ..core.sizes import format_bytes
-from ..report.expected_step import ShownStep, held, shown_step
+from ..core.sizes import format_bytes, format_seconds
+from ..report.expected_step import held, shown_step
 from . import style
 from .style import Look
 
 LANES = ("compute", "d2h", "h2d", "host")
 _NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device", "host": "host"}
-_THIN = 0.004  # share of the time axis
+_MANY = 120  # boxes of a kind, with more of which edges would cover them
 _LABEL_SHARE = 0.0052  # share of the time axis for each character; a label that does not fit in its box is left out
 
 
@@ -44,7 +44,6 @@ def timeline(
     sequence: Iterable[Op],
     mem_limit: int | str | None = None,
     measured: Trace | None = None,
-    title: str = "",
 ) -> Figure:
     """Draw the step of `sequence`: bytes on device and host above its lanes, with recomputed work and idle time marked.
 
@@ -53,13 +52,12 @@ def timeline(
         measured: a step that ran, from `Checkpointable.record_step`. Its lanes are below the predicted ones, on the
             same time axis. Its bytes (those that the machine charges, at the measured times) are drawn over the
             predicted ones.
-        title: by default mode, step time and peak.
 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
     told = shown_step(chain, sequence, measured, mem_limit)
-    trace, measured, limit, _ = told
+    plan, trace, measured, figures = told
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
     used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
@@ -69,8 +67,8 @@ def timeline(
     figure = style.new_figure(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
-    figure.suptitle(title or _title(chain, sequence, told), fontsize=10.5, x=0.01, ha="left")
-    _draw_bytes(axes[0], steps, limit)
+    figure.suptitle(_title(chain, plan, figures), fontsize=10.5, x=0.01, ha="left")
+    _draw_bytes(axes[0], steps, figures.mem_limit)
     shown: dict[str, Look] = {}
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
         shown.update(_draw_lanes(axis, step, lanes, longest, name if len(steps) > 1 else ""))
@@ -140,47 +138,34 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
 def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> dict[str, Look]:
     shown: dict[str, Look] = {}
     for row, lane in enumerate(lanes):
-        found_boxes = boxes(trace, lane)
-        digits = max((len(box.label) for box in found_boxes), default=0)  # all are labelled alike
-        groups: dict[tuple[Look, bool], list[Rectangle]] = {}
-        for box in found_boxes:
-            if box.end <= box.start:
-                continue
-            shown[box.look.words] = box.look
-            thin = box.end - box.start < longest * _THIN and not box.look.hatch  # an edge would cover the box
-            groups.setdefault((box.look, thin), []).append(
-                Rectangle((box.start, row - 0.38), box.end - box.start, 0.76)
-            )
+        drawn = [box for box in boxes(trace, lane) if box.end > box.start]
+        digits = max((len(box.label) for box in drawn), default=0)  # all are labelled alike
+        spans: dict[Look, list[tuple[float, float]]] = {}
+        for box in drawn:
+            spans.setdefault(box.look, []).append((box.start, box.end - box.start))
             wide = longest * _LABEL_SHARE * (digits + 1) * (1.6 if box.look.hatch else 1)
             if box.label and box.end - box.start > wide:
                 ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK
                 back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
                 middle = (box.start + box.end) / 2
                 axis.text(middle, row, box.label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
-        for (look, thin), found in groups.items():
-            collection = PatchCollection(found, facecolor=look.colour, edgecolor=look.colour if thin else style.INK)
-            collection.set_linewidth(0.35)
-            collection.set_hatch(look.hatch)
-            axis.add_collection(collection)
+        for look, times in spans.items():
+            edge = look.colour if len(times) > _MANY and not look.hatch else style.INK
+            bars = {"facecolor": look.colour, "edgecolor": edge, "hatch": look.hatch, "linewidth": 0.35}
+            axis.broken_barh(times, (row - 0.38, 0.76), **bars)
+        shown |= {look.words: look for look in spans}
     axis.set_ylim(len(lanes) - 0.45, -0.55)
     axis.set_yticks(range(len(lanes)), [_NAMES[lane] for lane in lanes])
     style.quiet(axis, "x")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     if name:
-        axis.set_title(f"{name}: {_seconds(trace.makespan)}", fontsize=8.5, loc="left", pad=2)
+        axis.set_title(f"{name}: {format_seconds(trace.makespan)}", fontsize=8.5, loc="left", pad=2)
     return shown
 
 
-def _title(chain: Chain, sequence: Iterable[Op], step: ShownStep) -> str:
-    mode = sequence.mode if isinstance(sequence, Plan) else ""
-    name = " · ".join(part for part in (chain.name, f"mode {mode}" if mode else "") if part)
-    over = f" ({100 * step._replace(measured=None).overhead:+.1f} % over keeping everything)"
-    shown = over if step.keep_all_time else ""
-    facts = f"step {_seconds(step.trace.makespan)}{shown}, peak {format_bytes(step.trace.peak_bytes)}"
+def _title(chain: Chain, plan: Plan, figures: Figures) -> str:
+    name = " · ".join(part for part in (chain.name, f"mode {plan.mode}" if plan.mode else "") if part)
+    over = f" ({percent(figures.overhead)} over keeping everything)" if figures.keep_all_time else ""
+    facts = f"step {format_seconds(figures.step_time)}{over}, peak {figures.peak}"
     return f"{name} · {facts}" if name else facts
-
-
-def _seconds(value: float) -> str:
-    unit, size = style.time_unit(value)
-    return f"{value / size:.4g} {unit}"

@@ -1,10 +1,8 @@
-"""Step time against bytes: the cost of every limit in every mode, the bound, and the smallest limits."""
+"""Step time against bytes: the cost of every limit in every mode, and the bound."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -12,26 +10,22 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
-from ..core.sequence import MODES
+from ..core.figures import percent
 from ..errors import OptionError
-from ..report.expected_step import keeping_all
+from ..report.expected_step import keep_all_step
 from ..solver import Row
-from ..solver.bounds import lower_bound, min_mem_limit
 from . import style
 
-_BOUND_POINTS = 24
 _CUT = 4.0  # the time axis is cut at this multiple of the best mode's largest overhead,
 _LEAST_CUT = 0.2  # but not below this overhead over keeping everything;
 _LEAST_SPAN = 0.02  # it spans at least this overhead, so that negligible differences look negligible
 
 
-def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
-    """Draw the cost of limits: a line for each mode in `rows`, the certified lower bound, and the smallest limit of
-    each mode.
+def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
+    """Draw the cost of limits: a line for each mode in `rows`, and the certified lower bound.
 
     Args:
         rows: a `Sweep` of this chain, or rows of several.
-        title: by default the chain's name.
 
     Raises:
         OptionError: if no row has a plan that fits.
@@ -42,21 +36,19 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     names = list(dict.fromkeys(row.mode for row in made))
     if len(names) > len(style.SERIES):
         raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
-    everything = keeping_all(chain)
-    peak, base = everything.peak_bytes, everything.makespan
+    everything = keep_all_step(chain)
+    base, most = everything.makespan, max(everything.peak_bytes, *(row.limit for row in made))
     figure = style.new_figure(7.2, 5.0)
     axis = figure.subplots()
-    axis.set_title(title or chain.name or "step time against limit", fontsize=10.5, loc="left")
-    least, most = min(row.limit for row in made), max(peak, *(row.limit for row in made))
-    _draw_bound(axis, chain, least, most)
+    axis.set_title(chain.name or "step time against limit", fontsize=10.5, loc="left")
+    _draw_bound(axis, made)
     for name, series in zip(names, style.SERIES, strict=False):
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)
-        if name in MODES:
-            _mark_smallest(axis, name, min_mem_limit(chain, name), series)
-    axis.plot([peak], [base], marker="*", color=style.INK, markersize=11, linestyle="none", label="keeping everything")
+    star: dict[str, Any] = {"marker": "*", "color": style.INK, "markersize": 11, "linestyle": "none"}
+    axis.plot([everything.peak_bytes], [base], label="keeping everything", **star)
     style.quiet(axis, "both")
     unit, size = style.byte_unit(most)
-    style.in_units(axis, "x", size, unit, "limit")
+    style.in_units(axis, "x", size, unit, "limit, with the batch")
     _scale_times(axis, made, base)
     if base:
         _show_overheads(axis, base)
@@ -64,38 +56,27 @@ def tradeoff(chain: Chain, rows: Iterable[Row], title: str = "") -> Figure:
     return figure
 
 
-def _draw_bound(axis: Axes, chain: Chain, least: int, most: int) -> None:
-    """Draw the certified lower bound from the limit `least` to `most`."""
-    points = [least + (most - least) * n / (_BOUND_POINTS - 1) for n in range(_BOUND_POINTS)]
-    bounds = [lower_bound(chain, int(point)) for point in points]
-    axis.fill_between(points, bounds, 0, color="#EFEFEF", linewidth=0)
-    look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3}
-    axis.plot(points, bounds, label="certified bound: nothing is faster", **look)
+def _draw_bound(axis: Axes, rows: list[Row]) -> None:
+    """Draw the certified lower bound at the limits of `rows`; each one holds for smaller limits, too."""
+    bounds = sorted({(row.limit, row.bound) for row in rows if row.bound is not None})
+    points = list(zip(*bounds, strict=True))
+    axis.fill_between(*points, 0, step="pre", color="#EFEFEF", linewidth=0)
+    look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3, "drawstyle": "steps-pre"}
+    axis.plot(*points, label="certified bound: nothing is faster", **look)
 
 
 def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, str]) -> None:
     """Draw the fastest of the mode's `rows` at each limit."""
     colour, marker, dashes = series
-    found = sorted((row.limit, row.makespan) for row in rows)
-    line = dict(next(group) for _, group in groupby(found, key=lambda pair: pair[0]))
+    line = dict(sorted(((row.limit, row.makespan) for row in rows), reverse=True))  # the fastest comes last
     look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
-    axis.plot(list(line), list(line.values()), dashes, label=name, **look)
-
-
-def _mark_smallest(axis: Axes, name: str, limit: int, series: tuple[str, str, str]) -> None:
-    """Mark the mode's smallest limit on the axis, since it has no step time."""
-    colour, marker, _ = series
-    hollow: dict[str, Any] = {"marker": marker, "color": colour, "markersize": 6.5, "markerfacecolor": "none"}
-    place: dict[str, Any] = {"transform": axis.get_xaxis_transform(), "clip_on": False, "linestyle": "none"}
-    axis.plot([limit], [0], label=f"smallest limit of {name}", **place, **hollow)
+    axis.plot(*zip(*sorted(line.items()), strict=True), dashes, label=name, **look)
 
 
 def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
     """Cut the time axis if one slow mode would flatten the others. base: seconds of keeping everything."""
-    slowest = max(row.makespan or 0.0 for row in made)
-    best: dict[int, float] = {}  # limit -> seconds of the fastest mode
-    for row in made:
-        best[row.limit] = min(row.makespan or 0.0, best.get(row.limit, math.inf))
+    times = [(row.limit, row.makespan or 0.0) for row in made]
+    slowest, best = max(time for _, time in times), dict(sorted(times, reverse=True))  # of the fastest mode
     cut = base + max(_CUT * (max(best.values()) - base), _LEAST_CUT * base)
     if slowest > cut > base:
         axis.set_title(f"lines that leave the top: up to {slowest:.3g} s", loc="right", fontsize=8)
@@ -110,9 +91,7 @@ def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
 def _show_overheads(axis: Axes, base: float) -> None:
     """Add a second time axis, as overheads over `base` seconds."""
     right = axis.secondary_yaxis("right", functions=(lambda t: t / base - 1, lambda share: (share + 1) * base))
-    right.yaxis.set_major_formatter(
-        FuncFormatter(lambda share, _: f"{100 * share:+.3g} %" if abs(share) > 1e-9 else "0 %")
-    )
+    right.yaxis.set_major_formatter(FuncFormatter(lambda share, _: percent(share)))
     right.set_ylabel("over keeping everything", fontsize=9)
     right.tick_params(labelsize=8)
     right.spines["right"].set_visible(False)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ..core.chain import Chain
-from ..core.sizes import format_bytes
-from ..core.trace import Trace
-from .expected_step import keeping_all
+from ..core.sizes import format_bytes, format_seconds
+from .expected_step import keep_all_step
 from .summary import ranges
 
 _WIDE = 40  # most characters of a name
@@ -29,7 +28,9 @@ def chain_table(chain: Chain) -> str:
         transient = max(s.forward_transient_bytes, s.backward_transient_bytes)
         sizes = (format_bytes(n) for n in (s.output_bytes, s.saved_bytes, transient))
         forms = " / ".join(format_bytes(form.saved_bytes) for form in s.forms)
-        rows.append((str(i), _short(s.name), *sizes, _ms(s.forward_time), _ms(s.backward_time), forms))
+        rows.append(
+            (str(i), _short(s.name), *sizes, format_seconds(s.forward_time), format_seconds(s.backward_time), forms)
+        )
     link = f"{format_bytes(chain.d2h_bandwidth)}/s to the host, {format_bytes(chain.h2d_bandwidth)}/s back"
     way = "both at once" if chain.duplex else "one at a time"
     if min(chain.bidirectional_shares) < 1:
@@ -40,9 +41,9 @@ def chain_table(chain: Chain) -> str:
 
 def keep_all_line(chain: Chain) -> str:
     """What keeping everything takes, as text."""
-    whole: Trace = keeping_all(chain)
+    whole = keep_all_step(chain)
     size, batch = format_bytes(whole.peak_bytes), format_bytes(chain.input_bytes)
-    return f"keeping everything takes {whole.makespan:.4g} s and {size}, of which the input {batch}"
+    return f"keeping everything takes {whole.makespan:.4g} s and {size}, of which the batch {batch}"
 
 
 def _groups(chain: Chain) -> list[str]:
@@ -52,8 +53,8 @@ def _groups(chain: Chain) -> list[str]:
     rows = []
     for k, group in enumerate(chain.parameters, start=1):
         sizes = map(format_bytes, (group.bytes, group.grad_bytes, group.state_bytes))
-        update = _ms(group.update_time) if group.grad_bytes else "frozen"
-        on_host = "" if group.host_update_time is None else _ms(group.host_update_time)
+        update = format_seconds(group.update_time) if group.grad_bytes else "frozen"
+        on_host = "" if group.host_update_time is None else format_seconds(group.host_update_time)
         rows.append((str(k), _short(group.name), ranges(group.stages), *sizes, update, on_host))
     head = ("group", "name", "stages", "parameters", "gradients", "states", "update", "on the host")
     sums = [sum(getattr(g, name) for g in chain.parameters) for name in ("bytes", "grad_bytes", "state_bytes")]
@@ -63,7 +64,3 @@ def _groups(chain: Chain) -> list[str]:
 
 def _short(name: str) -> str:
     return name if len(name) <= _WIDE else f"…{name[-_WIDE + 1 :]}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"

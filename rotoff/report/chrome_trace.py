@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op
 from ..core.simulator import Event, Trace
 from ..io.atomic_write import write_whole
-from .expected_step import shown_step
+from .expected_step import held, shown_step
 
 _LANES = {"compute": (1, "compute"), "d2h": (2, "device to host"), "h2d": (3, "host to device")}
 _HOST = {"host": (4, "updates on the host")}
@@ -34,11 +35,12 @@ def chrome_trace(chain: Chain, sequence: Iterable[Op], measured: Trace | None = 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    predicted, measured, *_ = shown_step(chain, sequence, measured)
+    _, predicted, measured, figures = shown_step(chain, sequence, measured)
     events = _process(1, "rotoff, predicted", chain, predicted)
     if measured is not None:
         events += _process(2, "rotoff, measured", chain, measured)
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"chain": chain.name}}
+    said = {**asdict(figures), "overhead": figures.overhead}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"chain": chain.name, **said}}
 
 
 def save_chrome_trace(
@@ -58,15 +60,8 @@ def _process(pid: int, name: str, chain: Chain, trace: Trace) -> list[dict[str, 
     for tid, words in lanes.values():
         made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": words}})
         made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    clock = 0.0
-    for index, event in enumerate(trace.events):
-        # Bytes are taken when the compute lane issues an operation, not when a copy runs.
-        issued = max(clock, event.start) if event.lane == "compute" else clock
-        made.append(_counter(pid, issued, event, bool(chain.parameters)))
-        if event.lane == "compute":
-            clock = event.end
-        if event.end > event.start:
-            made.append(_slice(pid, index, chain, event))
+    made += [_counter(pid, point, bool(chain.parameters)) for point in held(trace)]
+    made += [_slice(pid, n, chain, event) for n, event in enumerate(trace.events) if event.end > event.start]
     return made
 
 
@@ -92,9 +87,9 @@ def _slice(pid: int, index: int, chain: Chain, event: Event) -> dict[str, Any]:
     }
 
 
-def _counter(pid: int, seconds: float, event: Event, parameters: bool) -> dict[str, Any]:
-    held = {"device": event.memory, "host": event.host_memory}
+def _counter(pid: int, point: tuple[float, int, int, int], parameters: bool) -> dict[str, Any]:
+    seconds, device, host, of_parameters = point
+    shown = {"device": device, "host": host}
     if parameters:  # the parts of a counter are stacked
-        held = {"device, parameters": event.parameter_memory, "device, all else": event.memory - event.parameter_memory}
-        held["host"] = event.host_memory
-    return {"ph": "C", "pid": pid, "ts": seconds * _MICRO, "name": "bytes", "args": held}
+        shown = {"device, parameters": of_parameters, "device, all else": device - of_parameters, "host": host}
+    return {"ph": "C", "pid": pid, "ts": seconds * _MICRO, "name": "bytes", "args": shown}

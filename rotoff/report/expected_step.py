@@ -7,11 +7,12 @@ the expected figures in its meta, so that ``display()``, the timeline and the lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ..core.chain import Chain
 from ..core.chain_fields import bytes_of
+from ..core.figures import Figures, overhead
 from ..core.sequence import Op
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Trace, simulate
@@ -23,42 +24,28 @@ EXPECTED = "expected"  # in a sequence's meta
 
 
 class ShownStep(NamedTuple):
-    """The predicted step, the measured one with bytes in the same terms, the limit, and the seconds of a step that
-    keeps everything, with the updates that the chain has."""
+    """A plan with its predicted step, the measured one with bytes in the same terms, and the predicted figures."""
 
+    plan: Plan
     trace: Trace
     measured: Trace | None
-    mem_limit: int | None
-    keep_all_time: float
+    figures: Figures
 
     @property
     def overhead(self) -> float:
-        """The step's time, if it was measured that, over the time of keeping everything, less 1."""
-        shown = self.measured or self.trace
-        return shown.makespan / self.keep_all_time - 1 if self.keep_all_time else 0.0
+        """That of the measured step, if there is one."""
+        return overhead((self.measured or self.trace).makespan, self.figures.keep_all_time)
 
 
-class _Expected(NamedTuple):
-    """What a plan's meta says of its step."""
-
-    mem_limit: int | None
-    peak_bytes: int
-    memory: list[int]
-
-
-def keeping_all(chain: Chain) -> Trace:
+def keep_all_step(chain: Chain) -> Trace:
     """The step of plain PyTorch."""
     return simulate(chain, keep_all(chain))
 
 
-def with_expected(chain: Chain, plan: Plan, levels: Sequence[int], peak_bytes: int, mem_limit: int | None) -> Plan:
-    """`plan` with the expected figures in its meta: the bytes held during each operation, and the user's limit."""
-    said = {
-        "machine": _figures(simulate(chain, plan)),  # to recognize another plan or chain
-        "mem_limit": mem_limit,
-        "peak_bytes": peak_bytes,
-        "memory": list(levels),
-    }
+def with_expected(chain: Chain, plan: Plan, levels: Sequence[int], figures: Figures) -> Plan:
+    """`plan` with the expected figures in its meta, and the bytes held during each operation."""
+    # the machine's figures, to recognize another plan or chain
+    said = {"machine": _machine(simulate(chain, plan)), **asdict(figures), "memory": list(levels)}
     return replace(plan, meta={**plan.meta, EXPECTED: said})
 
 
@@ -70,20 +57,25 @@ def shown_step(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    trace = simulate(chain, sequence)
-    said = _read(sequence.meta.get(EXPECTED), trace) if isinstance(sequence, Plan) else None
-    if mem_limit is None and isinstance(sequence, Plan):
-        mem_limit = sequence.mem_limit if said is None else said.mem_limit
+    if isinstance(sequence, Iterable) and not isinstance(sequence, Plan):
+        sequence = tuple(sequence)
+    trace = simulate(chain, sequence)  # which refuses what is no sequence
+    plan = sequence if isinstance(sequence, Plan) else Plan(sequence)
     limit = None if mem_limit is None else parse_bytes(mem_limit)
-    whole = keeping_all(chain).makespan
+    everything = keep_all_step(chain)
+    said = _read(plan.meta.get(EXPECTED), trace, everything.makespan)
     if said is None:
-        return ShownStep(trace, measured, limit, whole)
+        limit = plan.mem_limit if limit is None else limit
+        held = trace.peak_bytes, trace.host_peak_bytes, trace.makespan
+        return ShownStep(plan, trace, measured, Figures(limit, *held, everything.makespan, everything.peak_bytes))
+    figures, memory = said
+    figures = figures if limit is None else replace(figures, mem_limit=limit)
 
     def told(step: Trace) -> Trace:
-        events = tuple(replace(event, memory=held) for event, held in zip(step.events, said.memory, strict=True))
-        return replace(step, events=events, peak_bytes=said.peak_bytes)
+        events = tuple(replace(event, memory=held) for event, held in zip(step.events, memory, strict=True))
+        return replace(step, events=events, peak_bytes=figures.peak_bytes, host_peak_bytes=figures.host_bytes)
 
-    return ShownStep(told(trace), measured and told(measured), limit, whole)
+    return ShownStep(plan, told(trace), measured and told(measured), figures)
 
 
 def held(trace: Trace) -> list[tuple[float, int, int, int]]:
@@ -110,17 +102,21 @@ def held(trace: Trace) -> list[tuple[float, int, int, int]]:
     return [*points, (clock, *points[-1][1:])]
 
 
-def _read(said: Any, trace: Trace) -> _Expected | None:
-    """What a plan's meta says of its step; None if that is another one, or nothing that this module wrote."""
+def _read(said: Any, trace: Trace, keep_all_time: float) -> tuple[Figures, list[int]] | None:
+    """The figures in a plan's meta, and the bytes held during each operation; None if they are another step's, or
+    nothing that this module wrote."""
     try:
-        if said["machine"] != _figures(trace) or len(said["memory"]) != len(trace.events):
+        if said["machine"] != _machine(trace) or len(said["memory"]) != len(trace.events):
             return None
-        limit, levels = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
+        limit, memory = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
         limit = None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED))
-        return _Expected(limit, bytes_of(said["peak_bytes"], "peak_bytes", EXPECTED), levels)
+        known = {"host_bytes": trace.host_peak_bytes, **said}  # which files of older versions do not have
+        peak, host = (bytes_of(known[name], name, EXPECTED) for name in ("peak_bytes", "host_bytes"))
+        with_batch = said.get("with_batch", False) is True
+        return Figures(limit, peak, host, trace.makespan, keep_all_time, None, with_batch), memory
     except (LookupError, TypeError, ChainError, LimitError):
         return None
 
 
-def _figures(trace: Trace) -> list[float]:
+def _machine(trace: Trace) -> list[float]:
     return [len(trace.events), trace.makespan, trace.peak_bytes, trace.host_peak_bytes]

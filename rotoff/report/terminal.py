@@ -1,6 +1,6 @@
-"""A plan as text on one screen, whatever the number of stages: lanes, the curve of bytes, and a letter for each stage.
+"""A plan as text on one screen, whatever the number of stages: the curve of bytes, lanes, and the words of the log.
 
-With parameters, the curve's lower part (▒) is theirs, the host's updates have a lane, and every group has a letter too.
+With parameters, the curve's lower part (▒) is theirs, and the host's updates have a lane.
 
 Colour is used if the output is a terminal that supports it. ``NO_COLOR`` switches it off (https://no-color.org),
 ``FORCE_COLOR`` switches it on. Without colour, the characters alone show the same.
@@ -17,35 +17,19 @@ from textwrap import wrap
 from typing import TextIO
 
 from ..core.chain import Chain
+from ..core.figures import percent
 from ..core.sequence import COMPUTES, Op, OpKind
-from ..core.sequence import Sequence as Plan
 from ..core.simulator import Event, Trace
-from ..core.sizes import format_bytes, parse_bytes
+from ..core.sizes import format_bytes, format_seconds, parse_bytes
 from .expected_step import ShownStep, held, shown_step
-from .summary import fates, group_fates, ranges
+from .summary import in_words
 
 _HEIGHT = 7  # rows of the curve
 _LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
-_COLOURS = {"36": "Fks", "33": f"Rr{_PARAMETERS}", "34": "B", "90": ".", "35": ">m", "32": "<pob", "31": "UHxhz"}
-_STYLES = {letter: code for code, letters in _COLOURS.items() for letter in letters}  # of ANSI
-_STYLES |= {"»": "95", "«": "92", "faint": "90", "bold": "1"}
-_FATES = {  # a letter and words for what becomes of a stage, or of a group of parameters
-    "kept": ("k", "kept"),
-    "reduced": ("s", "kept in a smaller form"),
-    "moved": ("m", "moved to the host"),
-    "recomputed": ("r", "recomputed"),
-    "moved and recomputed": ("x", "moved and recomputed"),
-}
-_GROUP_FATES = {
-    "resident": ("k", "resident"),
-    "streamed": ("p", "parameters streamed"),
-    "state moved": ("o", "optimizer state moved"),
-    "streamed, state moved": ("b", "parameters streamed, optimizer state moved"),
-    "updated on the host": ("h", "updated on the host"),
-    "streamed, updated on the host": ("z", "parameters streamed, updated on the host"),
-}
+_STYLES = {"F": "36", "R": "33", "B": "34", "U": "31", "H": "31", ".": "90", ">": "35", "<": "32", "»": "95", "«": "92"}
+_STYLES |= {_PARAMETERS: "33", "faint": "90", "bold": "1", **dict.fromkeys(_BLOCKS[1:], "34")}  # of ANSI
 
 
 def has_colour(stream: TextIO) -> bool:
@@ -78,16 +62,13 @@ def render(
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    ops = tuple(sequence) if isinstance(sequence, Iterable) else sequence
-    step = shown_step(chain, sequence if isinstance(sequence, Plan) else ops, measured, mem_limit)
-    trace, measured, limit, _ = step
-    shown = trace if measured is None else measured
-    mode = sequence.mode if isinstance(sequence, Plan) else ""
+    step = shown_step(chain, sequence, measured, mem_limit)
+    shown, limit = step.measured or step.trace, step.figures.mem_limit
     paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
     room = columns - _LEFT - 1
 
-    lines = [paint("bold", part) for part in _wrap(_headline(chain, step, mode), columns)]
+    lines = [paint("bold", part) for part in _wrap(_headline(chain, step), columns)]
     lines += ["", *_curve(shown, limit, room, paint)]
     for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
         if lane == "compute" or any(event.lane == lane for event in shown.events):
@@ -97,10 +78,7 @@ def render(
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
     lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
-    lines += ["", *_letters("stages", fates(ops), _FATES, columns, paint)]
-    if chain.parameters:
-        groups = group_fates(sequence if isinstance(sequence, Plan) else ops)
-        lines += _letters("params", groups, _GROUP_FATES, columns, paint)
+    lines += ["", *_wrap(in_words(step.plan), columns)]
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -115,35 +93,22 @@ class _Paint:
 
     def each(self, text: str) -> str:
         """Paint every run of equal characters in its own colour."""
-        made, start = [], 0
-        for n in range(1, len(text) + 1):
-            if n == len(text) or text[n] != text[start]:
-                part = text[start:n]
-                made.append(self(part[0], part) if part[0] in _STYLES else part)
-                start = n
-        return "".join(made)
-
-    def bars(self, cells: str) -> str:
-        """Paint a row of the curve, with parameters in their own colour."""
-        return "".join(
-            self(_PARAMETERS if theirs else "B", "".join(part))
-            for theirs, part in groupby(cells, lambda c: c == _PARAMETERS)
-        )
+        runs = ((letter, "".join(run)) for letter, run in groupby(text))
+        return "".join(self(letter, run) if letter in _STYLES else run for letter, run in runs)
 
 
-def _headline(chain: Chain, step: ShownStep, mode: str) -> str:
-    trace, measured, limit, whole = step
+def _headline(chain: Chain, step: ShownStep) -> str:
+    plan, trace, measured, figures = step
     shown = measured or trace
     parts = [chain.name or "chain", f"{len(chain)} stages"]
-    if mode:
-        parts.append(f"mode {mode}")
-    over = f" ({round(100 * step.overhead, 1) + 0.0:+.1f} %)" if whole else ""  # + 0.0: never -0.0
-    was = f", predicted {_time(trace.makespan)}" if measured else ""
-    parts.append(f"{'measured ' if measured else ''}step {_time(shown.makespan)}{over}{was}")
-    of = f" of {format_bytes(limit)}" if limit is not None else ""
-    parts.append(f"peak {format_bytes(trace.peak_bytes)}{of}")
-    if trace.host_peak_bytes:
-        parts.append(f"host {format_bytes(trace.host_peak_bytes)}")
+    if plan.mode:
+        parts.append(f"mode {plan.mode}")
+    over = f" ({percent(step.overhead)})" if figures.keep_all_time else ""
+    was = f", predicted {format_seconds(trace.makespan)}" if measured else ""
+    parts.append(f"{'measured ' if measured else ''}step {format_seconds(shown.makespan)}{over}{was}")
+    parts.append(f"peak {figures.peak}")
+    if figures.host_bytes:
+        parts.append(f"host {format_bytes(figures.host_bytes)}")
     return " · ".join(parts)
 
 
@@ -170,7 +135,7 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
             for height, lower in zip(eighths, theirs, strict=True)
         )
         mark = marks.get(row, "")
-        rows.append(f"{mark:>{_LEFT - 1}} {paint.bars(cells)}")
+        rows.append(f"{mark:>{_LEFT - 1}} {paint.each(cells)}")
     if limit is not None:
         label = f"limit {format_bytes(limit)} "
         rows.insert(0, f"{'':>{_LEFT}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
@@ -208,34 +173,11 @@ def _letter(event: Event) -> str:
 
 
 def _axis(makespan: float, room: int) -> str:
-    end = _time(makespan)
-    middle = _time(makespan / 2)
+    end = format_seconds(makespan)
+    middle = format_seconds(makespan / 2)
     text = "0".ljust(room // 2 - len(middle) // 2) + middle
     return text + end.rjust(max(len(end) + 1, room - len(text)))
 
 
-def _letters(
-    name: str, found: dict[int, str], letters: dict[str, tuple[str, str]], columns: int, paint: _Paint
-) -> list[str]:
-    """Rows with a letter for each number in `found`, and a legend in words."""
-    row, room, rows = "".join(letters[fate][0] for fate in found.values()), columns - _LEFT - 1, []
-    for start in range(0, len(row), room):
-        mark = f"{start + 1}-{min(len(row), start + room)}"
-        rows.append(f"{name if not start else '':>{_LEFT - 1}} {paint.each(row[start : start + room])}")
-        rows[-1] += f"  {paint('faint', mark)}" if len(row) <= room - len(mark) - 2 else ""
-    for fate, (letter, words) in letters.items():
-        if numbers := [number for number, word in found.items() if word == fate]:
-            text = _wrap(f"{letter} {words}: {ranges(numbers)}", columns - _LEFT)
-            rows += [f"{'':>{_LEFT}}{part}" for part in (text if len(text) <= 2 else [text[0], f"{text[1][:-2]} …"])]
-    return rows
-
-
 def _wrap(text: str, width: int) -> list[str]:
     return wrap(text, width, break_long_words=False, break_on_hyphens=False)
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds / 1e-6:.4g} µs"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
+from ..core.figures import Figures, overhead, percent
 from ..core.modes import as_tuple, parse_modes
 from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
@@ -36,7 +37,7 @@ class Row:
     mode: the mode or the policy.
     limit, peak_bytes, host_peak_bytes: bytes.
     makespan, bound: seconds.
-    overhead: makespan over the keep-all time, less 1.
+    overhead: makespan over the keep-all time, less 1; both with the updates of the chain's parameters.
     """
 
     limit: int
@@ -72,9 +73,9 @@ class Sweep:
                 lines.append(f"{head} {'does not fit':>11}")
                 continue
             scale = row.makespan / (1 + row.overhead) if row.overhead > -1 else 0.0
-            bound = row.bound / scale - 1 if scale else 0.0
+            over, bound = percent(row.overhead), percent(overhead(row.bound, scale))
             held = f"{format_bytes(row.peak_bytes or 0):>12} {format_bytes(row.host_peak_bytes or 0):>12}"
-            lines.append(f"{head} {row.makespan:>11.6g} {row.overhead:>9.2%} {bound:>8.2%} {held}")
+            lines.append(f"{head} {row.makespan:>11.6g} {over:>9} {bound:>8} {held}")
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -172,7 +173,6 @@ def _row(chain: Chain, limit: int, mode: str, sequence: Sequence | None, updates
     """A row. whole: seconds of keeping everything."""
     if sequence is None:
         return Row(limit, mode, None, None, None, None, None)
-    makespan = sequence.meta["makespan"]
-    overhead = makespan / whole - 1 if whole else 0.0
-    bound = lower_bound(chain, limit, updates=updates)
-    return Row(limit, mode, makespan, sequence.meta["peak_bytes"], sequence.meta["host_peak_bytes"], bound, overhead)
+    meta, bound = sequence.meta, lower_bound(chain, limit, updates=updates)
+    step = Figures(limit, meta["peak_bytes"], meta["host_peak_bytes"], meta["makespan"], whole)
+    return Row(limit, mode, step.step_time, step.peak_bytes, step.host_bytes, bound, step.overhead)

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from ..accelerator import is_available, named
+from ..core.backward_from import BackwardFrom
+from ..core.figures import percent
 from ..core.sizes import format_bytes
 from ..io.progress import Bar
+from ..planning.options import Options
+from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
 from .estimate import estimated
 from .foreign_settings import ForeignSettings, read_foreign
-from .plan import given
 from .planned_steps import MARGIN, TABLE_HEAD, PlannedStep, PlannedSteps, bound_lines
 from .question import HOST_BANDWIDTH, Question, batch_of, options_of, with_options
 
@@ -64,16 +67,13 @@ class Audit:
         if best is now:
             says += "; no faster plan was found in these bytes"
         else:
-            says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({_change(best, now)})"
+            less = percent(best.step_time / now.step_time - 1)
+            says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({less})"
         lines = [says, *self.notes, *self.possible.notes, "", TABLE_HEAD, str(replace(now, name=f"now: {now.name}"))]
         lines += [*(str(row) for row in self.possible if row.setting), *bound_lines(self.possible)]
         if best.setting:
             lines += ["", best.to_paste]
         return "\n".join(lines)
-
-
-def _change(best: PlannedStep, now: PlannedStep) -> str:
-    return f"{100 * (best.step_time / now.step_time - 1):+.1f}%"
 
 
 def audit(
@@ -85,9 +85,9 @@ def audit(
     master_weights: bool | None = None,
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
-    stages: int | Iterable[str] | None = None,
-    backward_from: str | int | Iterable[str | int] | None = None,
-    forms: bool | Iterable[str] = True,
+    stages: StagesOption = None,
+    backward_from: BackwardFrom = None,
+    forms: bool = True,
     **kwargs: Any,
 ) -> Audit:
     """Estimate peak and step time of the settings of another tool, and what is possible in the same bytes.
@@ -109,7 +109,7 @@ def audit(
     masters = read.master_weights if master_weights is None else master_weights
     how = optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters
     question = Question(target, "joint", None, *how)
-    asked = with_options(model, given(stages=stages, backward_from=backward_from, forms=forms))
+    asked = with_options(model, Options(stages, backward_from, forms).chosen)
     with without_gc(), Bar("auditing") as bar:
         bar(0.0, "tracing the model")
         with _autocast(read):

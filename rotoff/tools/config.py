@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,7 +12,7 @@ from torch import nn
 from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
 from ..io.cache import Cache
-from ..io.json_file import parse_nested
+from ..io.settings_file import load_settings
 from ..planning.options import Options, check_flag, named_device
 from ..planning.request import check_limits, check_options
 
@@ -94,14 +92,13 @@ class RotoffConfig:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RotoffConfig:
-        """Read a YAML (with PyYAML) or JSON file. The settings may be the whole file, or its part ``rotoff:``.
+        """Read a YAML, TOML or JSON file. The settings may be the whole file, or its part ``rotoff:``.
 
         Raises:
-            OptionError: if the file is neither, or has unknown fields. OSError: if it cannot be read.
+            OptionError: if the file is none of these, or has unknown fields. OSError: if it cannot be read.
         """
+        data = load_settings(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            data = parse_nested(_json if Path(path).suffix == ".json" else _yaml, text)
             return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
         except ValueError as error:  # OptionError and LimitError, too
             raise OptionError(f"{path}: {error}") from error
@@ -117,38 +114,6 @@ class RotoffConfig:
         given = self.to_dict()
         given.setdefault("mem_limit", None if self.device_limit is not None else "auto")
         return {**given.pop("options", {}), **given}
-
-
-def _check_once(names: list[Any]) -> None:
-    """Raise OptionError for a name that is given twice, of which JSON and YAML take the last."""
-    if twice := [name for n, name in enumerate(names) if name in names[:n]]:
-        raise OptionError(f"{twice[0]} is given twice; give it once")
-
-
-def _json(text: str) -> Any:
-    def read(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _check_once([name for name, _ in pairs])
-        return dict(pairs)
-
-    return json.loads(text, object_pairs_hook=read)
-
-
-def _yaml(text: str) -> Any:
-    try:
-        import yaml
-    except ModuleNotFoundError:
-        raise OptionError("reading YAML needs PyYAML: pip install pyyaml, or write JSON") from None
-
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-            keys = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            _check_once([self.construct_object(key, deep=True) for key in keys])
-            return super().construct_mapping(node, deep)
-
-    try:
-        return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
-        raise OptionError(f"not YAML: {' '.join(str(error).split())}") from error
 
 
 def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str, Any]) -> dict[str, Any]:

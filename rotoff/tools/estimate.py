@@ -1,8 +1,9 @@
-"""`estimate`: the chain of a model on a device, without that device."""
+"""Chains of models: `estimate`, on a device that is not there, and `stages`, measured and printed as a table."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from ..planning.options import Options, check_module
 from ..planning.stages import stages_of
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import Estimate, estimate_profile
+from ..report.chain_table import chain_table
 
 
 def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kwargs: Any) -> Chain:
@@ -51,3 +53,32 @@ def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
         return estimate_profile(inner, args, kwargs, device, stages, bool(options.forms), names)
     finally:
         log.disabled = before
+
+
+@dataclass(frozen=True)
+class FoundStages:
+    """The stages of a model; prints as a table.
+
+    strategy: how they were found, as text. chain: their bytes and seconds.
+    """
+
+    strategy: str
+    chain: Chain
+
+    def __str__(self) -> str:
+        return f"{self.strategy}\n{chain_table(self.chain)}"
+
+
+def stages(model: nn.Module, *sample: Any, repeats: int = 3, **kwargs: Any) -> FoundStages:
+    """Cut `model` into stages for `sample` and `kwargs`, and measure each one, to see what rotoff plans for.
+
+    Args:
+        model: as for `Checkpointable`; or a `Checkpointable`, to see the effect of its ``stages=``.
+        repeats: how many steps are recorded.
+
+    Raises:
+        MeasureError: if the model cannot run on the sample.
+    """
+    wrapped = model if isinstance(model, Checkpointable) else Checkpointable(model)
+    wrapped.measure(*sample, repeats=repeats, **kwargs)
+    return FoundStages(wrapped.strategy, wrapped.profile.chain)

@@ -3,14 +3,13 @@ torchtitan file. Each reader takes the keys that it knows, and everything else i
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
+from ..io.settings_file import load_settings
 from ..solver.settings import CHECKPOINT, CHECKPOINT_ON_HOST, ON_HOST, SAVED_ON_HOST, UPDATED_ON_HOST, Setting
 
 _HOW = "give a Trainer's arguments, FSDP2's policies, or a DeepSpeed (JSON), axolotl (YAML) or torchtitan (TOML) file"
@@ -111,7 +110,7 @@ def read_foreign(given: Any) -> ForeignSettings:
         OptionError: for anything else. OSError: if the file cannot be read.
     """
     if isinstance(given, (str, os.PathLike)):
-        given = _loaded(Path(given))
+        given = load_settings(given)
     if hasattr(given, "per_device_train_batch_size"):  # those that differ from the default, and what is known
         usual = {one.name: one.default for one in getattr(given, "__dataclass_fields__", {}).values()}
         said = {name: value for name, value in vars(given).items() if name in usual}
@@ -170,23 +169,3 @@ def _flat(given: Mapping[str, Any], rules: Rules, before: str = "") -> Iterable[
             yield from _flat(value, rules, f"{key}.")
         else:
             yield key, value
-
-
-def _loaded(path: Path) -> Any:
-    text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".json":
-            return json.loads(text)
-        if path.suffix == ".toml":
-            import tomllib
-
-            return tomllib.loads(text)
-        if path.suffix in (".yaml", ".yml"):
-            import yaml
-
-            return yaml.safe_load(text)
-    except ModuleNotFoundError as error:
-        raise OptionError(f"{path} needs the module {error.name}, which is not installed; give a dict") from error
-    except Exception as error:
-        raise OptionError(f"{path} cannot be read: {error}") from error
-    raise OptionError(f"{path} ends in {path.suffix!r}; {_HOW}")

@@ -10,15 +10,18 @@ from typing import Any
 
 from torch import nn
 
+from ..core.backward_from import BackwardFrom
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..io.progress import Bar
+from ..planning.options import Options
+from ..planning.stages import StagesOption
 from ..planning.step_planner import make_plan
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import Estimate
 from ..solver.bounds import largest_operation
 from .estimate import estimated
-from .plan import given, plan
+from .plan import plan
 from .planned_steps import PlannedSteps, resident_parts
 from .question import HOST_BANDWIDTH, Question, check_positive, options_of, with_options
 from .size_search import MOST, searched, works
@@ -127,9 +130,9 @@ def largest(
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
     master_weights: bool = False,
-    stages: int | Iterable[str] | None = None,
-    backward_from: str | int | Iterable[str | int] | None = None,
-    forms: bool | Iterable[str] = True,
+    stages: StagesOption = None,
+    backward_from: BackwardFrom = None,
+    forms: bool = True,
 ) -> Largest:
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
@@ -154,7 +157,7 @@ def largest(
     _check_sizes(build, step, most)
     question = Question(find(device), "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check_step_time(step_time)
-    asked = _Asked(build, question, step_time, given(stages=stages, backward_from=backward_from, forms=forms))
+    asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen)
     answers: dict[int, _Answer] = {}
     with Bar("searching") as bar:
 

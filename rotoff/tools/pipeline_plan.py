@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from ..core.figures import overhead, percent
 from ..core.parameters import ParameterGroup
 from ..core.pipeline import check_count, most_in_flight, orders
 from ..core.sizes import format_bytes
@@ -78,10 +79,10 @@ class PlannedPipeline:
         return {"format": "rotoff.planned_pipeline", "version": 1, **asdict(self)}
 
     def __str__(self) -> str:
-        over = 100 * (self.step_time / self.keep_all_time - 1) if self.keep_all_time else 0.0
+        over = percent(overhead(self.step_time, self.keep_all_time))
         lines = [
             f"{self.schedule}, {self.micro_batches} micro-batches on {len(self)} x {self.device} (times are estimates):"
-            f" {self.step_time:.4g} s a step, {over:+.1f} % over keeping everything, {self.bubble:.1%} bubbles",
+            f" {self.step_time:.4g} s a step, {over} over keeping everything, {self.bubble:.1%} bubbles",
             f"{'rank':>4} {'in flight':>9} {'resident':>11} {'limit':>11} {'peak':>11} {'keep all':>11}"
             f" {'smallest':>11} {'host':>11}",
         ]
@@ -97,19 +98,16 @@ class PlannedPipeline:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The pipeline arguments of `rotoff.plan`; see there."""
-
-    ranks: int
-    micro_batches: int
-    schedule: str
-    chunks: int
-    ranks_per_link: int
-
-
 def planned_pipeline(
-    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], question: Question, asked: Ranks
+    model: nn.Module,
+    sample: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    question: Question,
+    ranks: int,
+    micro_batches: int,
+    schedule: str,
+    chunks: int,
+    ranks_per_link: int,
 ) -> PlannedPipeline:
     """`rotoff.plan` for a pipeline.
 
@@ -117,24 +115,23 @@ def planned_pipeline(
         OptionError: for an invalid schedule or numbers that it does not support. LimitError, InfeasibleError: if the
             step of a rank does not fit; the message names the rank.
     """
-    order = orders(asked.schedule, asked.ranks, asked.micro_batches, asked.chunks)
-    check_count("ranks_per_link", asked.ranks_per_link)
-    args, named = tree_map(lambda leaf: _first(leaf, asked.micro_batches), (sample, kwargs))
+    order = orders(schedule, ranks, micro_batches, chunks)
+    check_count("ranks_per_link", ranks_per_link)
+    args, named = tree_map(lambda leaf: _first(leaf, micro_batches), (sample, kwargs))
     device, usable, mem_limit = question.device, question.usable, question.mem_limit
     profile = estimated(model, args, named, device)
-    whole = question.whole(profile)[0].groups
     chain = charging_first_runs(profile.chains[-1])  # where nothing stays on the device past the next stage
     beside = chain.input_bytes - profile.batch_bytes
     chain = replace(chain, input_bytes=profile.batch_bytes)
-    pieces = cut(chain, asked.ranks * asked.chunks)
-    pipeline = Pipeline(pieces, order, asked.ranks_per_link, beside=beside)
-    resident = _resident(whole, pipeline)
+    pieces = cut(chain, ranks * chunks)
+    pipeline = Pipeline(pieces, order, ranks_per_link, beside=beside)
+    resident = _resident(question.whole(profile)[0].groups, pipeline)
     limits = [usable - nbytes if mem_limit is None else min(mem_limit, usable - nbytes) for nbytes in resident]
     _refuse_full(resident, limits, device, usable)
     found = plan_pipeline(pipeline, limits)
     everything = pipeline.keep_everything()
     peaks = [rank.peak_bytes for rank in everything.ranks]
-    names = [[pieces[s].stages for s in pipeline.of_rank(rank)] for rank in range(asked.ranks)]
+    names = [[pieces[s].stages for s in pipeline.of_rank(rank)] for rank in range(ranks)]
     rows = tuple(
         PlannedRank(
             (names[rank][0][0].name, names[rank][-1][-1].name),
@@ -151,8 +148,8 @@ def planned_pipeline(
     )
     tried = [max(1, int(share * max(peaks))) for share in SHARES]
     return PlannedPipeline(
-        asked.schedule,
-        asked.micro_batches,
+        schedule,
+        micro_batches,
         device.name,
         found.trace.makespan,
         everything.makespan,

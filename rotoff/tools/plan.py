@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 from ..checkpointable import Checkpointable
+from ..core.backward_from import BackwardFrom
 from ..core.sequence import MODES
 from ..errors import OptionError, nearest
 from ..io.progress import Bar
-from ..planning.options import check_module
+from ..planning.options import Options, check_module
+from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
 from .estimate import estimated
-from .pipeline_plan import PlannedPipeline, Ranks, planned_pipeline
+from .pipeline_plan import PlannedPipeline, planned_pipeline
 from .planned_steps import PlannedSteps
 from .question import HOST_BANDWIDTH, Question, growth_of, options_of, with_options
 
@@ -32,9 +34,9 @@ def plan(
     mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
     master_weights: bool = False,
-    stages: int | Iterable[str] | None = None,
-    backward_from: str | int | Iterable[str | int] | None = None,
-    forms: bool | Iterable[str] = True,
+    stages: StagesOption = None,
+    backward_from: BackwardFrom = None,
+    forms: bool = True,
     pipeline: int | None = None,
     microbatches: int = 1,
     schedule: str = "1F1B",
@@ -70,10 +72,10 @@ def plan(
     """
     asked = Question(find(device), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check(model, kwargs)
-    model = with_options(model, given(stages=stages, backward_from=backward_from, forms=forms))
+    model = with_options(model, Options(stages, backward_from, forms).chosen)
     if pipeline is not None:
-        ranks = Ranks(pipeline, microbatches, schedule, chunks, ranks_per_link)
-        return planned_pipeline(model, sample, kwargs, asked, ranks)
+        ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
+        return planned_pipeline(model, sample, kwargs, asked, *ranks)
     for name, number in (("microbatches", microbatches), ("chunks", chunks), ("ranks_per_link", ranks_per_link)):
         if number != 1:
             raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
@@ -82,12 +84,6 @@ def plan(
         profile = estimated(model, sample, kwargs, asked.device)
         grown = growth_of(model, sample, kwargs, asked.device, profile)
         return asked.answer(profile, grown, options_of(model), bar)
-
-
-def given(**options: Any) -> dict[str, Any]:
-    """Those of these arguments of `plan` that are not the default."""
-    usual = inspect.signature(plan).parameters
-    return {name: value for name, value in options.items() if value is not usual[name].default}
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.chain import Chain
+from ..core.figures import overhead, percent
 from ..core.sizes import format_bytes
 from ..io.json_file import save_json
 
@@ -52,7 +53,7 @@ class PlannedStep:
 
     def __str__(self) -> str:
         sizes = f"{format_bytes(self.peak_bytes):>11} {format_bytes(self.host_bytes):>11}"
-        times = f"{self.step_time:>9.4g} {_percent(self.overhead):>9} {self.largest_batch or '-':>8}"
+        times = f"{self.step_time:>9.4g} {percent(self.overhead):>9} {self.largest_batch or '-':>8}"
         return f"{self.name:<41} {'yes' if self.fits else 'NO':>4} {sizes} {times}  {self.moves}".rstrip()
 
 
@@ -138,7 +139,7 @@ class PlannedSteps:
             return f"fits: plain PyTorch takes {format_bytes(plain.peak_bytes)} of {within}; nothing has to be set"
         takes = f"plain PyTorch takes {format_bytes(plain.peak_bytes)}, more than {within}"
         if best is not None:
-            return f"fits with {best.name}, at {best.step_time:.4g} s a step ({_percent(best.overhead)}): {takes}"
+            return f"fits with {best.name}, at {best.step_time:.4g} s a step ({percent(best.overhead)}): {takes}"
         if self.asked and self.needed_bytes <= usable:
             least = min(self.min_mem_limits.values())
             left = least + usable - self.needed_bytes
@@ -178,7 +179,7 @@ def bound_lines(found: PlannedSteps) -> list[str]:
     if found.bound_time is None:
         return []
     plain = found.steps[0].step_time
-    over = _percent(found.bound_time / plain - 1 if plain else 0.0)
+    over = percent(overhead(found.bound_time, plain))
     return [f"{'no plan is faster than':<69} {found.bound_time:>9.4g} {over:>9}"]
 
 
@@ -187,10 +188,6 @@ def usable_bytes(device_bytes: int) -> int:
     return int(device_bytes * (1 - MARGIN))
 
 
-def resident_parts(resident: dict[str, int]) -> str:
+def resident_parts(resident: Mapping[str, int]) -> str:
     """`resident` as text."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)
-
-
-def _percent(share: float) -> str:
-    return f"{round(100 * share, 1) + 0.0:+.1f}%"  # + 0.0: never -0.0

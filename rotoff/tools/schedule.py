@@ -150,7 +150,7 @@ class _Sharing:
             for _ in range(_TRIES):
                 for number, runner in steps.items():
                     runner.ask(replace(requests[number], mem_limit=asked - less))
-                over = self._needed({number: one._plan for number, one in self._planned.items()}) - asked
+                over = self._needed({number: one._step_plan for number, one in self._planned.items()}) - asked
                 if over <= 0:
                     break
                 less = max(less + over, 2 * less)

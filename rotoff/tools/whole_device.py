@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..core.chain import Chain
+from ..core.figures import Figures
 from ..core.parameters import ParameterGroup, in_parts
 from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
 from ..core.simulator import simulate
@@ -133,16 +134,16 @@ class WholeDevice:
     def row(self, name: str, sequence: Sequence, plain: bool = False, **said: Any) -> PlannedStep:
         """The row of a step. plain: whether it is the plain model's. said: fields of the row that are known."""
         trace = simulate(self.chain, sequence)
-        time, peak = trace.makespan + self.update_time, max(self.levels(sequence, plain))
+        held = max(self.levels(sequence, plain)), trace.host_peak_bytes
+        step = Figures(self.limit, *held, trace.makespan + self.update_time, self.time)
         moved = {op.of for op in sequence if op.kind in TRANSFERS}
         again = trace.recompute_time or any(op.kind is OpKind.F_SEL for op in sequence)
         moves = ["recomputes"] if again else []
         moves += [name for of, name in _MOVED.items() if of in moved]
         moves += ["updates on the host"] if any(op.kind is OpKind.H for op in sequence) else []
         most = said.pop("largest_batch") if "largest_batch" in said else self._largest_batch(sequence, plain)
-        figures: dict[str, Any] = {"peak_bytes": peak, "host_bytes": trace.host_peak_bytes, "step_time": time}
-        figures |= {"overhead": time / self.time - 1 if self.time else 0.0, "largest_batch": most}
-        return PlannedStep(name, **{"fits": peak <= self.limit, "moves": ", ".join(moves), **figures, **said})
+        figures = {one: getattr(step, one) for one in ("fits", "peak_bytes", "host_bytes", "step_time", "overhead")}
+        return PlannedStep(name, **{**figures, "largest_batch": most, "moves": ", ".join(moves), **said})
 
     def _largest_batch(self, sequence: Sequence, plain: bool) -> int | None:
         """About the largest batch with which the sequence fits: each level lies on the line through two batches."""

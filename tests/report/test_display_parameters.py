@@ -64,10 +64,7 @@ def test_what_becomes_of_each_group() -> None:
 def test_the_text_tells_parameters_apart() -> None:
     text = render(CHAIN, PLAN, width=100, colour=False)
     rows = {line.split()[0]: line for line in text.splitlines() if line.strip()}
-    letters = next(line for line in text.splitlines() if " params " in line).split()[1]
-    assert letters == "khpozp"
-    assert "o optimizer state moved: 4" in text
-    assert "z parameters streamed, updated on the host: 5" in text
+    assert " ".join(text.split()).endswith(in_words(PLAN))
     assert set(rows["compute"].split()[1]) >= set("FBU.")
     assert set("".join(next(line for line in text.splitlines() if " to host " in line).split()[2:])) == set("»>")
     assert "«" in next(line for line in text.splitlines() if " to dev. " in line)
@@ -76,7 +73,6 @@ def test_the_text_tells_parameters_apart() -> None:
     assert "\x1b[" in render(CHAIN, PLAN, colour=True)
     plain = render(CHAIN.without_parameters(), rotoff.keep_all(CHAIN.without_parameters()), colour=False)
     assert "▒" not in plain
-    assert "params" not in plain
 
 
 def test_what_runs_into_the_next_step_is_shown_at_its_start() -> None:

@@ -61,11 +61,7 @@ def test_a_plan_fits_one_screen(stages: int, width: int) -> None:
     lines = rotoff.render(c, plan, width=width, colour=False).splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= width
-    first = next(n for n, line in enumerate(lines) if line.startswith("  stages"))
-    letters = "".join(re.match(r"[kmrxs]*", line[9:])[0] for line in lines[first : first + -(-stages // (width - 10))])
-    assert letters == "".join(
-        {"kept": "k", "moved": "m", "recomputed": "r"}.get(word, "x") for word in fates(plan).values()
-    )
+    assert " ".join(lines).endswith(in_words(plan))
 
 
 def test_lanes_show_what_fills_their_time() -> None:
@@ -78,8 +74,7 @@ def test_lanes_show_what_fills_their_time() -> None:
         assert lane.count(letter) == pytest.approx(seconds / trace.makespan * columns, abs=1.5), letter
     assert "peak 950 B" in text
     assert "limit 1.95 KiB" in text
-    assert "m moved to the host: 1" in text
-    assert "r recomputed: 2" in text
+    assert text.endswith("stages 1 moved, 2 recomputed")
     assert "\x1b" not in text
 
 

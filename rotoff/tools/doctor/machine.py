@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 import subprocess
 import time
 from pathlib import Path
@@ -37,7 +36,7 @@ def versions(device: torch.device) -> Finding:
     """Versions of rotoff, torch, CUDA, driver, Python and system."""
     figures: dict[str, Any] = {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()}
     figures |= {"system": platform.platform(), "machine": platform.machine()}
-    figures |= {"cores": cores(), "load": os.getloadavg()[0], "device": _processor()}
+    figures |= {"cores": cores(), "device": _processor()}
     said = f"rotoff {__version__}, torch {torch.__version__}, Python {figures['python']}, {figures['system']}"
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -66,16 +65,11 @@ def load(_device: torch.device) -> Finding:
 
 
 def memory(device: torch.device) -> Finding:
-    """Total and free memory of device and host. In the figures, host_room is what plans may use, None if unknown, and
-    address_space the limit of ``ulimit -v``, None for none."""
+    """Total and free memory of device and host. In the figures, host_room is what plans may use, None if unknown."""
     figures: dict[str, Any] = {"host": _host_memory(), "host_room": available_bytes()}
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    figures["address_space"] = None if limit == resource.RLIM_INFINITY else limit
     host, room = figures["host"], figures["host_room"]
     free_here = host.get("available") if room is None else room
     said = f"host {format_bytes(free_here)} free of {format_bytes(host['total'])}" if host else "the host does not say"
-    if figures["address_space"] is not None:
-        said += f", and at most {format_bytes(limit)} of addresses for this process"
     if device.type != "cuda":
         return judged(figures, f"{said}; on a CPU this is the memory that a limit is about")
     free, total = torch.cuda.mem_get_info(device)

@@ -149,7 +149,7 @@ class SmallModel:
             pairs.append((seconds[id(self.model)], seconds[id(self.planned)]))
         del pairs[0]  # a warm-up
         predicted = self.planned.get_expected_makespan()
-        expected = predicted / self.planned.profile.chain.compute_time
+        expected = predicted / self.planned._figures.keep_all_time
         ratio = statistics.median(b / a for a, b in pairs)
         found = {"predicted": predicted, "predicted_ratio": expected, "pairs": len(pairs), "load": os.getloadavg()[0]}
         found |= {"plain": statistics.median(a for a, _ in pairs), "measured": statistics.median(b for _, b in pairs)}

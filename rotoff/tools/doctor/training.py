@@ -15,6 +15,7 @@ import torch
 from ...core.sequence import COMPUTES
 from ...core.simulator import Trace
 from ...core.sizes import format_bytes
+from ...report.expected_step import keep_all_step
 from ...runtime.links.cuda import CudaStreams
 from .findings import ATTENTION, FAILED, Finding, judged
 from .model import PAIRS, SHARES, SmallModel, difference
@@ -42,7 +43,7 @@ def measured(small: SmallModel) -> Finding:
         "stages": len(chain),
         "smallest_limit": least,
         "keep_all_bytes": most,
-        "keep_all_time": planned.profile.chain.compute_time,
+        "keep_all_time": keep_all_step(chain).makespan,
         "bandwidth": {"d2h": chain.d2h_bandwidth, "h2d": chain.h2d_bandwidth, "duplex": chain.duplex},
     }
     sizes = f"a step takes {format_bytes(most)}, at the least {format_bytes(least)}"
