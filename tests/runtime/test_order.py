@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -31,29 +30,6 @@ def two_lanes() -> tuple[Recording, int]:
 
 
 class TestChecker:
-    def test_an_event_recorded_too_early_does_not(self):
-        recording, buffer = two_lanes()
-        early = recording.record("compute")
-        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
-        recording.wait("copy", early)
-        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
-        (found,) = check(recording)
-        assert found.startswith(
-            "copy 0 on lane copy reads bytes 0 to 8 of the buffer without waiting for make on lane compute"
-        )
-
-    def test_a_write_forgets_reads_only_where_it_comes_after_them(self):
-        recording, buffer = two_lanes()
-        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
-        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
-        recording.wait("other", recording.record("compute"))
-        recording.access("other", "copy 1", [], [Span(buffer, 0, 8)])
-        found = check(recording)
-        assert [re.findall(r"^(.*?) on lane .*waiting for (.*?) on", text)[0] for text in found] == [
-            ("make", "copy 0"),
-            ("copy 1", "copy 0"),
-        ]
-
     def test_memory_is_given_back_after_all_that_touches_it_and_never_touched_again(self):
         recording, buffer = two_lanes()
         recording.allocate("compute", buffer, 8)
@@ -178,25 +154,6 @@ class TestStreamLink:
             reads += len(program.seen)
         assert reads > 1000
 
-    def test_a_wait_left_out_is_found_and_no_wrong_byte_goes_unexplained(self):
-        left_out, found, wrong = 0, 0, 0
-        for seed in range(6):
-            link = RecordingLink()
-            whole = TransferProgram(link, seed, without=-1)
-            whole.run(60)
-            assert link.check() == []
-            for number in range(whole.waits):
-                link = RecordingLink()
-                bad = TransferProgram(link, seed, without=number).run(60)
-                races = link.check()
-                assert races or not bad, (
-                    f"program {seed} without its wait {number} reads wrong bytes, and no race is found"
-                )
-                left_out, found, wrong = left_out + 1, found + bool(races), wrong + bool(bad)
-        assert left_out > 50
-        assert found > 0.7 * left_out  # the others are implied by a wait for a later copy in the same direction
-        assert wrong > 0.3 * left_out
-
     def test_a_ticket_that_dies_unawaited_holds_compute_first(self):
         link = RecordingLink()
         link.reserve(8)
@@ -312,23 +269,6 @@ class TestFileLink:
             link.close()
             assert link.check() == []
             assert len(program.seen) > 10
-
-    def test_a_wait_left_out_is_found_and_no_wrong_byte_goes_unexplained(self):
-        link = RecordingFileLink()
-        whole = TransferProgram(link, 1, without=-1)
-        whole.run(60)
-        link.close()
-        assert link.check() == []
-        found = wrong = 0
-        for number in range(whole.waits):
-            link = RecordingFileLink(delay=0.005)
-            bad = TransferProgram(link, 1, without=number).run(60)
-            link.close()
-            races = link.check()
-            assert races or not bad, f"without its wait {number} it reads wrong bytes, and no race is found"
-            found, wrong = found + bool(races), wrong + bool(bad)
-        assert found >= 5
-        assert wrong > 0  # late copies are seen in the numbers too
 
     def test_closing_ends_all_copies_before_the_file_goes(self):
         link = RecordingFileLink(delay=0.01)
