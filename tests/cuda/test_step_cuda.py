@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from device_bytes import step_peak
-from models import fresh, move_masks
+from models import Residual, fresh, move_masks
 from torch import nn
 
 import rotoff
@@ -32,17 +32,6 @@ def _deterministic_convolutions() -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 class MeanSquare(nn.Module):
     """A loss as the last stage, so that its bytes are the model's."""
 
@@ -54,7 +43,7 @@ def large() -> tuple[nn.Sequential, torch.Tensor]:
     """Stages of tens of megabytes on a GPU, so that the allocator's rounding does not decide."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(256, SIZE), *[Block(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()
+        nn.Linear(256, SIZE), *[Residual(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()
     ).cuda()
     return model, torch.randn(8 * SIZE, 256, device="cuda")
 
@@ -99,7 +88,7 @@ def odd() -> tuple[nn.Sequential, torch.Tensor]:
     """Sizes that no power of two divides: the allocator does not split a block where at most 1 MiB would be left."""
     torch.manual_seed(0)
     width = SIZE * 3 // 4 + 9
-    blocks = [Block(width) for _ in range(8)]
+    blocks = [Residual(width) for _ in range(8)]
     model = nn.Sequential(nn.Linear(250, width), *blocks, nn.Linear(width, 61), MeanSquare()).cuda()
     return model, torch.randn(4 * SIZE + 1, 250, device="cuda")
 

@@ -61,30 +61,6 @@ def test_the_code_for_cuda_runs_on_the_stand_in(on_standin: Run, files: list[str
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
 
 
-STRADDLING = """
-import mmap
-import pytest
-import torch
-
-pages = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
-assert not torch.cuda.is_initialized()
-data = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
-assert torch.cuda.is_initialized()
-half, cudart = 1 << 19, torch.cuda.cudart()
-assert not cudart.cudaHostRegister(pages.data_ptr(), half, 0)
-assert not cudart.cudaHostRegister(pages.data_ptr() + half, half, 0)
-pages[:half].copy_(data[:half], non_blocking=True)
-torch.cuda.synchronize()
-assert pages[:half].all()
-with pytest.raises(RuntimeError, match="invalid argument"):
-    pages.copy_(data, non_blocking=True)
-"""
-
-
-def test_a_copy_that_leaves_its_registration_is_refused(on_standin: Run) -> None:
-    on_standin(STRADDLING)
-
-
 def test_training_where_the_driver_registers_no_memory(on_standin: Run) -> None:
     on_standin(SECOND, STANDIN_DEVICE="1", STANDIN_REGISTERS="no", STANDIN_SEED="1")
 

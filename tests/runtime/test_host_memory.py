@@ -181,6 +181,40 @@ def test_pages_are_there_before_they_are_locked(runtime: FakeRuntime, monkeypatc
     assert runtime.asked == [MIB]
 
 
+def test_the_environment_may_know_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROTOFF_HOST_MEMORY", "2 MiB")
+    assert host_memory.available_bytes() == 2 << 20
+    monkeypatch.setenv("ROTOFF_HOST_MEMORY", "much")
+    with pytest.raises(rotoff.LimitError, match="ROTOFF_HOST_MEMORY is 'much'"):
+        host_memory.available_bytes()
+
+
+@pytest.mark.parametrize(
+    ("groups", "files"),
+    [
+        ("0::/job/step\n", {"memory.max": "max", "job/memory.max": "9000", "job/step/memory.max": "max"}),
+        ("5:cpu:/other\n4:memory,x:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "9000"}),
+        ("4:memory:/docker/1\n", {"memory/memory.limit_in_bytes": "9000"}),  # a container sees its own as the root
+        ("0::/../../job\n", {"memory.max": "9000"}),
+    ],
+)
+def test_a_job_has_what_its_own_group_leaves_it(
+    groups: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ROTOFF_HOST_MEMORY", raising=False)
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path / "fs")
+    (tmp_path / "groups").write_text(groups)
+    for name, content in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+        for used in ("memory.current", "memory.usage_in_bytes"):
+            (file.parent / used).write_text("2000")
+        (file.parent / "memory.stat").write_text("inactive_file 500\nactive_file 100\nanon 7\n")
+    assert host_memory.available_bytes() == int(0.95 * (9000 - 2000 + 600))
+
+
 NUMA_MAPS = Path("/proc/self/numa_maps")
 
 
