@@ -223,29 +223,6 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def test_trainer_of_a_language_model(tmp_path: Path) -> None:
-    torchvision_operators.declare()
-    transformers = pytest.importorskip("transformers")
-    from rotoff.integrations.transformers import RotoffCallback
-
-    def gpt() -> Any:
-        torch.manual_seed(0)
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-    measured = rotoff.Checkpointable(gpt()).measure(**{k: v.expand(ROWS, -1) for k, v in Text(64)[0].items()})
-    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(64))
-    plain.train()
-    callback = RotoffCallback(measured.keep_all_memory * 6 // 10, refine=False, backward_from="loss")
-    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(64))
-    trainer.train()
-    assert works_hard(callback.planned)
-    assert alike(trainer, plain)
-    trainer.save_model(str(tmp_path / "saved"))
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    assert same(list(again.parameters()), list(plain.model.parameters()))
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: float) -> None:
     """With the model's own loss, what the usual flag takes is enough; with another loss, gradients of logits count."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rotoff
-from rotoff.report.summary import fates, in_words, ranges
+from rotoff.report.summary import fates, in_words
 from rotoff.report.terminal import has_colour
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
@@ -35,13 +35,6 @@ def test_fates() -> None:
     assert in_words(rotoff.keep_all(chain(2))) == "everything is kept"
     smaller = rotoff.Sequence.from_text("F_sel 1 2\nB 1")
     assert fates(smaller) == {1: "reduced"}
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], "none"), ([3], "3"), ([1, 2, 3, 7, 9, 10], "1-3, 7, 9-10"), ([5, 4, 5], "4-5")]
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
 
 
 @pytest.mark.parametrize(("stages", "width"), [(3, 40), (50, 80), (50, 120), (300, 100)])
@@ -108,13 +101,6 @@ def test_colour_is_the_terminals_and_the_users_choice(monkeypatch: pytest.Monkey
     monkeypatch.delenv("FORCE_COLOR")
     monkeypatch.setenv("TERM", "dumb")
     assert not has_colour(Terminal())
-
-
-def test_a_trace_is_one_readable_line() -> None:
-    text = str(rotoff.simulate(chain(3), MOVING))
-    assert text.startswith("step ")
-    assert "1 s recomputed" in text
-    assert "\n" not in text
 
 
 def test_a_trace_file_holds_every_operation_that_takes_time() -> None:

@@ -235,22 +235,11 @@ row("a function of autograd that counts in a buffer", may_refuse="changed in pla
 )
 
 
-@adds("torch.func.grad, of a function that counts", may_refuse="torch.func|differentiat", room=0.6, has={"calls": int})
-def _(net: Any, x: torch.Tensor, n: int) -> Any:
-    net.calls += 1
-    return torch.sin(x + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * net.calls)
-
-
 @adds("vmap, of a function that counts", room=0.6, has={"calls": int, "n": lambda: nn.Buffer(torch.zeros(()))})
 def _(net: Any, x: torch.Tensor, n: int) -> Any:
     net.calls += 1
     net.n += 1
     return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.02 * net.calls))(x) * (1 + net.n / 10)
-
-
-row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.6)(
-    along(lambda net, x, n: torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1] + x)
-)
 
 
 def in_thread(what: Any) -> Any:
@@ -348,21 +337,6 @@ selective = functools.partial(create_selective_checkpoint_contexts, [torch.ops.a
 row("selective checkpoint contexts")(
     along(lambda net, x, n: checkpoint(torch.tanh, x, use_reentrant=False, context_fn=selective))
 )
-
-
-def piece(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.tanh(x)
-    if net.fails and n == 2:
-        raise RuntimeError("no such piece")
-    return y * x
-
-
-for reentrant in (False, True):
-    row(
-        f"an error within a checkpoint in a step, use_reentrant={reentrant}",
-        sets("fails", lambda n: n == 2),
-        raises="no such piece",
-    )(along(lambda net, x, n, kind=reentrant: checkpoint(piece, net, x, n, use_reentrant=kind), fails=bool))
 
 
 # -- modules

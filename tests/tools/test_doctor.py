@@ -13,11 +13,10 @@ import torch
 
 import rotoff
 from rotoff.cli import main
-from rotoff.core.simulator import Event, Trace
 from rotoff.tools.doctor import machine, model, training
 from rotoff.tools.doctor.examination import CHECKS
 from rotoff.tools.doctor.findings import ATTENTION, FAILED, OK, Finding, Report
-from rotoff.tools.doctor.model import SHARES, Size, SmallModel
+from rotoff.tools.doctor.model import SHARES, Size
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TINY = Size(layers=3, width=32, heads=2, context=16, batch=2)
@@ -217,30 +216,6 @@ def test_bytes(row: dict[str, Any], verdict: str, said: str) -> None:
 @pytest.mark.parametrize(("error", "verdict"), [(0.1, OK), (0.3, ATTENTION), (-0.3, ATTENTION)])
 def test_seconds(error: float, verdict: str) -> None:
     assert training.step_time(stepped("time", ratio_error=error)).verdict == verdict
-
-
-def test_a_difference_is_relative_to_the_largest_element() -> None:
-    one = [torch.tensor([1.0, -4.0])]
-    assert model.difference(one, [g.clone() for g in one]) == SAME
-    for by, largest in ((lambda g: g * 1.5, 0.5), (lambda g: g * float("nan"), None), (lambda g: g / 0, None)):
-        assert model.difference([by(g) for g in one], one) == {"bit_for_bit": False, "largest": largest}
-
-
-def test_copies_hidden_behind_compute() -> None:
-    def event(text: str, lane: str, start: float, end: float) -> Event:
-        return Event(rotoff.parse(text), lane, start, end, 0, 0, False)
-
-    work = (event("F_all 1", "compute", 0, 2), event("F_all 2", "compute", 3, 4))
-    copy = event(str(rotoff.Op(rotoff.OpKind.OFFLOAD, 1)), "d2h", 1, 5)
-    assert training.hidden(Trace(5, 0, 0, (*work, copy), 1, 0, 0, 0)) == pytest.approx(2 / 4)
-    assert training.hidden(Trace(5, 0, 0, work, 0, 0, 0, 0)) == 1
-
-
-def test_overlap_needs_no_step_before(tiny: None) -> None:
-    small = SmallModel(CPU, 0.0, 1)
-    finding = training.overlap(small)
-    small.close()
-    assert finding.figures["moved"] > 0 and 0 < finding.figures["predicted"] <= 1
 
 
 @pytest.mark.parametrize(
