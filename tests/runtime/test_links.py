@@ -266,8 +266,8 @@ class TestFileLink:
         code = """
             import os, signal, sys, threading, torch
             sys.path.append(SUPPORT)
-            from recording_link import RecordingFileLink
-            link = RecordingFileLink(delay=600)
+            from recording_link import LateFileLink
+            link = LateFileLink(delay=600)
             link.reserve(8)
             ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
             try:

@@ -1,4 +1,5 @@
-"""The happens-before checker, and by it the order that both links keep: every wait and event of theirs is needed."""
+"""The happens-before checker, and by it the order that the stream link keeps: every wait and event of it is needed. The
+file link, whose one thread keeps its order, is judged by the bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from order_checker import HOST, Recording, Span, check
-from recording_link import Lane, RecordingFileLink, RecordingLink, RecordingStreams
+from recording_link import Lane, LateFileLink, RecordingLink, RecordingStreams
 from thoroughness import examples
 from transfer_programs import TransferProgram, storages
 
@@ -261,19 +262,17 @@ def test_every_single_record_wait_and_finish_of_the_stream_link_is_needed():
 
 class TestFileLink:
     @pytest.mark.parametrize("delay", [0.0, 0.001])
-    def test_random_programs_race_nowhere_and_see_the_right_bytes(self, delay: float):
+    def test_random_programs_see_the_right_bytes(self, delay: float):
         for seed in range(10):
-            link = RecordingFileLink(delay=delay)
+            link = LateFileLink(delay)
             program = TransferProgram(link, seed)
             assert program.run(STEPS) == []
             link.close()
-            assert link.check() == []
             assert len(program.seen) > 10
 
     def test_closing_ends_all_copies_before_the_file_goes(self):
-        link = RecordingFileLink(delay=0.01)
+        link = LateFileLink(0.01)
         link.reserve(8)
         ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
         link.close()
-        assert ticket.copy.failure is None
-        assert link.check() == []
+        assert ticket.failure is None
