@@ -694,6 +694,22 @@ def crossed(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return first + second
 
 
+def crossed_halves(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    (x,), _ = call
+    first, second = error_of(run(x)), error_of(run(x[::2]))
+    second.backward()
+    first.backward()
+    return first + second
+
+
+def spectral() -> nn.Module:
+    """Each forward overwrites buffers that it has not read before, and reads them again."""
+    net = Trunk()
+    for block in net.blocks:
+        nn.utils.spectral_norm(block.up)
+    return net
+
+
 def between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     """What the forward reads has changed by the time of its backward."""
     first = error_of(run(*call[0]))
@@ -725,6 +741,8 @@ def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 
 row("two forwards before one backward", step=two_forwards)(Trunk)
 row("two forwards before two backwards", step=crossed, call=large)(Dropout)
+row("two forwards before two backwards, that count in buffers", step=crossed)(Counts)
+row("two forwards of other sizes before two backwards, spectral norm", step=crossed_halves, room=0.6)(spectral)
 row("two forwards before two backwards, the global between them", step=between)(OfGlobal)
 row("an evaluation between steps, that counts", step=evaluates)(CallsBlocks)
 row("a forward that no backward follows", step=left)(CallsBlocks)

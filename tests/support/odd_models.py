@@ -125,16 +125,25 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return x.float()
 
 
-@runs(
-    "a weight that an autocast region uses twice, in steps of other sizes",
-    call=lambda n: ((drawn(n, 16 - 2 * n, WIDTH),), {}),
-    room=0.6,
-)
-def _(net: Any, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        for block in (*net.blocks, *net.blocks):
-            x = block(x)
-        return net.head(x).float()
+def weights_used_twice(regions: int, cached: bool) -> type[Trunk]:
+    """By one autocast region, which casts them once and adds up their gradients in bfloat16, or by several."""
+
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        for _ in range(regions):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                for block in (*net.blocks, *net.blocks):
+                    x = block(x)
+        return net.head(x.float())
+
+    return type("Twice", (Trunk,), {"forward": forward})
+
+
+for _regions, _cached in ((1, True), (2, True), (2, False)):
+    row(
+        f"weights used twice, {_regions} autocast regions, cached: {_cached}, in steps of other sizes",
+        call=lambda n: ((drawn(n, 16 - 2 * n, WIDTH),), {}),
+        room=0.6,
+    )(weights_used_twice(_regions, _cached))
 
 
 @adds("requires_grad_ on what was made within no_grad")
