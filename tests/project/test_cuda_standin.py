@@ -65,47 +65,6 @@ def test_training_where_the_driver_registers_no_memory(on_standin: Run) -> None:
     on_standin(SECOND, STANDIN_DEVICE="1", STANDIN_REGISTERS="no", STANDIN_SEED="1")
 
 
-ATTENTION = """
-import torch
-from torch import nn
-import rotoff
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
-        return x + mixed.transpose(1, 2).reshape(2, 8, 16)
-
-def gradients(run):
-    torch.manual_seed(3)
-    for p in model.parameters():
-        p.grad = None
-    run(x).square().mean().backward()
-    return [p.grad.cpu() for p in model.parameters()]
-
-torch.manual_seed(0)
-model = nn.Sequential(*[Attention() for _ in range(6)]).cuda()
-x = torch.randn(2, 8, 16, device="cuda")
-expected = gradients(model)
-planned = rotoff.Checkpointable(model, cache_directory=None).measure(x)
-for mode in ("joint", "remat", "offload"):
-    for least in (True, False):
-        limit = planned.min_mem_limit(mode) if least else planned.keep_all_memory * 3 // 4
-        planned.compute_sequence(max(limit, planned.min_mem_limit(mode)), mode=mode)
-        for _ in range(2):
-            assert all(map(torch.equal, gradients(planned), expected)), (mode, least)
-planned.close()
-"""
-
-
-def test_an_operation_that_saves_a_number_on_the_host(on_standin: Run) -> None:
-    on_standin(ATTENTION)
-
-
 def test_the_doctor_finds_nothing_failed(on_standin: Run, tmp_path: Path) -> None:
     out = tmp_path / "doctor.json"
     doctor = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"

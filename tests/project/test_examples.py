@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,15 +44,6 @@ def run(example: Path, *arguments: str | Path) -> subprocess.CompletedProcess[st
 def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
     code = (EXAMPLES / "quickstart.py").read_text(encoding="utf-8").split('"""', 2)[2].strip()
     assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_quickstart() -> None:
-    """The very code is run among the README's, too (test_docs)."""
-    result = run(EXAMPLES / "quickstart.py")
-    assert (result.returncode, result.stderr) == (0, "")
-    losses = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss")]
-    assert len(losses) == 3 and losses[-1] < losses[0]
 
 
 @pytest.mark.slow
@@ -136,24 +126,3 @@ def test_compare_modes_tells_what_is_true(quick: Any) -> None:
     assert result.stderr.splitlines()[0] == "[1/11] measuring the model"
     assert len(result.stderr.splitlines()) == 11 and "\r" not in result.stdout + result.stderr
     assert set(data["machine"]) == {"device", "cores", "threads", "python", "torch", "rotoff"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--limits", "most"], "--limits most: give percentages"),
-        (["--limits", "0"], "percentages are above 0"),
-        (["--limits", "120"], "at most 100"),
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--width", "250"], "--width 250 is not a multiple of --heads 4"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(EXAMPLES / "compare_modes.py")
-    monkeypatch.setattr(sys, "argv", [path, *arguments])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(path, run_name="__main__")
-    assert left.value.code == 2
-    assert sentence in capsys.readouterr().err

@@ -44,12 +44,6 @@ def test_the_compute_lane_is_every_operation_and_the_idle_time_between() -> None
     ]
 
 
-def test_forwards_run_again_are_marked() -> None:
-    found = boxes(rotoff.simulate(CHAIN, RECOMPUTING), "compute")
-    assert [box.label for box in found if box.look is style.RECOMPUTE] == ["1"]
-    assert [box.label for box in found if box.look is style.BACKWARD] == ["3", "2", "1"]
-
-
 def test_the_curve_reaches_the_peak_and_no_more() -> None:
     trace = rotoff.simulate(CHAIN, MOVING)
     times, device, host, parameters = zip(*held(trace), strict=True)
