@@ -324,10 +324,10 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
 
 
 def in_child(run: Callable[[], Any]) -> Any:
-    """What `run` returns in a forked child (JSON), or the error there; its hanging ends the child after a minute."""
+    """What `run` returns in a forked child (JSON), or the error there; its hanging ends the child after five minutes."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        signal.alarm(60)
+        signal.alarm(300)
         try:
             said = run()
         except BaseException as error:
