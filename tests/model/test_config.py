@@ -58,11 +58,15 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
-def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:
-    planned = rotoff.attach(net(), RotoffConfig(mem_limit="500 KiB", mode="remat"), mode="offload", refine=False)
-    planned.measure(torch.randn(256, 16))
-    assert planned.mem_limit == 500 * 2**10
-    planned.compute_sequence(planned.min_mem_limit("offload"), mode="offload", refine=False)
+@pytest.mark.parametrize("mode", ["offload", "joint"])  # which is the default
+def test_an_argument_beside_it_counts_more(mode: str) -> None:
+    x = torch.randn(8, 16)
+    planned = rotoff.attach(net(), RotoffConfig(mem_limit=1000, mode="remat"), mode=mode)
+    with pytest.raises(rotoff.InfeasibleError, match=f"in mode {mode}; the limit is 1000 B"):
+        planned.measure(x).display()
+
+
+def test_nothing_said_is_automatic_and_a_device_limit_places() -> None:
     assert RotoffConfig().arguments() == {"mem_limit": "auto"}
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
@@ -77,11 +81,6 @@ def test_of_two_limits_none_is_dropped() -> None:
         with pytest.raises(LimitError, match="device_limit is '2 MiB'; give one of them"):
             rotoff.attach(model, given, optimizer=optimizer, device_limit="2 MiB")
     assert rotoff.attach(model=model, mem_limit="2 MiB").mem_limit == 2**21
-
-
-def test_what_is_said_beside_a_configuration_counts_even_if_it_is_the_default() -> None:
-    config = RotoffConfig(mem_limit="500 KiB", mode="remat")
-    assert rotoff.attach(net(), config, mode="joint")._steps.request.mode == "joint"
 
 
 @pytest.mark.parametrize("settings", [RotoffConfig(mem_limit="1 MiB"), {"mem_limit": "1 MiB"}, "train.yaml"])

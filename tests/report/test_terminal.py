@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rotoff
-from rotoff.report.summary import fates, in_words
+from rotoff.report.summary import fates
 from rotoff.report.terminal import has_colour
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
@@ -27,14 +27,6 @@ MOVING = rotoff.Sequence.from_text(
     mode="joint",
     mem_limit=2000,
 )
-
-
-def test_fates() -> None:
-    assert fates(MOVING) == {1: "moved", 2: "recomputed", 3: "kept"}
-    assert in_words(MOVING) == "stages 1 moved, 2 recomputed"
-    assert in_words(rotoff.keep_all(chain(2))) == "everything is kept"
-    smaller = rotoff.Sequence.from_text("F_sel 1 2\nB 1")
-    assert fates(smaller) == {1: "reduced"}
 
 
 @pytest.mark.parametrize(("stages", "width"), [(3, 40), (50, 80), (50, 120), (300, 100)])

@@ -38,13 +38,12 @@ class PicksOften(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("mode", ["offload", "joint"])
-def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device(mode: str) -> None:
+def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device() -> None:
     torch.manual_seed(0)
     model, x = PicksOften(), torch.randn(256, 8)
     run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
-    limit = run.min_mem_limit(mode)
-    run.compute_sequence(limit, mode=mode, refine=False)
+    limit = run.min_mem_limit("offload")
+    run.compute_sequence(limit, mode="offload", refine=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     run(x, torch.tensor(-0.1)).backward()

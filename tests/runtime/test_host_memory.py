@@ -72,18 +72,6 @@ def close(segments: list[Any]) -> None:
         segment.close()
 
 
-def test_segments_lie_one_after_another_in_the_slab(runtime: FakeRuntime) -> None:
-    nbytes = 3 * MIB + 5000
-    segments = pin(nbytes, DEVICE)
-    assert runtime.asked == [MIB, MIB, MIB, 5000]
-    slab = Slab()
-    for segment in segments:
-        slab.add(segment)
-    assert slab.nbytes == nbytes
-    assert [piece.numel() for piece in slab.pieces(MIB - 10, MIB + 20)] == [10, MIB, 10]
-    slab.close()
-
-
 def test_what_must_be_whole_lies_in_one_segment(runtime: FakeRuntime) -> None:
     """Small and large ranges that fill the memory, and some with others between."""
     random, end, whole = Random(0), 0, []
