@@ -49,18 +49,11 @@ def measured() -> Checkpointable:
     return Checkpointable(small_model()).measure(torch.randn(64, 32))
 
 
-def tight(model: Checkpointable, mode: str) -> int:
-    """The smallest limit that works for what `model` has measured, found in the error."""
-    with pytest.raises(InfeasibleError) as caught:
-        model.compute_sequence(1, mode=mode)
-    return caught.value.min_mem_limit
-
-
 def check_step(model: nn.Sequential, x: Any, mode: str) -> None:
     """One step within the smallest limit of `mode` gives the gradients, bit by bit, that the plain model gives."""
     plain, y = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
     wrapped = Checkpointable(model).measure(x)
-    wrapped.compute_sequence(tight(wrapped, mode), mode=mode)
+    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
     outputs = wrapped(x), plain(y)
     assert torch.equal(*outputs)
     for out in outputs:
@@ -189,7 +182,7 @@ class Held:
 def test_an_input_that_cannot_be_looked_into_is_trained_as_by_the_plain_model(batch: Any) -> None:
     model, x = Reads(), torch.ones(2, 4)
     plain, wrapped = copy.deepcopy(model), Checkpointable(model)
-    wrapped.measure(batch(x)).compute_sequence(tight(wrapped, "joint"))
+    wrapped.measure(batch(x)).compute_sequence(wrapped.min_mem_limit("joint"))
     for one in (plain, wrapped):
         one(batch(x)).square().sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
@@ -223,7 +216,7 @@ def test_within_what_hooks_all_modules_a_step_is_the_plain_models(name: str) -> 
     model, x = small_model(), torch.randn(64, 32)
     plain, wrapped = copy.deepcopy(model), Checkpointable(model)
     with AROUND[name]():
-        wrapped.measure(x).compute_sequence(tight(wrapped, "remat"), mode="remat")
+        wrapped.measure(x).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
     for _ in range(2):
         for one in (plain, wrapped):
             with AROUND[name]():
@@ -273,7 +266,7 @@ def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch
         if net is model:
             run = Checkpointable(net, cache_directory=None)
             if placed is None:
-                run.measure(x).compute_sequence(tight(run, "joint"), refine=False)
+                run.measure(x).compute_sequence(run.min_mem_limit("joint"), refine=False)
             else:
                 run.compute_sequence(device_limit="64 KiB", optimizer=optimizer, refine=False)
         for k in range(2):
@@ -420,7 +413,7 @@ def test_derivatives_that_pytorch_refuses_under_hooks_are_refused_in_a_sentence(
 def test_forward_derivatives_within_the_forward_are_the_plain_models(kind: str) -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), Within(kind)), torch.randn(16, 32)
     plain, run = copy.deepcopy(model), Checkpointable(model)
-    run.measure(x).compute_sequence(tight(run, "remat"), mode="remat")
+    run.measure(x).compute_sequence(run.min_mem_limit("remat"), mode="remat")
     for _ in range(2):
         for one in (plain, run):
             one(x).square().sum().backward()
@@ -441,7 +434,7 @@ def test_models_without_parameters_and_of_one_stage(mode: str) -> None:
 
 def test_an_empty_batch() -> None:
     model = Checkpointable(small_model()).measure(torch.randn(64, 32))
-    model.compute_sequence(tight(model, "joint"))
+    model.compute_sequence(model.min_mem_limit("joint"))
     model(torch.randn(0, 32)).sum().backward()
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
 
