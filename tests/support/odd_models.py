@@ -15,7 +15,7 @@ from step_by_step import Call, error_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, at, drawn, large, made_of, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets
 
 WORLD: dict[str, Any] = {"seen": []}
 
@@ -30,12 +30,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     u = w * 2
     w.add_(0.5)
     return y + F.pad(u, (0, WIDTH // 2))
-
-
-@adds("as_strided windows")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    windows = x.contiguous().as_strided((LENGTH, WIDTH), (WIDTH, 1)).unfold(1, 4, 2)
-    return torch.tanh(x) + windows.mean(2).repeat_interleave(2, 1)[:, :1]
 
 
 @adds("an expanded tensor that is saved, and overlapping windows")
@@ -351,45 +345,8 @@ row("selective checkpoint contexts")(
 # -- modules
 
 
-class Symmetric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-
-    def forward(self, w: torch.Tensor) -> torch.Tensor:
-        return w * self.scale + 0.1 * w.roll(1, 0)
-
-
-def parametrized(of: type[Trunk] = Trunk) -> nn.Module:
-    net = of()
-    for b in net.blocks:
-        nn.utils.parametrize.register_parametrization(b.up, "weight", Symmetric())
-    return net
-
-
-class Cached(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        with nn.utils.parametrize.cached():
-            for b in self.blocks:
-                x = b(b(x))
-            return self.head(x)
-
-
-row("a parametrization within cached()")(lambda: parametrized(Cached))
 row("a module called twice with state")(
     along(lambda net, x, n: net.bn(net.bn(x)) + x, bn=lambda: nn.BatchNorm1d(WIDTH))
-)
-row("rnn")(
-    along(
-        lambda net, x, n: net.rnn(x.unsqueeze(1))[0].squeeze(1) + x,
-        rnn=lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2),
-    )
-)
-row("multihead attention")(
-    along(
-        lambda net, x, n: net.att(x, x, x, need_weights=n == 1)[0] + x,
-        att=lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
-    )
 )
 
 
@@ -473,20 +430,6 @@ def _(net: Any, x: torch.Tensor) -> Any:
     return Trunk.forward(net, x)
 
 
-TENSOR = torch.ones(())
-
-
-@adds(
-    "a tensor of a global changed in place",
-    at(0, lambda net: TENSOR.fill_(1.0)),
-    again=lambda net: TENSOR.fill_(1.0),
-    room=0.0,
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    TENSOR.add_(0.1)
-    return torch.sin(x) * TENSOR.clone()
-
-
 @runs("a dict and a list of the caller's that the forward adds to", call=lambda n: (({"x": drawn(n)}, [drawn(n)]), {}))
 def _(net: Any, batch: dict[str, torch.Tensor], rest: list[torch.Tensor]) -> torch.Tensor:
     x = batch.pop("x")
@@ -547,17 +490,7 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.head(y)
 
 
-# -- scripted and traced parts
-
-
-class WithTraced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        traced = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.block, self.after = Block(), torch.jit.trace(traced, torch.zeros(2, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.block(x))
+# -- scripted parts
 
 
 class WithScripted(nn.Module):
@@ -578,9 +511,6 @@ def gated(x: torch.Tensor, scale: float) -> torch.Tensor:
 for _ in range(3):  # PyTorch compiles it for all models in the process, to other bits than those of its first call
     gated(torch.zeros(2, WIDTH, requires_grad=True), 1.0)
 
-row("traced parts, of half the rows", call=lambda n: ((drawn(n, LENGTH // (1 + n % 2), WIDTH),), {}))(
-    made_of(WithTraced)
-)
 row(
     "scripted parts that are frozen in steps",
     lambda net, n: [p.requires_grad_(n % 2 == 0) for p in net.blocks[1].after.parameters()],

@@ -34,6 +34,7 @@ def cases() -> list[Any]:
     return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if n % 6 else []) for n, row in enumerate(TABLE)]
 
 
+@pytest.mark.parametrize("new_tape", TAPES[::2])  # the twin without a mode notes what the kernel notes
 @pytest.mark.parametrize("row", cases())
 def test_everything_dropped_is_made_again(row: Row, new_tape: Any) -> None:
     said = verdict(row, new_tape)
