@@ -133,9 +133,3 @@ def test_a_measured_step_is_shown_in_place_of_the_predicted_one() -> None:
     assert predicted.splitlines()[0] != shown.splitlines()[0]
     assert f"{measured(c).makespan:g} s" in " ".join(shown.split())
     assert f"{measured(c).makespan:g} s" not in " ".join(predicted.split())
-
-
-def test_what_is_no_sequence_is_refused_as_the_machine_does() -> None:
-    for wrong, sentence in ((None, "the sequence is None; give a"), ("F_all 1", "make one with rotoff.parse")):
-        with pytest.raises(rotoff.InvalidSequenceError, match=sentence):
-            rotoff.render(chain(3), wrong)
