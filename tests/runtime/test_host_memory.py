@@ -27,6 +27,7 @@ from rotoff.runtime.links.pinned import PinnedSegment, Slab, pin, room_for_plan
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
+POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE, which Python has no name for
 
 
 class FakeRuntime:
@@ -61,7 +62,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeRuntime]:
     monkeypatch.setenv("ROTOFF_HOST_MEMORY", "100 MiB")
     yield fake
     assert fake.locked == {}
-    assert host_memory._pinned == 0
+    assert host_memory.available_bytes() == 100 * MIB
 
 
 def close(segments: list[Any]) -> None:
@@ -151,13 +152,13 @@ def test_pages_are_there_before_they_are_locked(runtime: FakeRuntime, monkeypatc
     class Pages(mmap.mmap):
         def madvise(self, advice: int, *_: int) -> None:  # type: ignore[override]
             advised.append(advice)
-            if advice == host_memory._POPULATE_WRITE:
+            if advice == POPULATE_WRITE:
                 raise OSError(failure, "as the test wants it")
 
     monkeypatch.setattr(host_memory.mmap, "mmap", Pages)
     failure = errno.EINVAL  # a kernel before Linux 5.14
     PinnedSegment(MIB, DEVICE).close()
-    assert advised[-1] == host_memory._POPULATE_WRITE
+    assert advised[-1] == POPULATE_WRITE
     failure = errno.ENOMEM
     with pytest.raises(
         rotoff.ExecutionError, match=rf"the host cannot give {MIB} bytes of memory .*as the test wants it"
@@ -217,9 +218,10 @@ def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert room_for_plan(DEVICE) == 10 * MIB
     assert room_for_plan(torch.device("cpu")) is None  # whose host tier is a file
-    wrapped = rotoff.Checkpointable(torch.nn.Sequential(torch.nn.Linear(4, 4))).compute_sequence("1 GiB", host_limit=80)
-    assert wrapped._steps.request is not None
-    assert wrapped._steps.request.options["host_limit"] == 10
+    blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)]
+    wrapped = rotoff.Checkpointable(nn.Sequential(*blocks), cache_directory=None).measure(torch.randn(64, 16))
+    with pytest.raises(rotoff.InfeasibleError, match="on the device and host_limit=10; without"):
+        wrapped.compute_sequence(wrapped.min_mem_limit("offload"), mode="offload", host_limit=80)
 
 
 # -- plans that fit the host
