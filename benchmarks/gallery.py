@@ -2,7 +2,7 @@
 joint, and compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line
 each.
 
-    python benchmarks/gallery.py [--held-out] [--quick] [--loss-alone] [--library timm] [--only name,name] [--json FILE]
+    python benchmarks/gallery.py [--held-out] [--quick] [--library timm] [--only name,name] [--json FILE]
     [--jobs 2] [--varying] [--placed after] [--loop autocast]
 
 Where half cannot be reached, the smallest limit that works is taken and printed as a share of keeping everything. A
@@ -98,13 +98,6 @@ def frozen_in_part(model: nn.Module, batch: Batch, n: int) -> Any:
     return usual(model, batch, n)
 
 
-def hidden_states(model: nn.Module, batch: Batch, n: int) -> Any:
-    args, kwargs = batch
-    output = model(*args, **kwargs, output_hidden_states=True)
-    (loss_of(output) + sum(t.float().mean() for t in tensors(output) if t.requires_grad)).backward()
-    return output
-
-
 def adapted(model: nn.Module, batch: Batch, n: int) -> Any:
     """Two thirds are frozen, and gradients reach them through the first layer, as adapters have it."""
     if n == 0:
@@ -123,7 +116,6 @@ LOOPS: dict[str, Loop] = {
     "accumulated": accumulated,
     "twice": two_in_one,
     "frozen": frozen_in_part,
-    "hidden": hidden_states,
     "adapters": adapted,
 }
 
@@ -299,16 +291,14 @@ def step_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return lambda: torch.autograd.backward(losses(model(*args, **kwargs)), parts)
 
 
-def attempt(build: Callable[[], Case], repeats: int = 1, loss_alone: bool = False, **options: Any) -> dict[str, Any]:
-    """What came of one model. loss_alone: whether a model that is given labels plans for a backward from its loss
-    alone. options: for the solver."""
+def attempt(build: Callable[[], Case], repeats: int = 1, **options: Any) -> dict[str, Any]:
+    """What came of one model. options: for the solver."""
     torch.manual_seed(0)
     model, args, kwargs = build()
     model.train()
     twin = copy.deepcopy(model)
     expected = train(model, [(args, kwargs)] * 2)
-    labelled = any("label" in name for name in kwargs)
-    wrapped = rotoff.Checkpointable(twin, backward_from="loss" if loss_alone and labelled else None)
+    wrapped = rotoff.Checkpointable(twin)
     try:
         wrapped.measure(*args, repeats=repeats, **kwargs)
         everything = wrapped.keep_all_memory
@@ -345,7 +335,7 @@ def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[st
         elif options.loop:
             result = attempt_loop(build, LOOPS[options.loop], refine=refine)
         else:
-            result = attempt(build, loss_alone=options.loss_alone, refine=refine)
+            result = attempt(build, refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     return library, name, {**result, "total_s": time.perf_counter() - start}
@@ -376,11 +366,6 @@ def main() -> int:
     parser.add_argument("--held-out", action="store_true", help="the architectures that were not looked at meanwhile")
     parser.add_argument(
         "--quick", action="store_true", help="do not refine plans: the same checks, sooner, on slower plans"
-    )
-    parser.add_argument(
-        "--loss-alone",
-        action="store_true",
-        help="say where a model is given labels that its backward starts from its loss",
     )
     parser.add_argument("--varying", action="store_true", help="another size of the batch in every step")
     parser.add_argument("--placed", default="", choices=["after", "during"], help="place parameters and states, too")

@@ -40,10 +40,16 @@ else:
     torch.set_num_threads(1)
 
 
-def pytest_report_header() -> str:
+LITTLE = 0.01  # of the search's default effort
+
+
+def pytest_report_header() -> list[str]:
     import rotoff
 
-    return f"rotoff {rotoff.__version__} from {os.path.dirname(rotoff.__file__)}, torch {torch and torch.__version__}"
+    return [
+        f"rotoff {rotoff.__version__} from {os.path.dirname(rotoff.__file__)}, torch {torch and torch.__version__}",
+        f"search: {LITTLE:.0%} of the default effort (fixture little_effort), all of it in tests marked full_search",
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -98,14 +104,15 @@ def _interrupts() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@pytest.fixture(autouse=True)
-def _effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a marker a hundredth of the search's default effort, since any plan within the limit will do; a
-    link's bandwidth is timed beside little work."""
+@pytest.fixture
+def little_effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test uses it (pyproject.toml). The search has a hundredth of its default effort, since any plan within the
+    limit will do, unless the test is marked `full_search`; a link's bandwidth is timed beside little work, unless it is
+    marked `full_timing`."""
     from rotoff.solver import anneal
 
     if request.node.get_closest_marker("full_search") is None:
-        monkeypatch.setattr(anneal, "DEFAULT_SECONDS", 0.01 * anneal.DEFAULT_SECONDS)
+        monkeypatch.setattr(anneal, "DEFAULT_SECONDS", LITTLE * anneal.DEFAULT_SECONDS)
     if torch is not None and request.node.get_closest_marker("full_timing") is None:
         from rotoff.runtime.links import bandwidth
 

@@ -1,23 +1,19 @@
-"""Links whose directions slow each other down: the machine against exact fractions, the search, and the bounds."""
+"""Links whose directions slow each other down: the machine by hand, the search, and what is refused."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import busy, chains, groups
-from oracles.fluid import ends
-from random_programs import placed, random_sequence
+from random_programs import random_sequence
 from thoroughness import examples
 
 from rotoff import (
     Chain,
     ChainError,
-    Machine,
-    OpKind,
     Sequence,
     Stage,
     min_mem_limit,
@@ -25,7 +21,6 @@ from rotoff import (
     solve,
 )
 from rotoff.core.pipeline import orders, simulate_pipeline, stage_plan
-from rotoff.core.steady_step import PERIODS, at_rest
 from rotoff.solver import keep_all
 from rotoff.solver.in_flight import turn
 
@@ -58,34 +53,6 @@ def test_copies_in_both_directions_slow_each_other_down_while_both_run() -> None
     ]
     half = replace(BUSY, duplex=False)
     assert spans(half, TEXT) == spans(replace(CHAIN, duplex=False), TEXT)
-
-
-def sizes(chain: Chain, plan: Sequence) -> list[int]:
-    machine, found = Machine(chain, None, at_rest(chain, tuple(plan), plan.resident)), []
-    for op in plan:
-        machine.step(op)
-        found.append(machine.device[op.value] if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) else 0)
-    return found
-
-
-def agree(chain: Chain, plan: Sequence, periods: int = 1) -> None:
-    trace = simulate(chain, plan)
-    seconds, found = ends(chain, plan, sizes(chain, plan), periods)
-    assert trace.makespan == pytest.approx(seconds, rel=1e-9)
-    assert [e.end for e in trace.events] == pytest.approx(found, rel=1e-9, abs=1e-9)
-
-
-@given(chains(most=6).flatmap(busy), st.integers(0, 10**9))
-@examples(150)
-def test_the_machine_is_that_of_exact_fractions(chain: Chain, seed: int) -> None:
-    agree(chain, random_sequence(chain, seed, forms=True))
-
-
-@given(chains(most=5).flatmap(groups).flatmap(busy).filter(lambda chain: chain.parameters), st.integers(0, 10**9))
-@examples(100)
-def test_the_machine_is_that_of_exact_fractions_with_parameters(chain: Chain, seed: int) -> None:
-    rng = random.Random(seed)
-    agree(chain, placed(chain, rng, rng.choice(["during", "after"])), PERIODS)
 
 
 @given(chains(most=5).flatmap(busy), st.integers(0, 10**9))

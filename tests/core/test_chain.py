@@ -189,12 +189,9 @@ def test_what_misses_is_named() -> None:
         (plain_chain(stages=[plain_stage(forms=3)]), "forms of stage 1 is 3, not a list"),
         (plain_chain(stages=[plain_stage(forms=[3])]), "stage 1: form 1 is 3, not an object"),
         (plain_chain(stages=[plain_stage(forms=[{"saved_bytes": 1}])]), "form 1 misses the field 'backward_time'"),
-        (
-            plain_chain(stages=[plain_stage(forms=[{"saved_bytes": -1, "backward_time": 1}])]),
-            "stage 1: saved_bytes of form 1 of a stage is -1",
-        ),
+        (plain_chain(stages=[plain_stage(forms=[{"saved_bytes": -1, "backward_time": 1}])]), "stage 1: saved_bytes of form 1 of a stage is -1"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_a_chain(data: Any, sentence: str) -> None:
     with pytest.raises(ChainError, match=sentence) as caught:
         Chain.from_dict(data)
@@ -220,13 +217,10 @@ def test_what_cannot_be_built(build: Any, sentence: str) -> None:
     [
         *((text, "is not JSON: ") for text in (b"", b"{", b"F_all 1", b'{"format": "rotoff.chain"', b"[" * 100_000)),
         (b"\x80\x02\xff\xfe", "is not JSON"),
-        (
-            json.dumps(plain_chain(stages=[plain_stage(saved_bytes=-1)])).encode(),
-            "stage 1: saved_bytes of a stage is -1",
-        ),
+        (json.dumps(plain_chain(stages=[plain_stage(saved_bytes=-1)])).encode(), "stage 1: saved_bytes of a stage is -1"),
         (json.dumps(plain_chain(d2h_bandwidth=math.nan)).encode(), "d2h_bandwidth of the chain is nan"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, sentence: str) -> None:
     path = tmp_path / "chain.json"
     path.write_bytes(content)

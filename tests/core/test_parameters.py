@@ -154,16 +154,8 @@ DONE = "F_all 1; F_all 2; B 2; U 2; B 1"
     [
         ("F_all 1", [], r"op 0 \(F_all 1\): needs w 1, which is on the host; prefetch it and wait for it first"),
         ("prefetch w 1; F_ck 1", [], r"op 1 \(F_ck 1\): needs w 1, which is still arriving; wait for it first"),
-        (
-            "F_all 1; drop w 1; F_all 2; B 2; drop w 2; B 1; U 2; U 1",
-            ALL,
-            "w 1 has no valid copy on the host; offload it",
-        ),
-        (
-            "F_all 1; offload w 1; free w 1; F_all 2; B 2; B 1; U 1",
-            ALL,
-            r"op 5 \(B 1\): needs w 1, which is on the host",
-        ),
+        ("F_all 1; drop w 1; F_all 2; B 2; drop w 2; B 1; U 2; U 1", ALL, "w 1 has no valid copy on the host; offload it"),
+        ("F_all 1; offload w 1; free w 1; F_all 2; B 2; B 1; U 1", ALL, r"op 5 \(B 1\): needs w 1, which is on the host"),
         ("F_all 1; free w 1", ALL, "w 1 is not on the host; offload it first$"),
         ("F_all 1; offload w 1; offload w 1", ALL, "w 1 is on the host already"),
         ("F_all 1; wait w 1", ["w 1"], r"op 1 \(wait w 1\): needs|F_all 1\): needs w 1, which is still arriving"),
@@ -177,11 +169,7 @@ DONE = "F_all 1; F_all 2; B 2; U 2; B 1"
         ("F_all 1; F_all 2; B 2; offload g 2; free g 2; U 2", ALL, "needs g 2, which is on the host; prefetch it"),
         ("F_all 1; F_all 2; B 2; U 2", ["w 1", "w 2"], "needs o 2, which is on the host; prefetch it"),
         ("F_all 1; F_all 2; B 2; H 2", ["w 1", "w 2"], "needs g 2 on the host; offload it first"),
-        (
-            "F_all 1; F_all 2; B 2; offload g 2; H 2",
-            ["w 1", "w 2"],
-            "needs w 2 on the host alone; free or drop the device's copy",
-        ),
+        ("F_all 1; F_all 2; B 2; offload g 2; H 2", ["w 1", "w 2"], "needs w 2 on the host alone; free or drop the device's copy"),
         ("F_all 1; F_all 2; B 2; offload g 2; H 2", ALL, "needs w 2 on the host alone"),
         ("F_all 1; F_all 2; B 2; drop w 2; offload g 2; H 2", ["w 1", "w 2", "o 2"], "needs o 2 on the host alone"),
         ("F_all 1; F_all 2; B 2; U 2; U 2", ALL, "group 2 is updated already; each group is updated once in a step"),
@@ -191,32 +179,16 @@ DONE = "F_all 1; F_all 2; B 2; U 2; B 1"
         (f"{DONE}; drop a 1", ALL, "nothing may follow B 1 but updates and moves of parameters"),
         (DONE, ALL, "g 1 is left at the end; update its group once it is no longer needed"),
         (f"{DONE}; offload g 1; free g 1", ALL, "g 1 is left at the end; update its group"),
-        (
-            HOST.replace("; free g 1", "").replace("B 1", "U 2; B 1"),
-            ["w 1", "w 2", "o 2"],
-            "g 1 is left at the end; free it",
-        ),
+        (HOST.replace("; free g 1", "").replace("B 1", "U 2; B 1"), ["w 1", "w 2", "o 2"], "g 1 is left at the end; free it"),
         (HOST, ["w 1", "w 2", "o 2"], "g 2 is left at the end; update its group"),
-        (
-            f"{DONE}; U 1; offload w 1; free w 1",
-            ALL,
-            "w 1 is not on the device at the end, unlike at the start; prefetch it",
-        ),
+        (f"{DONE}; U 1; offload w 1; free w 1", ALL, "w 1 is not on the device at the end, unlike at the start; prefetch it"),
         (f"wait w 1; {DONE}; U 1; prefetch w 1", ALL, "w 1 is on the device already"),
         (f"wait w 1; {DONE}; U 1", ALL, "w 1 is not arriving at the end, unlike at the start|w 1 is not arriving"),
-        (
-            f"prefetch w 1; wait w 1; {DONE}; U 1",
-            ALL[1:],
-            "w 1 is on the device at the end, unlike at the start; free or drop it",
-        ),
-        (
-            f"prefetch w 1; wait w 1; {DONE}; U 1; offload w 1; free w 1; prefetch w 1",
-            ALL[1:],
-            "w 1 is on the device at the end",
-        ),
+        (f"prefetch w 1; wait w 1; {DONE}; U 1", ALL[1:], "w 1 is on the device at the end, unlike at the start; free or drop it"),
+        (f"prefetch w 1; wait w 1; {DONE}; U 1; offload w 1; free w 1; prefetch w 1", ALL[1:], "w 1 is on the device at the end"),
         (DONE, [*ALL, "w 3"], "resident of the sequence names w 3: the chain has parameter groups 1 to 2"),
     ],
-)
+)  # fmt: skip
 def test_what_the_machine_refuses(text: str, resident: list[str], sentence: str) -> None:
     with pytest.raises(InvalidSequenceError, match=sentence):
         simulate(CHAIN, Sequence.from_text(text.split("; "), resident=resident))
@@ -301,14 +273,11 @@ def test_a_chain_with_parameters_is_a_file_of_version_2(tmp_path: Path) -> None:
         ({"grad_bytes": float("nan")}, "grad_bytes of a group of parameters is nan"),
         ({"update_time": -1}, "update_time of a group of parameters is -1"),
         ({"host_update_time": float("inf")}, "host_update_time of a group of parameters is inf"),
-        (
-            {"grad_bytes": 0},
-            "state_bytes of a group of parameters is 80, but grad_bytes is 0; frozen parameters have no",
-        ),
+        ({"grad_bytes": 0}, "state_bytes of a group of parameters is 80, but grad_bytes is 0; frozen parameters have no"),
         ({"name": 3}, "name of a group of parameters is 3; give text"),
         ({"name": "head", "bytes": -1}, "bytes of parameters 'head' is -1"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_a_group(changes: dict, sentence: str) -> None:
     data = {**CHAIN.to_dict(), "parameters": [{**GROUPS[0].to_dict(), **changes}]}
     with pytest.raises(ChainError, match=sentence):

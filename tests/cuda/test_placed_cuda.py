@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import ALL, Attention, Residual, fresh
+from models import ALL, Attention, Residual
 from placed_loops import accumulated, clamped, clipped, frozen_later, given_up, hooked, loaded, looked_at, result, usual
+from placed_models import drawn, words
 from torch import nn
 
 import rotoff
@@ -49,43 +50,11 @@ class Language(nn.Module):
         return self.head(x.to(self.head.weight.dtype))
 
 
-class LoRA(nn.Module):
-    """A linear layer with a low-rank part beside it."""
-
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down = nn.Linear(base.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, base.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def language() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return Language(), torch.randint(0, 50, (4, 12))
-
-
-def adapted() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(LoRA(nn.Linear(64, 64)), nn.Tanh()) for _ in range(6)]), torch.randn(16, 64)
-
-
-def first_frozen() -> tuple[nn.Module, torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Tanh()) for _ in range(8)])
-    model[:5].requires_grad_(False)
-    return model, torch.randn(16, 64)
-
-
 def made(name: str) -> tuple[nn.Module, Any]:
     """On the host, with its batch on the device."""
-    if name in ALL:
-        model, batch = fresh(name)
-        x = batch()
-    else:
-        model, x = {"language": language, "adapted": adapted, "first frozen": first_frozen}[name]()
+    torch.manual_seed(0)
+    model, batch = (Language(), words(50, 4, 12)) if name == "language" else drawn(name)
+    x = batch()
     x = torch.utils._pytree.tree_map(lambda t: t.to(CUDA) if isinstance(t, torch.Tensor) else t, x)
     return model, x
 

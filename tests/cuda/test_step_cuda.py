@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from device_bytes import step_peak
-from models import fresh, move_masks
+from models import Residual, fresh, move_masks
+from planned_steps import run_twice, with_sequence
 from torch import nn
 
 import rotoff
-from rotoff.planning.step_planner import StepPlan, compiled
 from rotoff.runtime.links.cuda import CudaStreams
 
 pytestmark = pytest.mark.cuda
@@ -32,17 +32,6 @@ def _deterministic_convolutions() -> Iterator[None]:
         yield
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 class MeanSquare(nn.Module):
     """A loss as the last stage, so that its bytes are the model's."""
 
@@ -54,7 +43,7 @@ def large() -> tuple[nn.Sequential, torch.Tensor]:
     """Stages of tens of megabytes on a GPU, so that the allocator's rounding does not decide."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(256, SIZE), *[Block(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()
+        nn.Linear(256, SIZE), *[Residual(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()
     ).cuda()
     return model, torch.randn(8 * SIZE, 256, device="cuda")
 
@@ -99,7 +88,7 @@ def odd() -> tuple[nn.Sequential, torch.Tensor]:
     """Sizes that no power of two divides: the allocator does not split a block where at most 1 MiB would be left."""
     torch.manual_seed(0)
     width = SIZE * 3 // 4 + 9
-    blocks = [Block(width) for _ in range(8)]
+    blocks = [Residual(width) for _ in range(8)]
     model = nn.Sequential(nn.Linear(250, width), *blocks, nn.Linear(width, 61), MeanSquare()).cuda()
     return model, torch.randn(4 * SIZE + 1, 250, device="cuda")
 
@@ -152,7 +141,7 @@ def test_copies_overlap_compute() -> None:
     module, x = large()
     model = rotoff.Checkpointable(module).measure(x)
     model.compute_sequence(int(model.keep_all_memory * 0.6), mode="offload")
-    trace = model._latest.plan.trace
+    trace = rotoff.simulate(model.chain, model.sequence)
     assert trace.d2h_bytes > 0
     copies = trace.d2h_bytes / model.chain.d2h_bandwidth + trace.h2d_bytes / model.chain.h2d_bandwidth
 
@@ -289,7 +278,7 @@ def test_whatever_comes_late_changes_nothing(late: str, monkeypatch: pytest.Monk
     module, x = large()
     model = rotoff.Checkpointable(module).measure(x)
     model.compute_sequence(int(model.keep_all_memory * 0.6), mode="offload")
-    assert model._latest.plan.trace.d2h_bytes > 0
+    assert rotoff.simulate(model.chain, model.sequence).d2h_bytes > 0
     copy = CudaStreams.copy
 
     def sleeping(self: CudaStreams, stream: Any, pairs: Any) -> None:
@@ -363,15 +352,6 @@ def test_a_step_without_room_leaves_nothing_behind_and_the_next_one_is_the_plain
 WIDTH, BATCH, SIDE = (7, 3, 14) if STANDIN else (72, 24, 60)
 
 
-def all_redone(plan: StepPlan) -> StepPlan:
-    """A plan that redoes each stage but the last from its input, which stays."""
-    chain = plan.chain
-    stages = range(1, len(chain))
-    text = [f"F_ck {i}" for i in stages] + [f"F_all {len(chain)}", f"B {len(chain)}"]
-    text += [part for i in reversed(stages) for part in (f"F_all {i}", f"B {i}")]
-    return compiled(plan.profile, plan.found, rotoff.Sequence.from_text(text))
-
-
 def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks() -> None:
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         torch.manual_seed(0)
@@ -379,8 +359,7 @@ def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks()
         model = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), *blocks).cuda()
         x = torch.randn(BATCH, 3, SIDE, SIDE, device="cuda")
         wrapped = rotoff.Checkpointable(model, stages=[*model], forms=False, cache_directory=None).measure(x)
-        wrapped.compute_sequence(1 << 45)
-        wrapped._latest.plan = all_redone(wrapped._latest.plan)
+        with_sequence(wrapped, run_twice(len(wrapped.chain)))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         gradient = torch.ones(BATCH, WIDTH, SIDE, SIDE, device="cuda")
@@ -407,8 +386,7 @@ def test_a_replay_makes_the_host_wait_for_cudnns_own_dropout_alone(recurrent: bo
     model = nn.Sequential(*blocks, *([Recurrent()] if recurrent else []), nn.Linear(64, 64)).cuda()
     x = torch.randn(16, 8, 64, device="cuda")
     wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(x)
-    wrapped.compute_sequence(1 << 45)
-    wrapped._latest.plan = all_redone(wrapped._latest.plan)
+    with_sequence(wrapped, run_twice(len(wrapped.chain)))
     gradient = torch.ones(16, 8, 64, device="cuda")
     wrapped(x).backward(gradient)
     torch.cuda.set_sync_debug_mode("error")

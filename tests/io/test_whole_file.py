@@ -66,11 +66,6 @@ def test_links_are_followed_and_pipes_are_written_to(tmp_path: Path) -> None:
     os.close(written)
 
 
-def test_a_directory_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        CHAIN.save(tmp_path / "none" / "chain.json")
-
-
 def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "missing" / "a.json"
     with pytest.raises(FileNotFoundError) as caught:

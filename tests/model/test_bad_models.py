@@ -49,18 +49,11 @@ def measured() -> Checkpointable:
     return Checkpointable(small_model()).measure(torch.randn(64, 32))
 
 
-def tight(model: Checkpointable, mode: str) -> int:
-    """The smallest limit that works for what `model` has measured, found in the error."""
-    with pytest.raises(InfeasibleError) as caught:
-        model.compute_sequence(1, mode=mode)
-    return caught.value.min_mem_limit
-
-
 def check_step(model: nn.Sequential, x: Any, mode: str) -> None:
     """One step within the smallest limit of `mode` gives the gradients, bit by bit, that the plain model gives."""
     plain, y = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
     wrapped = Checkpointable(model).measure(x)
-    wrapped.compute_sequence(tight(wrapped, mode), mode=mode)
+    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
     outputs = wrapped(x), plain(y)
     assert torch.equal(*outputs)
     for out in outputs:
@@ -117,6 +110,8 @@ REFUSED: list[tuple[type[Exception], str, Ask, list[Any]]] = [  # with each of t
      ["sequence", "get_expected_makespan", "get_expected_memory", "get_expected_host_memory"]),
     (MeasureError, "nothing has been measured yet", lambda v: getattr(new(), v),
      ["chain", "keep_all_memory", "sequence"]),
+    (MeasureError, r"nothing has been measured yet; call measure\(\*sample\)", lambda v: planned().min_mem_limit(v), ["joint"]),
+    (OptionError, "mode is VALUE; modes are 'joint', 'remat', 'offload'", lambda v: new().min_mem_limit(v), ["fast"]),
     (MeasureError, "give a torch.nn.Module", Checkpointable, [None, 3, "model", [nn.Linear(2, 2)], nn.Linear]),
     (MeasureError, "at least one module", Checkpointable, [nn.Sequential()]),
     (MeasureError, "cannot be called like this: .*; give what you call the model with", lambda v: new().measure(*v),
@@ -158,15 +153,6 @@ def test_no_limit_is_refused_once_the_model_is_measured(measured: Checkpointable
         measured.compute_sequence("6 GiBs")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_limit_too_small_names_the_smallest_that_works(measured: Checkpointable, mode: str) -> None:
-    least = tight(measured, mode)
-    assert measured.compute_sequence(least, mode=mode).get_expected_memory() <= least
-    with pytest.raises(InfeasibleError, match=f"{least} bytes\\) in mode {mode}") as caught:
-        measured.compute_sequence(least - 1, mode=mode)
-    assert caught.value.min_mem_limit == least
-
-
 def test_a_limit_that_fails_leaves_the_plan_before_it(measured: Checkpointable) -> None:
     measured.compute_sequence(measured.keep_all_memory)
     before = measured.sequence
@@ -176,12 +162,6 @@ def test_a_limit_that_fails_leaves_the_plan_before_it(measured: Checkpointable) 
         measured.compute_sequence(10**9, mode="none")
     assert measured.sequence is before
     assert measured.mem_limit == measured.keep_all_memory
-
-
-def test_a_model_that_was_never_planned_is_the_plain_one() -> None:
-    model = small_model()
-    x = torch.randn(2, 32)
-    assert torch.equal(Checkpointable(model)(x), model(x))
 
 
 @pytest.mark.parametrize("model", [nn.Identity(), nn.Sequential(nn.Identity(), nn.Identity())], ids=["one", "two"])
@@ -202,7 +182,7 @@ class Held:
 def test_an_input_that_cannot_be_looked_into_is_trained_as_by_the_plain_model(batch: Any) -> None:
     model, x = Reads(), torch.ones(2, 4)
     plain, wrapped = copy.deepcopy(model), Checkpointable(model)
-    wrapped.measure(batch(x)).compute_sequence(tight(wrapped, "joint"))
+    wrapped.measure(batch(x)).compute_sequence(wrapped.min_mem_limit("joint"))
     for one in (plain, wrapped):
         one(batch(x)).square().sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
@@ -236,7 +216,7 @@ def test_within_what_hooks_all_modules_a_step_is_the_plain_models(name: str) -> 
     model, x = small_model(), torch.randn(64, 32)
     plain, wrapped = copy.deepcopy(model), Checkpointable(model)
     with AROUND[name]():
-        wrapped.measure(x).compute_sequence(tight(wrapped, "remat"), mode="remat")
+        wrapped.measure(x).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
     for _ in range(2):
         for one in (plain, wrapped):
             with AROUND[name]():
@@ -286,7 +266,7 @@ def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch
         if net is model:
             run = Checkpointable(net, cache_directory=None)
             if placed is None:
-                run.measure(x).compute_sequence(tight(run, "joint"), refine=False)
+                run.measure(x).compute_sequence(run.min_mem_limit("joint"), refine=False)
             else:
                 run.compute_sequence(device_limit="64 KiB", optimizer=optimizer, refine=False)
         for k in range(2):
@@ -433,7 +413,7 @@ def test_derivatives_that_pytorch_refuses_under_hooks_are_refused_in_a_sentence(
 def test_forward_derivatives_within_the_forward_are_the_plain_models(kind: str) -> None:
     model, x = nn.Sequential(nn.Linear(32, 32), Within(kind)), torch.randn(16, 32)
     plain, run = copy.deepcopy(model), Checkpointable(model)
-    run.measure(x).compute_sequence(tight(run, "remat"), mode="remat")
+    run.measure(x).compute_sequence(run.min_mem_limit("remat"), mode="remat")
     for _ in range(2):
         for one in (plain, run):
             one(x).square().sum().backward()
@@ -454,7 +434,7 @@ def test_models_without_parameters_and_of_one_stage(mode: str) -> None:
 
 def test_an_empty_batch() -> None:
     model = Checkpointable(small_model()).measure(torch.randn(64, 32))
-    model.compute_sequence(tight(model, "joint"))
+    model.compute_sequence(model.min_mem_limit("joint"))
     model(torch.randn(0, 32)).sum().backward()
     assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
-import re
 import threading
 
 import pytest
@@ -241,19 +239,6 @@ def test_threads_and_files_go_with_the_module() -> None:
     del wrapped
     gc.collect()
     assert threading.active_count() == threads
-
-
-def test_what_is_said_of_a_plan(caplog: pytest.LogCaptureFixture) -> None:
-    model, batch = fresh("residual")
-    with caplog.at_level(logging.INFO, logger="rotoff"):
-        wrapped = rotoff.Checkpointable(model).measure(batch())
-        limit = half(wrapped)
-        wrapped.compute_sequence(limit)
-    asked, planned = caplog.records
-    for nbytes in (wrapped.keep_all_memory, limit):
-        assert rotoff.format_bytes(nbytes) in asked.message
-    assert "over keeping everything" in planned.message
-    assert re.search(r"planned in mode joint in \d+\.\d s, predicted peak", planned.message)
 
 
 def test_training_without_a_limit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

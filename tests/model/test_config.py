@@ -58,11 +58,15 @@ def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
-def test_an_argument_beside_it_counts_more_and_nothing_said_is_automatic() -> None:
-    planned = rotoff.attach(net(), RotoffConfig(mem_limit="500 KiB", mode="remat"), mode="offload", refine=False)
-    planned.measure(torch.randn(256, 16))
-    assert planned.mem_limit == 500 * 2**10
-    planned.compute_sequence(planned.min_mem_limit("offload"), mode="offload", refine=False)
+@pytest.mark.parametrize("mode", ["offload", "joint"])  # which is the default
+def test_an_argument_beside_it_counts_more(mode: str) -> None:
+    x = torch.randn(8, 16)
+    planned = rotoff.attach(net(), RotoffConfig(mem_limit=1000, mode="remat"), mode=mode)
+    with pytest.raises(rotoff.InfeasibleError, match=f"in mode {mode}; the limit is 1000 B"):
+        planned.measure(x).display()
+
+
+def test_nothing_said_is_automatic_and_a_device_limit_places() -> None:
     assert RotoffConfig().arguments() == {"mem_limit": "auto"}
     model = net()
     optimizer = torch.optim.SGD(model.parameters())
@@ -77,11 +81,6 @@ def test_of_two_limits_none_is_dropped() -> None:
         with pytest.raises(LimitError, match="device_limit is '2 MiB'; give one of them"):
             rotoff.attach(model, given, optimizer=optimizer, device_limit="2 MiB")
     assert rotoff.attach(model=model, mem_limit="2 MiB").mem_limit == 2**21
-
-
-def test_what_is_said_beside_a_configuration_counts_even_if_it_is_the_default() -> None:
-    config = RotoffConfig(mem_limit="500 KiB", mode="remat")
-    assert rotoff.attach(net(), config, mode="joint")._steps.request.mode == "joint"
 
 
 @pytest.mark.parametrize("settings", [RotoffConfig(mem_limit="1 MiB"), {"mem_limit": "1 MiB"}, "train.yaml"])
@@ -105,33 +104,17 @@ def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
         ("- 6 GiB", "give names and values"),
         ("{mem_limit", "not YAML"),
         ("{mem_limit: 1 GiB, device_limit: 2 GiB}", "give one of them"),
-        ("mode: fast", "mode is 'fast'; it is one of joint, remat, offload"),
         ("mem_slots: many", "mem_slots is 'many'; give a whole number"),
         ("in_flight: 0", "in_flight is 0"),
-        ("stages: many", "stages is 'many'; give a number of stages"),
-        ("backward_from: 3.5", "backward_from is 3.5; give the key"),
         ("updates: never", "updates is 'never'; give 'during' or 'after'"),
-        ("host_limit: -3", "host_limit is -3, but must be above 0"),
-        ("device: tpu", "device is 'tpu'; give one such as"),
         ("process_group: maybe", "process_group is 'maybe'; give true or false"),
         ("cache_directory: 5", "cache_directory is 5; give a directory"),
-        ("backward_from: {a: 1}", "backward_from is .*; give the key"),
         ("stages: [1, 2]", r"stages is \[1, 2\]; give a number of stages, or names of modules"),
         ("options: fast", "options is 'fast'; give names and values"),
         ("{mode: joint, mode: remat}", "mode is given twice"),
-        ("options: {refin: 2}", "refin is not an option; .*; did you mean refine"),
-        ("stages: []", r"stages is \[\]; give a number of stages, or names of modules"),
         ("{device_limit: 1 GiB, policy: vdnn}", "policy is 'vdnn'; with a device_limit give a mode alone"),
-        ("{mem_limit: 1 GiB, updates: during}", "updates is 'during' and needs a device_limit"),
-        ("check: 1", "check is 1; give true or false"),
-        ("device: true", "device is True; give one such as"),
-        ("device: -1", "device is -1; give one such as"),
-        ("device: 1180591620717411303424", "device is 1180591620717411303424; give one such as"),
         ("host_directory: 5", "host_directory is 5; give the path of a directory"),
         ("host_directory: [/tmp]", r"host_directory is \['/tmp'\]; give the path of a directory"),
-        ("host_directory: ~nobody-here", "host_directory is '~nobody-here'.*; give the path of a directory"),
-        ('host_directory: "a\\0b"', r"host_directory is 'a\\x00b'; give the path of a directory"),
-        ("cache_directory: ~nobody-here/a", "cache_directory is '~nobody-here/a'.*; give the path of a directory"),
         ("backward_from: !!binary bG9zcw==", "backward_from is b'loss'; give the key"),
         ("[" * 5000, "nested more than 100 deep"),
         ("{a: " * 150 + "1" + "}" * 150, "nested more than 100 deep"),
@@ -179,8 +162,3 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         rotoff.Checkpointable(model).compute_sequence(device_limit="2 MiB", optimizer=other)
     with pytest.raises(LimitError, match="device_limit is '2 MiBi'"):
         rotoff.Checkpointable(model).compute_sequence(device_limit="2 MiBi", optimizer=other)
-
-
-def test_a_bad_limit_is_refused_at_once() -> None:
-    with pytest.raises(LimitError, match="device_limit is 0.5"):
-        RotoffConfig(device_limit=0.5)

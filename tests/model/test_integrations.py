@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -143,6 +144,14 @@ def hugging_face(
     return transformers.Trainer(model, arguments, **sets, model_init=model_init, callbacks=list(callbacks))
 
 
+def for_trainer(*args: Any, **kwargs: Any) -> Any:
+    """The callback."""
+    pytest.importorskip("transformers")
+    from rotoff.integrations.transformers import RotoffCallback
+
+    return RotoffCallback(*args, **kwargs)
+
+
 @pytest.fixture(scope="module")
 def plainly(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """The trainer that has trained the plain model with such options, once for all tests."""
@@ -174,9 +183,7 @@ def test_trainer(tmp_path: Path, how: str, plainly: Callable[..., Any]) -> None:
     planned."""
     options = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
     plain, (args, kwargs) = plainly(**options), asked(how, tmp_path)
-    from rotoff.integrations.transformers import RotoffCallback
-
-    callback = RotoffCallback(*args, **kwargs)
+    callback = for_trainer(*args, **kwargs)
     trainer = hugging_face(tmp_path / "planned", callback, **options)
     trainer.train()
     assert does_as_asked(how, callback.planned)
@@ -192,9 +199,7 @@ def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
     for device_limit in (None, a_device_limit()):
         folder, callbacks = tmp_path / str(device_limit), []
         if device_limit is not None:
-            from rotoff.integrations.transformers import RotoffCallback
-
-            callbacks = [RotoffCallback(device_limit=device_limit, refine=False, host_directory="/var/tmp")]
+            callbacks = [for_trainer(device_limit=device_limit, refine=False, host_directory="/var/tmp")]
         trainer = hugging_face(folder, *callbacks, evaluates=True, **options)
         trainer.train()
         runs.append((trainer, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]))
@@ -223,35 +228,11 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def test_trainer_of_a_language_model(tmp_path: Path) -> None:
-    torchvision_operators.declare()
-    transformers = pytest.importorskip("transformers")
-    from rotoff.integrations.transformers import RotoffCallback
-
-    def gpt() -> Any:
-        torch.manual_seed(0)
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 64, "n_positions": 16}
-        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-    measured = rotoff.Checkpointable(gpt()).measure(**{k: v.expand(ROWS, -1) for k, v in Text(64)[0].items()})
-    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(64))
-    plain.train()
-    callback = RotoffCallback(measured.keep_all_memory * 6 // 10, refine=False, backward_from="loss")
-    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(64))
-    trainer.train()
-    assert works_hard(callback.planned)
-    assert alike(trainer, plain)
-    trainer.save_model(str(tmp_path / "saved"))
-    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
-    assert same(list(again.parameters()), list(plain.model.parameters()))
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: float) -> None:
     """With the model's own loss, what the usual flag takes is enough; with another loss, gradients of logits count."""
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
-    from rotoff.integrations.transformers import RotoffCallback
 
     def gpt() -> Any:
         torch.manual_seed(0)
@@ -269,7 +250,7 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path, smoothing: f
     flag = peak_bytes(lambda: step(usual))
     plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(3000), label_smoothing_factor=smoothing)
     plain.train()
-    callback = RotoffCallback("90%" if smoothing else flag, refine=False)
+    callback = for_trainer("90%" if smoothing else flag, refine=False)
     trainer = hugging_face(
         tmp_path / "planned", callback, model=gpt(), data=Text(3000), label_smoothing_factor=smoothing
     )
@@ -288,13 +269,11 @@ def test_trainers_checkpoints_interchange(
     tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = plainly(bf16=False)
-    from rotoff.integrations.transformers import RotoffCallback
-
     # The second half of the plain run, continued under rotoff from the plain checkpoint, and the other way round.
-    planned = hugging_face(tmp_path / "planned", RotoffCallback(a_limit(), refine=False))
+    planned = hugging_face(tmp_path / "planned", for_trainer(a_limit(), refine=False))
     planned.train(resume_from_checkpoint=f"{plain.args.output_dir}/checkpoint-2")
     assert same(list(planned.model.parameters()), list(plain.model.parameters()))
-    planned = hugging_face(tmp_path / "ended", RotoffCallback(a_limit(), refine=False))
+    planned = hugging_face(tmp_path / "ended", for_trainer(a_limit(), refine=False))
     planned.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
     assert "no step was planned" not in caplog.text  # no step was left
     back = hugging_face(tmp_path / "back")
@@ -321,11 +300,9 @@ def test_trainer_that_makes_a_planned_model_under_mixed_precision(tmp_path: Path
 
 
 def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: Callable[..., Any]) -> None:
-    from rotoff.integrations.transformers import RotoffCallback
-
-    first = hugging_face(tmp_path / "first", RotoffCallback("1 GiB"))
+    first = hugging_face(tmp_path / "first", for_trainer("1 GiB"))
     first.train()
-    callback = RotoffCallback(a_limit(), mode="remat", refine=False)
+    callback = for_trainer(a_limit(), mode="remat", refine=False)
     second = hugging_face(tmp_path / "second", callback, model=first.model)
     second.train()
     assert callback.planned.mem_limit == a_limit()
@@ -338,14 +315,12 @@ def test_a_second_trainer_of_a_model_has_its_own_limit(tmp_path: Path, plainly: 
 @pytest.mark.parametrize("shared", ["callback", "model"])
 def test_the_first_of_two_trainers_keeps_its_limit(tmp_path: Path, shared: str, plainly: Callable[..., Any]) -> None:
     """Both are made before either trains: with one callback for two models, or one model and two callbacks."""
-    from rotoff.integrations.transformers import RotoffCallback
-
-    callback, model = RotoffCallback(a_limit(), refine=False), build()
+    callback, model = for_trainer(a_limit(), refine=False), build()
     first = hugging_face(tmp_path / "first", callback, model=model)
     if shared == "callback":
         hugging_face(tmp_path / "second", callback)
     else:
-        hugging_face(tmp_path / "second", RotoffCallback("1 GiB"), model=model)
+        hugging_face(tmp_path / "second", for_trainer("1 GiB"), model=model)
     torch.manual_seed(7)
     first.train()
     assert attached(model) is callback.planned
@@ -357,35 +332,31 @@ def test_the_first_of_two_trainers_keeps_its_limit(tmp_path: Path, shared: str, 
 
 def test_trainer_says_what_is_wrong(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path)
-    from rotoff.integrations.transformers import RotoffCallback
-
     with pytest.raises(LimitError, match="device_limit is '2 GiB'; give one of them"):
-        RotoffCallback(rotoff.RotoffConfig(mem_limit="1 GiB"), device_limit="2 GiB")
-    during = RotoffCallback(device_limit=a_device_limit(), updates="during", refine=False)
+        for_trainer(rotoff.RotoffConfig(mem_limit="1 GiB"), device_limit="2 GiB")
+    during = for_trainer(device_limit=a_device_limit(), updates="during", refine=False)
     with pytest.raises(ExecutionError, match="clipping needs all gradients at once"):
         hugging_face(tmp_path, during, max_grad_norm=0.0).train()
     attached_by_hand = build()
     rotoff.attach(attached_by_hand, "1 GiB")
     with pytest.raises(OptionError, match="attached already"):
-        hugging_face(tmp_path, RotoffCallback("1 MiB"), model=attached_by_hand)
-    trainer.add_callback(RotoffCallback("1 GiB"))
+        hugging_face(tmp_path, for_trainer("1 MiB"), model=attached_by_hand)
+    trainer.add_callback(for_trainer("1 GiB"))
     with pytest.raises(OptionError, match="give it to the constructor"):
         trainer.train()
-    trainer = hugging_face(tmp_path, RotoffCallback(a_limit()), model_init=build, bf16=True)
+    trainer = hugging_face(tmp_path, for_trainer(a_limit()), model_init=build, bf16=True)
     with pytest.raises(OptionError, match=r"rotoff\.attach\(model, limit\) where the model is made"):
         trainer.train()
     for wrong in ("0%", "101%", "half%"):
         with pytest.raises(LimitError, match="a share of keeping everything such as"):
-            hugging_face(tmp_path, RotoffCallback(wrong))
+            hugging_face(tmp_path, for_trainer(wrong))
 
 
 def test_trainer_s_gradient_checkpointing_is_a_wish_for_less_memory(
     tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rotoff.integrations.transformers import RotoffCallback
-
     said = {"offload": False, "every_n_layers": 2, "colour": "red", "use_reentrant": False}
-    callback = RotoffCallback("75%", refine=False)
+    callback = for_trainer("75%", refine=False)
     with caplog.at_level("INFO", logger="rotoff"):
         trainer = hugging_face(tmp_path, callback, gradient_checkpointing=True, gradient_checkpointing_kwargs=said)
         trainer.train()
@@ -466,6 +437,13 @@ def lightning() -> Any:
     return pytest.importorskip("lightning.pytorch")
 
 
+def for_lightning(*args: Any, **kwargs: Any) -> Any:
+    """The callback."""
+    from rotoff.integrations.lightning import RotoffCallback
+
+    return RotoffCallback(*args, **kwargs)
+
+
 def lit(lightning: Any) -> Any:
     class Lit(lightning.LightningModule):
         def __init__(self) -> None:
@@ -497,7 +475,9 @@ def fit(lightning: Any, module: Any, folder: Path, *callbacks: Any, precision: s
         callbacks=list(callbacks),
         precision=precision,
     )
-    trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
     return trainer
 
 
@@ -509,7 +489,6 @@ def plainly_lit(lightning: Any, precision: str = "32-true") -> Any:
     return plain
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     "how",
     [
@@ -521,12 +500,10 @@ def plainly_lit(lightning: Any, precision: str = "32-true") -> Any:
 )
 def test_lightning(tmp_path: Path, lightning: Any, how: str) -> None:
     """Its steps are closures."""
-    from rotoff.integrations.lightning import RotoffCallback
-
     precision = "bf16-mixed" if how == "bf16" else "32-true"
     args, kwargs = asked(how, tmp_path)
     plain, module = plainly_lit(lightning, precision), lit(lightning)
-    callback = RotoffCallback(*args, **kwargs, **({"module": "net"} if args else {}))
+    callback = for_lightning(*args, **kwargs, **({"module": "net"} if args else {}))
     trainer = fit(lightning, module, tmp_path, callback, precision=precision)
     assert does_as_asked(how, callback.planned)
     assert module.seen == plain.seen and len(plain.seen) == 4
@@ -537,25 +514,19 @@ def test_lightning(tmp_path: Path, lightning: Any, how: str) -> None:
     assert same(list(other.parameters()), list(plain.parameters()))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("placed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_lightning_twice_by_the_same_callback(tmp_path: Path, lightning: Any, placed: bool) -> None:
-    from rotoff.integrations.lightning import RotoffCallback
-
     limit = {"device_limit": a_device_limit()} if placed else {"mem_limit": a_limit()}
-    callback = RotoffCallback(**limit, forms=False, refine=False)
+    callback = for_lightning(**limit, forms=False, refine=False)
     for _ in range(2):
         fit(lightning, lit(lightning), tmp_path, callback)
         assert not any(stage.forms for stage in callback.planned.chain.stages)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lightning_fits_a_module_again_by_the_plan_that_it_has(
     tmp_path: Path, lightning: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rotoff.integrations.lightning import RotoffCallback
-
-    module, callback = lit(lightning), RotoffCallback("75%", refine=False, cache_directory=None)
+    module, callback = lit(lightning), for_lightning("75%", refine=False, cache_directory=None)
     fit(lightning, module, tmp_path, callback)
     planned = callback.planned
     with caplog.at_level("INFO", logger="rotoff"):
@@ -570,27 +541,21 @@ def test_lightning_fits_a_module_again_by_the_plan_that_it_has(
     assert attached(module.net) is None
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lightning_says_if_nothing_was_planned(
     tmp_path: Path, lightning: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rotoff.integrations.lightning import RotoffCallback
-
-    fit(lightning, lit(lightning), tmp_path, RotoffCallback("1 KiB", module="net.blocks"))
+    fit(lightning, lit(lightning), tmp_path, for_lightning("1 KiB", module="net.blocks"))
     assert "it never called the forward of ModuleList in training mode" in caplog.text
     module = lit(lightning)
     rotoff.attach(module.net, a_limit(), refine=False)
     with pytest.raises(OptionError, match="attached already"):
-        fit(lightning, module, tmp_path, RotoffCallback(a_limit()))
+        fit(lightning, module, tmp_path, for_lightning(a_limit()))
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_lightning_asks_which_module(tmp_path: Path, lightning: Any) -> None:
-    from rotoff.integrations.lightning import RotoffCallback
-
     module = lit(lightning)
     module.other = nn.Linear(2, 2)
     with pytest.raises(OptionError, match="net, other; name one"):
-        fit(lightning, module, tmp_path, RotoffCallback("1 GiB"))
+        fit(lightning, module, tmp_path, for_lightning("1 GiB"))
     with pytest.raises(OptionError, match="no submodule 'nets'"):
-        fit(lightning, module, tmp_path, RotoffCallback("1 GiB", module="nets"))
+        fit(lightning, module, tmp_path, for_lightning("1 GiB", module="nets"))

@@ -114,16 +114,3 @@ def seeded_chain(rng: random.Random, stages: int) -> Chain:
     link = [10.0, 100.0, 1000.0]
     ends = {"input_bytes": rng.choice([0, 10, 100]), "duplex": rng.random() < 0.7}
     return Chain(tuple(made), rng.choice(link), rng.choice(link), **ends)
-
-
-def seeded_group(rng: random.Random, stages: int, state: bool = False) -> Chain:
-    """A chain with one group of parameters that one stage reads, or two; the host may update it, or not."""
-    made = tuple(
-        Stage("", rng.choice([0.5, 1.0, 2.0]), rng.choice([1.0, 2.0]), rng.choice([0, 2, 5]), rng.choice([5, 8, 12]))
-        for _ in range(stages)
-    )
-    readers, size = tuple({rng.randint(1, stages), rng.randint(1, stages)}), rng.choice([5, 10, 20])
-    host = rng.choice([None, 0.5, 2.0])
-    group = ParameterGroup(readers, size, size, 2 * size if state else 0, rng.choice([0.1, 0.5]), host)
-    link = rng.choice([4.0, 10.0, 40.0])
-    return Chain(made, link, link, duplex=rng.random() < 0.7, parameters=(group,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -53,22 +52,6 @@ def loss_of(output: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, dict) else output.loss if isinstance(output, Answer) else output[1]
 
 
-OPEN: list[rotoff.Checkpointable] = []
-
-
-def wrapped(model: nn.Module, **options: Any) -> rotoff.Checkpointable:
-    OPEN.append(rotoff.Checkpointable(model, **options))
-    return OPEN[-1]
-
-
-@pytest.fixture(autouse=True)
-def closed() -> Iterator[None]:
-    """Whatever becomes of a test, its threads and files are given back."""
-    yield
-    while OPEN:
-        OPEN.pop().close()
-
-
 @pytest.fixture
 def ids() -> torch.Tensor:
     return torch.arange(ROWS) * 7 % WORDS
@@ -97,8 +80,8 @@ def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(retu
     plain = made(returns)
     expected = gradients(plain, ids)
     peak = peak_bytes(lambda: train(plain, ids))
-    anything = wrapped(made(returns)).measure(ids, labels=ids)
-    model = wrapped(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
+    anything = rotoff.Checkpointable(made(returns)).measure(ids, labels=ids)
+    model = rotoff.Checkpointable(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
     assert anything.keep_all_memory >= peak + 0.9 * LOGITS
     assert peak <= model.keep_all_memory <= 1.02 * peak
     for limit in (model.keep_all_memory, int(0.9 * peak)):
@@ -118,7 +101,7 @@ def test_a_loop_shows_by_itself_whether_it_holds_the_logits(returns: str, way: A
     plain = made(returns)
     gradients(plain, ids)
     peak = peak_bytes(lambda: way(plain, ids))
-    model = wrapped(made(returns)).compute_sequence("1 GiB")
+    model = rotoff.Checkpointable(made(returns)).compute_sequence("1 GiB")
     for _ in range(2):
         way(model, ids)
     assert peak <= model.keep_all_memory <= 1.02 * peak
@@ -126,7 +109,7 @@ def test_a_loop_shows_by_itself_whether_it_holds_the_logits(returns: str, way: A
 
 @pytest.mark.parametrize("share", [1.1, 0.9])
 def test_what_is_returned_beside_it_is_the_plain_models(share: float, ids: torch.Tensor) -> None:
-    plain, model = made(), wrapped(made(), backward_from="loss").measure(ids, labels=ids)
+    plain, model = made(), rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids)
     model.compute_sequence(int(share * model.keep_all_memory))
     for net in (plain, model):
         output = net(ids, labels=ids)
@@ -139,7 +122,7 @@ def test_what_is_returned_beside_it_is_the_plain_models(share: float, ids: torch
 
 
 def test_several_outputs_may_be_named(ids: torch.Tensor) -> None:
-    plain, model = made(), wrapped(made(), backward_from=["logits", "loss"]).measure(ids, labels=ids)
+    plain, model = made(), rotoff.Checkpointable(made(), backward_from=["logits", "loss"]).measure(ids, labels=ids)
     assert model.chain.grad_bytes(len(model.chain)) >= LOGITS
     model.compute_sequence(int(0.9 * model.keep_all_memory))
     for net in (plain, model):
@@ -156,28 +139,28 @@ def test_the_last_module_of_a_sequential_may_return_several(ids: torch.Tensor) -
             return logits.logsumexp(1).mean(), logits
 
     model = nn.Sequential(nn.Embedding(WORDS, 64), nn.Linear(64, 64), nn.Tanh(), Head(64, WORDS))
-    peaks = [wrapped(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
+    peaks = [rotoff.Checkpointable(model, backward_from=starts).measure(ids).keep_all_memory for starts in (None, 0)]
     assert peaks[1] <= peaks[0] - 0.9 * LOGITS
     with pytest.raises(
         rotoff.MeasureError, match="names 'loss', but the model returns a tuple of 2; name one of those"
     ):
-        wrapped(model, backward_from="loss").measure(ids)
+        rotoff.Checkpointable(model, backward_from="loss").measure(ids)
 
 
 def test_an_estimate_knows_it_too(ids: torch.Tensor) -> None:
-    measured = wrapped(made(), backward_from="loss").measure(ids, labels=ids).chain
-    estimated = rotoff.estimate(wrapped(made(), backward_from="loss"), ids, labels=ids, device="CPU")
+    measured = rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids).chain
+    estimated = rotoff.estimate(rotoff.Checkpointable(made(), backward_from="loss"), ids, labels=ids, device="CPU")
     last = len(measured)
     assert estimated.grad_bytes(last) == measured.grad_bytes(last) == 4
 
 
 def test_an_error_says_what_it_would_save(ids: torch.Tensor) -> None:
-    model = wrapped(made()).measure(ids, labels=ids)
+    model = rotoff.Checkpointable(made()).measure(ids, labels=ids)
     with pytest.raises(
         rotoff.InfeasibleError, match=r'1\.10 MiB of it for gradients of outputs .* backward_from="loss"'
     ) as refused:
         model.compute_sequence(LOGITS)
-    model = wrapped(made(), backward_from="loss").measure(ids, labels=ids)
+    model = rotoff.Checkpointable(made(), backward_from="loss").measure(ids, labels=ids)
     with pytest.raises(rotoff.InfeasibleError) as fewer:
         model.compute_sequence(LOGITS)
     assert "backward_from" not in str(fewer.value)
@@ -188,10 +171,10 @@ def test_what_the_model_does_not_return_is_refused(ids: torch.Tensor) -> None:
     with pytest.raises(
         rotoff.MeasureError, match="names 'los', but the model returns 'loss', 'logits'; name one of those"
     ):
-        wrapped(made(), backward_from="los").measure(ids, labels=ids)
+        rotoff.Checkpointable(made(), backward_from="los").measure(ids, labels=ids)
     with pytest.raises(rotoff.MeasureError, match="names 7, but the model returns a tuple of 2"):
-        wrapped(made("tuple"), backward_from=7).measure(ids, labels=ids)
+        rotoff.Checkpointable(made("tuple"), backward_from=7).measure(ids, labels=ids)
     with pytest.raises(rotoff.MeasureError, match="which needs no gradient on this input; .* labels"):
-        wrapped(made(), backward_from="loss").measure(ids)
+        rotoff.Checkpointable(made(), backward_from="loss").measure(ids)
     with pytest.raises(rotoff.MeasureError, match="names 'loss', but the model returns a tensor alone"):
-        wrapped(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))
+        rotoff.Checkpointable(nn.Sequential(nn.Linear(4, 4)), backward_from="loss").measure(torch.randn(2, 4))

@@ -37,22 +37,6 @@ def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None
     wrapped.close()
 
 
-@pytest.mark.parametrize("name", ["residual", "dropping", "unet"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.grid
-def test_a_step_within_it_has_the_gradients_of_the_plain_model(name: str, mode: str) -> None:
-    model, batch = made(name)
-    again, _ = made(name)
-    wrapped = rotoff.Checkpointable(again, cache_directory=None).measure(x := batch())
-    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
-    for one in (model, wrapped):
-        torch.manual_seed(1)
-        one(x).square().mean().backward()
-    pairs = zip(model.parameters(), wrapped.parameters(), strict=True)
-    assert all(p.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs)
-    wrapped.close()
-
-
 def test_it_is_of_what_was_measured_last() -> None:
     model, _ = dropping()
     wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(64, 32))
@@ -68,13 +52,3 @@ def test_a_host_limit_that_binds_is_what_the_error_names() -> None:
     ) as caught:
         wrapped.compute_sequence(least, mode="offload", host_limit=5)
     assert caught.value.min_mem_limit == least
-
-
-def test_nothing_has_been_measured() -> None:
-    with pytest.raises(rotoff.MeasureError, match=r"nothing has been measured yet; call measure\(\*sample\)"):
-        rotoff.Checkpointable(dropping()[0]).compute_sequence("1 GiB").min_mem_limit()
-
-
-def test_an_unknown_mode() -> None:
-    with pytest.raises(rotoff.OptionError, match="mode is 'fast'; modes are 'joint', 'remat', 'offload'"):
-        rotoff.Checkpointable(dropping()[0]).min_mem_limit("fast")

@@ -38,17 +38,6 @@ def test_a_smaller_limit_is_planned_at_once() -> None:
     assert error.value.min_mem_limit == least
 
 
-def test_a_limit_that_is_too_small_leaves_the_plan_as_it_was() -> None:
-    model, batch = residual()
-    wrapped = in_room(model)
-    train(wrapped, batch, steps=1)
-    with pytest.raises(rotoff.InfeasibleError):
-        wrapped.compute_sequence(1)
-    assert wrapped.mem_limit == 2**40
-    assert wrapped.get_expected_makespan() == pytest.approx(wrapped.chain.compute_time)
-    train(wrapped, batch, steps=1)
-
-
 def test_times_are_those_of_the_step_under_autocast_and_in_training() -> None:
     """Also where the model is asked outside of autocast, and in eval mode without gradients."""
     torch.manual_seed(0)

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from allocated import peak_bytes
+from models import Residual
 from torch import nn
 
-import rotoff as library
-
-
-@pytest.fixture
-def rotoff(request: pytest.FixtureRequest) -> Any:
-    """The library, of which each `Checkpointable` that a test makes is closed in the end."""
-
-    class Closing:
-        @staticmethod
-        def Checkpointable(model: nn.Module) -> Any:
-            wrapped = library.Checkpointable(model)
-            request.addfinalizer(wrapped.close)
-            return wrapped
-
-    return Closing
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+import rotoff
 
 
 class LayerDrop(nn.Module):
@@ -41,7 +16,7 @@ class LayerDrop(nn.Module):
 
     def __init__(self, layers: int, chance: float, width: int = 64) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.layers = nn.ModuleList(Residual(width) for _ in range(layers))
         self.head = nn.Linear(width, 10)
         self.chance = chance
 
@@ -65,7 +40,7 @@ def most(model: nn.Module, x: torch.Tensor, seeds: range) -> int:
     return max(peak_bytes(lambda seed=seed: step(seed)) for seed in seeds)
 
 
-def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
+def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     plain, x = LayerDrop(12, 0.3), torch.randn(8, 64, 64)
     model = LayerDrop(12, 0.3)
@@ -101,7 +76,7 @@ class Phases(nn.Module):
         return self.last(h).sin().mean(1)
 
 
-def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture, rotoff: Any) -> None:
+def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     model, x = Phases(), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x)
@@ -117,7 +92,7 @@ def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCapture
     assert not caplog.records
 
 
-def test_courses_whose_plan_does_not_fit_as_one_keep_their_own(rotoff: Any) -> None:
+def test_courses_whose_plan_does_not_fit_as_one_keep_their_own() -> None:
     torch.manual_seed(0)
     model, x = Phases(), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x)

@@ -57,77 +57,12 @@ def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_code_for_cuda_runs_on_the_stand_in(on_standin: Run, files: list[str], settings: dict[str, str]) -> None:
     pytest_words = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-m", "cuda and not concurrent"]
     where = ["-c", str(TESTS.parent / "pyproject.toml"), *(str(TESTS / "cuda" / name) for name in files)]
-    done = on_standin(*pytest_words, *where, timeout=900, **settings)
+    done = on_standin(*pytest_words, *where, timeout=3600, **settings)
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
-
-
-STRADDLING = """
-import mmap
-import pytest
-import torch
-
-pages = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
-assert not torch.cuda.is_initialized()
-data = torch.ones(1 << 20, dtype=torch.uint8, device="cuda")
-assert torch.cuda.is_initialized()
-half, cudart = 1 << 19, torch.cuda.cudart()
-assert not cudart.cudaHostRegister(pages.data_ptr(), half, 0)
-assert not cudart.cudaHostRegister(pages.data_ptr() + half, half, 0)
-pages[:half].copy_(data[:half], non_blocking=True)
-torch.cuda.synchronize()
-assert pages[:half].all()
-with pytest.raises(RuntimeError, match="invalid argument"):
-    pages.copy_(data, non_blocking=True)
-"""
-
-
-def test_a_copy_that_leaves_its_registration_is_refused(on_standin: Run) -> None:
-    on_standin(STRADDLING)
 
 
 def test_training_where_the_driver_registers_no_memory(on_standin: Run) -> None:
     on_standin(SECOND, STANDIN_DEVICE="1", STANDIN_REGISTERS="no", STANDIN_SEED="1")
-
-
-ATTENTION = """
-import torch
-from torch import nn
-import rotoff
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(16, 48)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
-        return x + mixed.transpose(1, 2).reshape(2, 8, 16)
-
-def gradients(run):
-    torch.manual_seed(3)
-    for p in model.parameters():
-        p.grad = None
-    run(x).square().mean().backward()
-    return [p.grad.cpu() for p in model.parameters()]
-
-torch.manual_seed(0)
-model = nn.Sequential(*[Attention() for _ in range(6)]).cuda()
-x = torch.randn(2, 8, 16, device="cuda")
-expected = gradients(model)
-planned = rotoff.Checkpointable(model, cache_directory=None).measure(x)
-for mode in ("joint", "remat", "offload"):
-    for least in (True, False):
-        limit = planned.min_mem_limit(mode) if least else planned.keep_all_memory * 3 // 4
-        planned.compute_sequence(max(limit, planned.min_mem_limit(mode)), mode=mode)
-        for _ in range(2):
-            assert all(map(torch.equal, gradients(planned), expected)), (mode, least)
-planned.close()
-"""
-
-
-def test_an_operation_that_saves_a_number_on_the_host(on_standin: Run) -> None:
-    on_standin(ATTENTION)
 
 
 def test_the_doctor_finds_nothing_failed(on_standin: Run, tmp_path: Path) -> None:

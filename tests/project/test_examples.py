@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -45,15 +44,6 @@ def run(example: Path, *arguments: str | Path) -> subprocess.CompletedProcess[st
 def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
     code = (EXAMPLES / "quickstart.py").read_text(encoding="utf-8").split('"""', 2)[2].strip()
     assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_quickstart() -> None:
-    """The very code is run among the README's, too (test_docs)."""
-    result = run(EXAMPLES / "quickstart.py")
-    assert (result.returncode, result.stderr) == (0, "")
-    losses = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("loss")]
-    assert len(losses) == 3 and losses[-1] < losses[0]
 
 
 @pytest.mark.slow
@@ -111,7 +101,7 @@ def test_beyond_ram_trains_where_plain_pytorch_fails() -> None:
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     path = tmp_path_factory.mktemp("compare") / "new folder" / "rows.json"
-    result = run(EXAMPLES / "compare_modes.py", "--quick", "--device", "cpu", "--limits", "70,50,5", "--json", path)
+    result = run(EXAMPLES / "compare_modes.py", "--quick", "--device", "cpu", "--limits", "70,5", "--json", path)
     assert result.returncode == 0, result.stderr
     return result, json.loads(path.read_text(encoding="utf-8"))
 
@@ -119,7 +109,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
 def test_compare_modes_tells_what_is_true(quick: Any) -> None:
     result, data = quick
     rows = {(row["limit"], row["mode"]): row for row in data["rows"]}
-    limited = [(limit, mode) for limit in ("70 %", "50 %", "5 %") for mode in ("offload", "remat", "joint")]
+    limited = [(limit, mode) for limit in ("70 %", "5 %") for mode in ("offload", "remat", "joint")]
     assert [*rows] == [("none", "plain"), ("100 %", "keep-all"), *limited]
     ran = [row for row in data["rows"] if row["loss"] is not None]
     assert len({row["loss"] for row in ran}) == 1 and {row["grad_difference"] for row in ran} == {0.0}
@@ -133,27 +123,6 @@ def test_compare_modes_tells_what_is_true(quick: Any) -> None:
         assert row["measured_time"] is None
         assert "does not fit; the smallest limit that works is" in row["note"] and row["note"] in result.stdout
     assert len([line for line in result.stdout.splitlines() if "%" in line]) == len(rows) - 1
-    assert result.stderr.splitlines()[0] == "[1/11] measuring the model"
-    assert len(result.stderr.splitlines()) == 11 and "\r" not in result.stdout + result.stderr
+    assert result.stderr.splitlines()[0] == "[1/8] measuring the model"
+    assert len(result.stderr.splitlines()) == 8 and "\r" not in result.stdout + result.stderr
     assert set(data["machine"]) == {"device", "cores", "threads", "python", "torch", "rotoff"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["--limits", "most"], "--limits most: give percentages"),
-        (["--limits", "0"], "percentages are above 0"),
-        (["--limits", "120"], "at most 100"),
-        (["--steps", "0"], "--steps must be at least 1"),
-        (["--width", "250"], "--width 250 is not a multiple of --heads 4"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = str(EXAMPLES / "compare_modes.py")
-    monkeypatch.setattr(sys, "argv", [path, *arguments])
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(path, run_name="__main__")
-    assert left.value.code == 2
-    assert sentence in capsys.readouterr().err

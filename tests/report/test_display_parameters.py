@@ -11,7 +11,6 @@ import pytest
 import rotoff
 from rotoff import Chain, ParameterGroup, Sequence, Stage, render, simulate
 from rotoff.cli import main
-from rotoff.core.sequence import parse_value
 from rotoff.report.summary import fates, group_fates, in_words
 
 GROUP = ParameterGroup((1,), 40, 40, 80, 3, 5, 7)
@@ -87,18 +86,6 @@ def test_what_runs_into_the_next_step_is_shown_at_its_start() -> None:
         assert all(0 <= start <= end <= trace.makespan * (1 + 1e-9) for _, start, end in found)
         length = sum(event.end - event.start for event in trace.events if event.lane == lane)
         assert sum(end - start for _, start, end in found) == pytest.approx(length)
-
-
-def test_bytes_of_parameters_are_a_part_of_those_held() -> None:
-    trace = simulate(CHAIN, PLAN)
-    shown = {str(event.op): event for event in trace.events}
-    assert (
-        shown["F_all 1"].parameter_memory
-        == sum({"w": 40, "o": 80}[parse_value(text).of] for text in PLAN.resident) + 30
-    )
-    assert shown["F_all 1"].memory - shown["F_all 1"].parameter_memory == 100
-    assert shown["U 1"].parameter_memory == shown["B 1"].parameter_memory + 40, "w 2 arrives"
-    assert all(event.parameter_memory <= event.memory for event in trace.events)
 
 
 def test_the_timeline_has_a_lane_for_the_host() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,8 +11,6 @@ import rotoff
 from rotoff.errors import OptionError
 
 pytest.importorskip("matplotlib")
-
-from matplotlib.colors import to_rgb
 
 from rotoff import plot
 from rotoff.plot import style
@@ -32,29 +29,6 @@ MOVING = rotoff.Sequence.from_text(
 RECOMPUTING = rotoff.Sequence.from_text("F_ck 1\nF_all 2\nF_all 3\nB 3\nB 2\nF_all 1\nB 1")
 
 
-def lightness(colour: str) -> float:
-    """CIE L* of an sRGB colour, 0 to 100."""
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in to_rgb(colour)]
-    y = sum(weight * v for weight, v in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return 116 * y ** (1 / 3) - 16 if y > 0.008856 else 903.3 * y
-
-
-def test_what_stands_side_by_side_differs_in_lightness_or_is_hatched() -> None:
-    for one, other in combinations((style.FORWARD, style.RECOMPUTE, style.BACKWARD, style.IDLE), 2):
-        assert abs(lightness(one.colour) - lightness(other.colour)) >= 15, (one, other)
-    assert abs(lightness(style.OUTWARD.colour) - lightness(style.INWARD.colour)) >= 15
-    for one, other in ((style.OUTWARD, style.PARAMETERS_OUT), (style.INWARD, style.PARAMETERS_IN)):
-        assert abs(lightness(one.colour) - lightness(other.colour)) >= 15
-    assert abs(lightness(style.HELD) - lightness(style.PARAMETERS_HELD)) >= 15
-    hatches = {style.RECOMPUTE.hatch, style.IDLE.hatch, style.UPDATE.hatch}
-    assert "" not in hatches
-    assert len(hatches) == 3
-
-
-def test_series_differ_in_marker_so_that_colour_is_not_needed() -> None:
-    assert len({marker for _, marker, _ in style.SERIES}) == len(style.SERIES)
-
-
 def test_the_compute_lane_is_every_operation_and_the_idle_time_between() -> None:
     trace = rotoff.simulate(CHAIN, MOVING)
     found = boxes(trace, "compute")
@@ -66,12 +40,6 @@ def test_the_compute_lane_is_every_operation_and_the_idle_time_between() -> None
     assert [(b.start, b.end) for b in boxes(trace, "h2d")] == [
         (e.start, e.end) for e in trace.events if e.lane == "h2d"
     ]
-
-
-def test_forwards_run_again_are_marked() -> None:
-    found = boxes(rotoff.simulate(CHAIN, RECOMPUTING), "compute")
-    assert [box.label for box in found if box.look is style.RECOMPUTE] == ["1"]
-    assert [box.label for box in found if box.look is style.BACKWARD] == ["3", "2", "1"]
 
 
 def test_the_curve_reaches_the_peak_and_no_more() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rotoff
-from rotoff.report.summary import fates, in_words, ranges
+from rotoff.report.summary import fates
 from rotoff.report.terminal import has_colour
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
@@ -27,21 +27,6 @@ MOVING = rotoff.Sequence.from_text(
     mode="joint",
     mem_limit=2000,
 )
-
-
-def test_fates() -> None:
-    assert fates(MOVING) == {1: "moved", 2: "recomputed", 3: "kept"}
-    assert in_words(MOVING) == "stages 1 moved, 2 recomputed"
-    assert in_words(rotoff.keep_all(chain(2))) == "everything is kept"
-    smaller = rotoff.Sequence.from_text("F_sel 1 2\nB 1")
-    assert fates(smaller) == {1: "reduced"}
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [([], "none"), ([3], "3"), ([1, 2, 3, 7, 9, 10], "1-3, 7, 9-10"), ([5, 4, 5], "4-5")]
-)
-def test_ranges(numbers: list[int], text: str) -> None:
-    assert ranges(numbers) == text
 
 
 @pytest.mark.parametrize(("stages", "width"), [(3, 40), (50, 80), (50, 120), (300, 100)])
@@ -105,13 +90,6 @@ def test_colour_is_the_terminals_and_the_users_choice(monkeypatch: pytest.Monkey
     assert not has_colour(Terminal())
 
 
-def test_a_trace_is_one_readable_line() -> None:
-    text = str(rotoff.simulate(chain(3), MOVING))
-    assert text.startswith("step ")
-    assert "1 s recomputed" in text
-    assert "\n" not in text
-
-
 def test_a_trace_file_holds_every_operation_that_takes_time() -> None:
     c = chain(3)
     trace = rotoff.simulate(c, MOVING)
@@ -150,9 +128,3 @@ def test_a_measured_step_is_shown_in_place_of_the_predicted_one() -> None:
     assert predicted.splitlines()[0] != shown.splitlines()[0]
     assert f"{measured(c).makespan:g} s" in " ".join(shown.split())
     assert f"{measured(c).makespan:g} s" not in " ".join(predicted.split())
-
-
-def test_what_is_no_sequence_is_refused_as_the_machine_does() -> None:
-    for wrong, sentence in ((None, "the sequence is None; give a"), ("F_all 1", "make one with rotoff.parse")):
-        with pytest.raises(rotoff.InvalidSequenceError, match=sentence):
-            rotoff.render(chain(3), wrong)

@@ -27,21 +27,6 @@ class Picks(nn.Module):
         return self.after(h.masked_scatter(picked[:, None], self.wide(h[picked])))
 
 
-def test_data_that_needs_more_than_was_measured_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    torch.manual_seed(0)
-    model, x = Picks(), torch.randn(64, 8)
-    twin = copy.deepcopy(model)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, 1.0)
-    limit = (run.min_mem_limit("joint") + run.keep_all_memory) // 2
-    run.compute_sequence(limit)
-    for least, told in ((1.0, 0), (-9.0, 1), (-9.0, 1), (-9.0, 1), (-9.0, 1)):
-        for one in (twin, run):
-            one(x, least).square().sum().backward()
-        assert sum("made other operations than the planned ones" in line for line in caplog.messages) == told
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    run.close()
-
-
 class PicksOften(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +38,12 @@ class PicksOften(nn.Module):
         return x.sum()
 
 
-@pytest.mark.parametrize("mode", ["offload", "joint"])
-def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device(mode: str) -> None:
+def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device() -> None:
     torch.manual_seed(0)
     model, x = PicksOften(), torch.randn(256, 8)
     run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
-    limit = run.min_mem_limit(mode)
-    run.compute_sequence(limit, mode=mode, refine=False)
+    limit = run.min_mem_limit("offload")
+    run.compute_sequence(limit, mode="offload", refine=False)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     run(x, torch.tensor(-0.1)).backward()

@@ -20,7 +20,6 @@ from recording_link import Lane, RecordingLink
 
 import rotoff
 from rotoff.runtime.links import host_file
-from rotoff.runtime.links import pinned as host_memory
 from rotoff.runtime.links import pool as link_pool
 from rotoff.runtime.links.bandwidth import measure_bandwidth
 from rotoff.runtime.links.file import FileLink
@@ -52,14 +51,23 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("rotoff")]
 
 
-def descriptors() -> list[str]:
-    found = []
+def descriptors() -> set[int]:
+    """Of files without a name."""
+    found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
+            found |= {int(name)} if "deleted" in os.readlink(f"/proc/self/fd/{name}") else set()
         except OSError:  # the listing's own
             continue
-    return [path for path in found if "deleted" in path]
+    return found
+
+
+def reserved(link: FileLink, nbytes: int) -> int:
+    """The descriptor of the file that `link` makes to hold so many bytes."""
+    before = descriptors()
+    link.reserve(nbytes)
+    (made,) = descriptors() - before
+    return made
 
 
 class TestEveryLink:
@@ -169,8 +177,7 @@ class TestFileLink:
 
     def test_the_file_is_private_and_has_no_name(self, file_link: FileLink):
         before = set(os.listdir(file_link.directory))
-        file_link.reserve(4096)
-        status = os.fstat(file_link._live_worker().file._descriptor)
+        status = os.fstat(reserved(file_link, 4096))
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_nlink == 0
         assert status.st_size == 4096
@@ -225,10 +232,10 @@ class TestFileLink:
         file_link.wait(file_link.copy_out([some_bytes(8)], 0))
 
     def test_a_truncated_file_is_an_error_not_a_hang(self, file_link: FileLink):
-        file_link.reserve(1000)
+        file = reserved(file_link, 1000)
         written = file_link.copy_out([some_bytes(1000)], 0)
         file_link.wait(written)
-        os.ftruncate(file_link._live_worker().file._descriptor, 500)
+        os.ftruncate(file, 500)
         with pytest.raises(rotoff.ExecutionError, match="reading 1000 bytes .*the file ends before"):
             file_link.wait(file_link.copy_in([file_link.allocate(1000)], 0, written))
 
@@ -236,7 +243,7 @@ class TestFileLink:
     def test_a_disk_without_room_shows_in_reserve(
         self, file_link: FileLink, said_by: str, monkeypatch: pytest.MonkeyPatch
     ):
-        file_link.reserve(1000)
+        file = reserved(file_link, 1000)
         if said_by == "fallocate":  # others may take the room after it was looked up
 
             def full(descriptor: int, offset: int, nbytes: int) -> None:
@@ -252,15 +259,15 @@ class TestFileLink:
         ):
             file_link.reserve(too_much)
         assert file_link.capacity == 1000
-        assert os.fstat(file_link._live_worker().file._descriptor).st_size == 1000
+        assert os.fstat(file).st_size == 1000
         file_link.wait(file_link.copy_out([some_bytes(1000)], 0))
 
     def test_an_interrupt_gets_through_a_wait(self):
         code = """
             import os, signal, sys, threading, torch
             sys.path.append(SUPPORT)
-            from recording_link import RecordingFileLink
-            link = RecordingFileLink(delay=600)
+            from recording_link import LateFileLink
+            link = LateFileLink(delay=600)
             link.reserve(8)
             ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
             try:
@@ -391,61 +398,6 @@ class TestDirectory:
         assert [filesystem_of(place) for place in places] == ["ext4", "tmpfs", "tmpfs", "ext4", "xfs", "ext4"]
         monkeypatch.setattr(host_file, "_MOUNTS", tmp_path / "missing")
         assert filesystem_of("/") == ""
-
-
-class TestHostMemory:
-    def test_available_memory_is_the_tightest_of_what_the_system_says(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(host_memory, "_meminfo", lambda: 1000)
-        monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([None, 300]))
-        assert host_memory.available_bytes() == 285  # a twentieth is left to others
-        monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([-5]))
-        assert host_memory.available_bytes() == 0
-        monkeypatch.setattr(host_memory, "_meminfo", lambda: None)
-        monkeypatch.setattr(host_memory, "_cgroup_room", lambda: iter([]))
-        assert host_memory.available_bytes() is None
-
-    def test_the_environment_may_know_better(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(host_memory, "_meminfo", lambda: 1000)
-        monkeypatch.setenv("ROTOFF_HOST_MEMORY", "2 MiB")
-        assert host_memory.available_bytes() == 2 << 20
-        monkeypatch.setenv("ROTOFF_HOST_MEMORY", "much")
-        with pytest.raises(rotoff.LimitError, match="ROTOFF_HOST_MEMORY is 'much'"):
-            host_memory.available_bytes()
-
-    @pytest.mark.parametrize(
-        ("groups", "files"),
-        [
-            ("0::/job/step\n", {"memory.max": "max", "job/memory.max": "9000", "job/step/memory.max": "max"}),
-            ("5:cpu:/other\n4:memory,x:/job\n0::/\n", {"memory/job/memory.limit_in_bytes": "9000"}),
-            (
-                "4:memory:/docker/1\n",
-                {"memory/memory.limit_in_bytes": "9000"},
-            ),  # the container sees its own as the root
-            ("0::/../../job\n", {"memory.max": "9000"}),
-        ],
-    )
-    def test_a_job_has_what_its_own_group_leaves_it(
-        self, groups: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ):
-        monkeypatch.delenv("ROTOFF_HOST_MEMORY", raising=False)
-        monkeypatch.setattr(host_memory, "CGROUPS", tmp_path / "groups")
-        monkeypatch.setattr(host_memory, "CGROUP_ROOT", tmp_path / "fs")
-        (tmp_path / "groups").write_text(groups)
-        for name, content in files.items():
-            file = tmp_path / "fs" / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(content)
-            for used in ("memory.current", "memory.usage_in_bytes"):
-                (file.parent / used).write_text("2000")
-            (file.parent / "memory.stat").write_text("inactive_file 500\nactive_file 100\nanon 7\n")
-        assert host_memory.available_bytes() == int(0.95 * (9000 - 2000 + 600))
-
-    def test_more_than_there_is_is_refused_before_the_kernel_kills(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(host_memory, "available_bytes", lambda: 10_000)
-        with pytest.raises(
-            rotoff.ExecutionError, match="20000 bytes of pinned host memory are needed and 10000 are available"
-        ):
-            host_memory.PinnedSegment(20_000, torch.device("cuda", 0))
 
 
 def run_python(code: str, **environment: str) -> str:

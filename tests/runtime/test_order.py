@@ -1,9 +1,9 @@
-"""The happens-before checker, and by it the order that both links keep: every wait and event of theirs is needed."""
+"""The happens-before checker, and by it the order that the stream link keeps: every wait and event of it is needed. The
+file link, whose one thread keeps its order, is judged by the bytes."""
 
 from __future__ import annotations
 
 import gc
-import re
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from order_checker import HOST, Recording, Span, check
-from recording_link import Lane, RecordingFileLink, RecordingLink, RecordingStreams
+from recording_link import Lane, LateFileLink, RecordingLink, RecordingStreams
 from thoroughness import examples
 from transfer_programs import TransferProgram, storages
 
@@ -31,29 +31,6 @@ def two_lanes() -> tuple[Recording, int]:
 
 
 class TestChecker:
-    def test_an_event_recorded_too_early_does_not(self):
-        recording, buffer = two_lanes()
-        early = recording.record("compute")
-        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
-        recording.wait("copy", early)
-        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
-        (found,) = check(recording)
-        assert found.startswith(
-            "copy 0 on lane copy reads bytes 0 to 8 of the buffer without waiting for make on lane compute"
-        )
-
-    def test_a_write_forgets_reads_only_where_it_comes_after_them(self):
-        recording, buffer = two_lanes()
-        recording.access("copy", "copy 0", [Span(buffer, 0, 8)], [])
-        recording.access("compute", "make", [], [Span(buffer, 0, 8)])
-        recording.wait("other", recording.record("compute"))
-        recording.access("other", "copy 1", [], [Span(buffer, 0, 8)])
-        found = check(recording)
-        assert [re.findall(r"^(.*?) on lane .*waiting for (.*?) on", text)[0] for text in found] == [
-            ("make", "copy 0"),
-            ("copy 1", "copy 0"),
-        ]
-
     def test_memory_is_given_back_after_all_that_touches_it_and_never_touched_again(self):
         recording, buffer = two_lanes()
         recording.allocate("compute", buffer, 8)
@@ -79,14 +56,6 @@ class TestChecker:
             "copy 0 on lane copy writes the buffer without waiting for lane compute, which took it from its allocator",
             "use on lane compute reads bytes 2 to 6 of the buffer, not all of which were written before",
         ]
-
-    def test_what_is_issued_after_the_host_waited_comes_after_what_it_waited_for(self):
-        recording, buffer = two_lanes()
-        recording.access("copy", "copy 0", [], [Span(buffer, 0, 8)])
-        recording.finish("copy")
-        recording.access("compute", "use", [Span(buffer, 0, 8)], [])
-        recording.release(HOST, "close", buffer)
-        assert [text.split(" gives")[0] for text in check(recording)] == ["close"]  # compute itself was not waited for
 
     def test_a_storage_at_the_address_of_a_dead_one_is_another_buffer(self):
         recording = Recording()
@@ -178,37 +147,6 @@ class TestStreamLink:
             reads += len(program.seen)
         assert reads > 1000
 
-    def test_a_wait_left_out_is_found_and_no_wrong_byte_goes_unexplained(self):
-        left_out, found, wrong = 0, 0, 0
-        for seed in range(6):
-            link = RecordingLink()
-            whole = TransferProgram(link, seed, without=-1)
-            whole.run(60)
-            assert link.check() == []
-            for number in range(whole.waits):
-                link = RecordingLink()
-                bad = TransferProgram(link, seed, without=number).run(60)
-                races = link.check()
-                assert races or not bad, (
-                    f"program {seed} without its wait {number} reads wrong bytes, and no race is found"
-                )
-                left_out, found, wrong = left_out + 1, found + bool(races), wrong + bool(bad)
-        assert left_out > 50
-        assert found > 0.7 * left_out  # the others are implied by a wait for a later copy in the same direction
-        assert wrong > 0.3 * left_out
-
-    def test_a_ticket_that_dies_unawaited_holds_compute_first(self):
-        link = RecordingLink()
-        link.reserve(8)
-        data = torch.arange(8, dtype=torch.uint8)
-        link.access("make", [], storages([data]))
-        written = link.copy_out([data], 0)
-        target = link.allocate(8)
-        read = link.copy_in([target], 0, written)
-        del written, read
-        link.release("give up", storages([data, target]))
-        assert link.check() == []
-
     def test_a_copy_that_fails_half_way_leaves_nothing_in_flight(self, monkeypatch: pytest.MonkeyPatch):
         link = RecordingLink()
         link.reserve(16)
@@ -228,17 +166,6 @@ class TestStreamLink:
         assert link.check() == []
         monkeypatch.undo()
         link.wait(link.copy_out([torch.ones(8, dtype=torch.uint8)], 0))  # and the link still works
-
-    def test_a_link_that_is_dropped_unclosed_waits_for_its_copies_before_it_unlocks_memory(self):
-        link = RecordingLink()
-        log = link.log
-        link.reserve(8)
-        ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
-        del link
-        gc.collect()
-        assert ticket is not None
-        assert any(getattr(entry, "what", "") == "close" for entry in log.entries)
-        assert check(log) == []
 
 
 class MutantStreams(RecordingStreams):
@@ -304,36 +231,17 @@ def test_every_single_record_wait_and_finish_of_the_stream_link_is_needed():
 
 class TestFileLink:
     @pytest.mark.parametrize("delay", [0.0, 0.001])
-    def test_random_programs_race_nowhere_and_see_the_right_bytes(self, delay: float):
+    def test_random_programs_see_the_right_bytes(self, delay: float):
         for seed in range(10):
-            link = RecordingFileLink(delay=delay)
+            link = LateFileLink(delay)
             program = TransferProgram(link, seed)
             assert program.run(STEPS) == []
             link.close()
-            assert link.check() == []
             assert len(program.seen) > 10
 
-    def test_a_wait_left_out_is_found_and_no_wrong_byte_goes_unexplained(self):
-        link = RecordingFileLink()
-        whole = TransferProgram(link, 1, without=-1)
-        whole.run(60)
-        link.close()
-        assert link.check() == []
-        found = wrong = 0
-        for number in range(whole.waits):
-            link = RecordingFileLink(delay=0.005)
-            bad = TransferProgram(link, 1, without=number).run(60)
-            link.close()
-            races = link.check()
-            assert races or not bad, f"without its wait {number} it reads wrong bytes, and no race is found"
-            found, wrong = found + bool(races), wrong + bool(bad)
-        assert found >= 5
-        assert wrong > 0  # late copies are seen in the numbers too
-
     def test_closing_ends_all_copies_before_the_file_goes(self):
-        link = RecordingFileLink(delay=0.01)
+        link = LateFileLink(0.01)
         link.reserve(8)
         ticket = link.copy_out([torch.ones(8, dtype=torch.uint8)], 0)
         link.close()
-        assert ticket.copy.failure is None
-        assert link.check() == []
+        assert ticket.failure is None

@@ -8,20 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 from models import fresh, same
-from planned_steps import smallest, with_sequence
+from planned_steps import run_twice, smallest, with_sequence
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from trunks import LENGTH, WIDTH, Trunk
 
 import rotoff
-
-
-def run_twice(L: int) -> rotoff.Sequence:
-    """Every stage but the last runs again right before its backward."""
-    text = [f"F_ck {i}" for i in range(1, L)] + [f"F_all {L}", f"B {L}"]
-    for i in range(L - 1, 0, -1):
-        text += [f"F_all {i}", f"B {i}"]
-    return rotoff.Sequence.from_text(text)
 
 
 @pytest.mark.parametrize("forward_casts", [True, False])

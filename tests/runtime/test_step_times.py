@@ -60,11 +60,14 @@ def test_a_recorded_stage_takes_as_long_as_it_took() -> None:
 
     model = rotoff.Checkpointable(nn.Sequential(nn.Linear(8, 8), Slow(8, 8), nn.Linear(8, 8)))
     model.measure(x := torch.randn(4, 8)).compute_pytorch_sequence()
-    with model.record_step() as recorded:
-        model(x).sum().backward()
-    forwards = {e.op.stage: e.end - e.start for e in recorded.trace.events if e.op.kind is OpKind.F_ALL}
-    assert forwards[2] >= 0.05
-    assert forwards[1] < 0.05
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(5):
+        with model.record_step() as recorded:
+            model(x).sum().backward()
+        for event in recorded.trace.events:
+            if event.op.kind is OpKind.F_ALL and event.op.stage in seconds:
+                seconds[event.op.stage].append(event.end - event.start)
+    assert min(seconds[1]) < 0.05 <= min(seconds[2])
 
 
 def test_recording_changes_no_gradient_and_ends_with_its_block() -> None:

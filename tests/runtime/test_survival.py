@@ -104,14 +104,14 @@ def failing_step(wrapped: nn.Module, batch: Batch, message: str) -> None:
     assert message in said
 
 
-def moving(name: str = "residual", moves: int = 3) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
-    """A model with a sequence that fetches at least `moves` values from the host, and recomputes."""
+def moving(name: str = "residual", forms: bool = False) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
+    """A model with a sequence that fetches three values from the host, recomputes, and has smaller forms if asked to."""
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch())
     for seed in range(1000):
-        sequence = random_sequence(wrapped.chain, seed, wildness=0.75)
+        sequence = random_sequence(wrapped.chain, seed, wildness=0.75, forms=forms)
         kinds = [op.kind.value for op in sequence]
-        if kinds.count("prefetch") >= moves and len(kinds) > 30 and "drop" in kinds:
+        if kinds.count("prefetch") >= 3 and len(kinds) > 30 and {"drop", "F_sel" if forms else "drop"} <= {*kinds}:
             return with_sequence(wrapped, sequence), batch, sequence
     raise AssertionError("no such sequence")
 
@@ -159,7 +159,7 @@ def nothing_is_watched() -> bool:
 
 
 def fail_at_every_call(
-    wrapped: rotoff.Checkpointable, batch: Batch, sequence: rotoff.Sequence, kind: str, first: int = 1, every: int = 1
+    wrapped: rotoff.Checkpointable, batch: Batch, sequence: rotoff.Sequence, kind: str, first: int, every: int
 ) -> int:
     """Let operation or call of a link `first` fail in a step, then the one `every` later, to the last; after each one
     nothing is left and the next step is right. Returns how many there are in a step."""
@@ -183,56 +183,14 @@ def fail_at_every_call(
     return calls
 
 
-@pytest.mark.parametrize("every", [len(ERRORS), pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [2 * len(ERRORS), pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ERRORS)
 def test_an_error_at_every_call_of_stages_and_links(kind: str, every: int, faults: Faults) -> None:
-    """Calls in forwards and replays, copies out and in, waits, allocations: each fails once, in one way or another;
-    slowly, in all of them."""
-    wrapped, batch, sequence = moving()
+    """Calls in forwards and replays, copies out and in, waits, allocations, with smaller forms: every second one fails,
+    in one way or another; slowly, each in all of them."""
+    wrapped, batch, sequence = moving(forms=True)
     first = 1 + [*ERRORS].index(kind) % every
     assert fail_at_every_call(wrapped, batch, sequence, kind, first, every) > 40
-
-
-def with_moved_forms(name: str = "residual") -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
-    """Every stage in a smaller form, where it has one; of two of them, all that it stores leaves for the host and comes
-    back."""
-    model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    L = len(wrapped.chain)
-    text = []
-    for i in range(1, L + 1):
-        text.append(f"F_sel {i} 1" if wrapped.chain.stage(i).forms else f"F_all {i}")
-        if i in (3, 4):
-            text += [f"offload abar {i - 1}", f"free abar {i - 1}"]
-    for i in range(L, 0, -1):
-        if i in (5, 4):
-            text.append(f"prefetch abar {i - 2}")
-        if i in (4, 3):
-            text.append(f"wait abar {i - 1}")  # the input of stage i
-        text.append(f"B {i}")
-    sequence = rotoff.Sequence.from_text(text)
-    assert all(f"F_sel {i} " in "\n".join(text) for i in (2, 3))
-    return with_sequence(wrapped, sequence), batch, sequence
-
-
-@pytest.mark.parametrize(("kind", "first"), [("memory", 1), ("interrupt", 2)])
-@pytest.mark.grid
-def test_an_error_at_every_call_with_moved_forms(kind: str, first: int, faults: Faults) -> None:
-    wrapped, batch, sequence = with_moved_forms()
-    assert fail_at_every_call(wrapped, batch, sequence, kind, first, every=2) > 40
-
-
-def test_an_interrupt_in_a_users_hook_during_backward() -> None:
-    wrapped, batch, _ = moving()
-    expected = plain("residual", steps=1)
-    faults = Faults()
-    hooks = [p.register_hook(faults.event) for p in wrapped.parameters()]
-    with nothing_left(wrapped):
-        for n in range(1, len(hooks) + 1, 3):
-            afresh(wrapped, "residual")
-            faults.arm(n, KeyboardInterrupt)
-            assert left_bytes(lambda: failing_step(wrapped, batch, "KeyboardInterrupt")) <= 0
-            assert same(train(wrapped, batch, steps=1), expected)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
@@ -267,17 +225,6 @@ def test_a_disk_that_fails(call: str, number: int, monkeypatch: pytest.MonkeyPat
     assert seen >= calls // 2
 
 
-def test_a_disk_without_room_for_the_slab(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped, batch, _ = moving()
-    with nothing_left(wrapped):
-        with monkeypatch.context() as patch:
-            patch.setattr(host_file, "_free_bytes", lambda _: 10)
-            afresh(wrapped, "residual")
-            assert left_bytes(lambda: failing_step(wrapped, batch, "10 bytes are free there")) <= 0
-        afresh(wrapped, "residual")
-        assert same(train(wrapped, batch, steps=1), plain("residual", steps=1))
-
-
 def test_a_backward_after_an_error_gives_the_bits_of_the_plain_model(faults: Faults) -> None:
     """What the plan had moved is made again on demand."""
     wrapped, batch, _ = moving()
@@ -301,7 +248,7 @@ class Retrying(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -377,10 +324,10 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
 
 
 def in_child(run: Callable[[], Any]) -> Any:
-    """What `run` returns in a forked child (JSON), or the error there; its hanging ends the child after a minute."""
+    """What `run` returns in a forked child (JSON), or the error there; its hanging ends the child after five minutes."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        signal.alarm(60)
+        signal.alarm(300)
         try:
             said = run()
         except BaseException as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import busy, chains
+from oracles.chains import chains
 from oracles.exhaustive import Search
 
 from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
@@ -13,14 +13,6 @@ from rotoff.solver import keep_all
 from rotoff.solver.bounds import largest_operation
 
 pytestmark = pytest.mark.full_search
-
-
-@given(chains().flatmap(busy), st.sampled_from([0.0, 0.1, 0.4, 0.8]))
-def test_no_sequence_beats_the_bound(chain: Chain, share: float) -> None:
-    least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
-    limit = max(1, round(least + share * max(0, peak - least)))
-    bound = lower_bound(chain, limit)
-    assert bound <= simulate(chain, solve(chain, limit, refine=0.01), limit).makespan * (1 + 1e-9)
 
 
 @given(chains())

@@ -74,19 +74,6 @@ def test_updates_on_a_slow_host_that_nobody_waits_for() -> None:
     assert kernel.judge(plan)[0] == pytest.approx(simulate(chain, to_sequence(kernel, plan)).makespan, rel=1e-12)
 
 
-@given(chains(most=5).flatmap(groups).filter(lambda chain: chain.parameters), st.integers(0, 10**9))
-@examples(40)
-def test_a_plan_whose_parameters_stay_moves_none(chain: Chain, seed: int) -> None:
-    genes = at_home(chain)
-    plan = random_plan(chain, random.Random(seed))
-    plan[-genes.size :] = genes.ravel()
-    sequence = to_sequence(placer(chain, 2**50, VISITS, "during"), plan)
-    assert not any(op.of for op in sequence)
-    there = [f"w {k}" for k, group in enumerate(chain.parameters, 1) if group.bytes]
-    there += [f"o {k}" for k, group in enumerate(chain.parameters, 1) if group.state_bytes]
-    assert sorted(sequence.resident) == sorted(there)
-
-
 def test_what_is_updated_at_once_stays_until_then_in_parts_too() -> None:
     parts = (ParameterGroup((1,), 30, 30, 60, 0.5),) * 2
     chain = Chain((Stage("", 1.0, 2.0, 10, 20),) * 2, 5.0, 5.0, 10, parameters=parts)

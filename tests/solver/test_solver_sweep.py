@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,12 +81,6 @@ def test_joint_is_never_slower_than_the_pure_modes() -> None:
 def test_a_lone_limit_or_mode_is_one() -> None:
     assert [row.limit for row in sweep(CHAIN, "100 B", "remat", refine=False)] == [100]
     assert [row.mode for row in sweep(CHAIN, 200, ("remat",), refine=False, policies="vdnn")] == ["remat", "vdnn"]
-
-
-@pytest.mark.parametrize("slots", [-1, 0, True, 1.5, "50"])
-def test_slots_of_a_sweep_are_checked(slots: Any) -> None:
-    with pytest.raises(OptionError, match="mem_slots is"):
-        sweep(CHAIN, [300], mem_slots=slots)
 
 
 def test_a_host_limit_beyond_64_bits_is_no_limit() -> None:

@@ -18,6 +18,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+PATIENCE = 30.0  # seconds, so that no test depends on what else the machine does
+
 
 def peak_bytes(run: Callable[[], object], before: Callable[[], object] = bool) -> int:
     """The most bytes that the CPU allocator held during `run`, above the start. before: is called first; what it makes
@@ -62,22 +64,22 @@ def live_bytes() -> int:
 
 
 def settled_bytes(before: int) -> int:
-    """`live_bytes`, once they are at most `before` or a second has passed: a copy that still runs in a link's thread
-    holds what it reads."""
-    end = time.monotonic() + 1
+    """`live_bytes`, once they are at most `before`: a copy that still runs in a link's thread holds what it reads. After
+    `PATIENCE` seconds, whatever they are."""
+    end = time.monotonic() + PATIENCE
     while (now := live_bytes()) > before and time.monotonic() < end:
         time.sleep(0.001)
     return now
 
 
 def left_bytes(run: Callable[[], object]) -> int:
-    """Bytes of storages that operations of `run` made and that are still there a second after it, but for gradients of
-    parameters: a copy that still runs in a link's thread keeps its own."""
+    """Bytes of storages that operations of `run` made and that are still there `PATIENCE` seconds after it, but for
+    gradients of parameters: a copy that still runs in a link's thread keeps its own."""
     with _Made() as made:
         run()
         torch.ones((), requires_grad=True).backward()  # autograd's queue keeps what a failed backward left in it
         gc.collect()
-    end = time.monotonic() + 1
+    end = time.monotonic() + PATIENCE
     while (left := made.alive_but_gradients()) and time.monotonic() < end:
         time.sleep(0.001)
     return left

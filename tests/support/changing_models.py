@@ -52,8 +52,7 @@ row(
 )(Sizes)
 
 
-@row("fewer layers by an argument", call=lambda n: ((drawn(n),), {"layers": 8 - n % 3}))
-@row("more layers by an argument", call=lambda n: ((drawn(n),), {"layers": (6, 8, 6, 5, 10)[n]}), room=0.7)
+@row("more layers by an argument, or fewer", call=lambda n: ((drawn(n),), {"layers": (6, 8, 6, 5, 10)[n]}), room=0.7)
 class EarlyExit(Long):
     def forward(self, x: torch.Tensor, layers: int) -> torch.Tensor:
         for block in self.blocks[:layers]:
@@ -266,19 +265,10 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.head(x)
 
 
-def requires(when: Callable[[int], bool]) -> Callable[[Any, int], object]:
-    return lambda net, n: [block.requires_grad_(when(n)) for block in net.blocks[:2]]
-
-
 def thawed_from_the_end(net: nn.Module, n: int) -> None:
     """As in fine-tuning, and frozen again."""
     for k, p in enumerate(net.parameters()):
         p.requires_grad_(k >= (14, 7, 0, 7, 14)[n])
-
-
-def parameter_replaced(net: Any, n: int) -> None:
-    if n >= 2:
-        net.blocks[1].up.weight = nn.Parameter(0.1 * drawn(n, 4 * WIDTH, WIDTH))
 
 
 def data_replaced(net: Any) -> None:
@@ -297,9 +287,7 @@ def normed() -> nn.Module:
 
 
 row("a block appended", at(2, lambda net: net.blocks.append(Block())), room=0.8)(Long)
-row("a part thawed", requires(lambda n: n >= 2), room=0.6)(Trunk)
 row("parts thawed from the end and frozen again", thawed_from_the_end, room=0.8)(Trunk)
-row("a parameter replaced", parameter_replaced)(Trunk)
 row("a parameter's data replaced", at(2, data_replaced))(Trunk)
 row("model.double() between steps", at(2, lambda net: net.double()), doubled, room=0.8, stages=8)(Long)
 row("batch norm of some parts in eval()", lambda net, n: [b.train(n < 2) for b in net.blocks[:2]])(normed)
@@ -333,7 +321,6 @@ def sequences(n: int) -> Call:
     return (drawn(n, 2, 12, WIDTH),), {}
 
 
-@row("attention by a kernel that the forward names", call=sequences)
 @row(
     "attention by another kernel",
     of_blocks("backend", lambda n: (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)[n % 2]),
@@ -342,14 +329,6 @@ def sequences(n: int) -> Call:
 )
 class Attends(Trunk):
     made_of = Attention
-
-
-@runs("autocast inside the forward turned on", sets("low", lambda n: n >= 3), of=Long, has={"low": bool}, room=0.6)
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    for block in net.blocks:
-        with torch.autocast("cpu", torch.bfloat16, enabled=net.low):
-            x = block(x).float()
-    return net.head(x)
 
 
 def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -401,18 +380,12 @@ def without_gradients(net: Any, block: nn.Module, x: torch.Tensor) -> torch.Tens
     return x + y
 
 
-def detached(net: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    y = block(x)
-    return x + (y.detach() if net.on else y)
-
-
 def checkpointed(net: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(block, x, use_reentrant=False) if net.on else block(x)
 
 
 for _name, _on, _way in (
     ("a part without gradients, turned on and off", lambda n: n % 2 == 0, without_gradients),
-    ("a part detached, then not", lambda n: n < 2, detached),
     ("torch.utils.checkpoint turned off", lambda n: n < 2, checkpointed),
     ("a reentrant checkpoint", bool, lambda net, block, x: checkpoint(block, x, use_reentrant=True)),
 ):
@@ -551,11 +524,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 class Wide(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-
-
-row("an activation in place, in some steps", sets("on", lambda n: n % 2 == 1), stages=12)(
-    along(lambda net, x, n: F.relu(x, inplace=net.on) * 1.5, of=made_of(Wide, Long), on=bool)
-)
 
 
 @runs(
@@ -726,6 +694,22 @@ def crossed(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return first + second
 
 
+def crossed_halves(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+    (x,), _ = call
+    first, second = error_of(run(x)), error_of(run(x[::2]))
+    second.backward()
+    first.backward()
+    return first + second
+
+
+def spectral() -> nn.Module:
+    """Each forward overwrites buffers that it has not read before, and reads them again."""
+    net = Trunk()
+    for block in net.blocks:
+        nn.utils.spectral_norm(block.up)
+    return net
+
+
 def between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     """What the forward reads has changed by the time of its backward."""
     first = error_of(run(*call[0]))
@@ -757,6 +741,8 @@ def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
 
 row("two forwards before one backward", step=two_forwards)(Trunk)
 row("two forwards before two backwards", step=crossed, call=large)(Dropout)
+row("two forwards before two backwards, that count in buffers", step=crossed)(Counts)
+row("two forwards of other sizes before two backwards, spectral norm", step=crossed_halves, room=0.6)(spectral)
 row("two forwards before two backwards, the global between them", step=between)(OfGlobal)
 row("an evaluation between steps, that counts", step=evaluates)(CallsBlocks)
 row("a forward that no backward follows", step=left)(CallsBlocks)

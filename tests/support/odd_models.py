@@ -15,7 +15,7 @@ from step_by_step import Call, error_of
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, at, drawn, large, made_of, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets
 
 WORLD: dict[str, Any] = {"seen": []}
 
@@ -30,12 +30,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     u = w * 2
     w.add_(0.5)
     return y + F.pad(u, (0, WIDTH // 2))
-
-
-@adds("as_strided windows")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    windows = x.contiguous().as_strided((LENGTH, WIDTH), (WIDTH, 1)).unfold(1, 4, 2)
-    return torch.tanh(x) + windows.mean(2).repeat_interleave(2, 1)[:, :1]
 
 
 @adds("an expanded tensor that is saved, and overlapping windows")
@@ -125,16 +119,25 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return x.float()
 
 
-@runs(
-    "a weight that an autocast region uses twice, in steps of other sizes",
-    call=lambda n: ((drawn(n, 16 - 2 * n, WIDTH),), {}),
-    room=0.6,
-)
-def _(net: Any, x: torch.Tensor) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        for block in (*net.blocks, *net.blocks):
-            x = block(x)
-        return net.head(x).float()
+def weights_used_twice(regions: int, cached: bool) -> type[Trunk]:
+    """By one autocast region, which casts them once and adds up their gradients in bfloat16, or by several."""
+
+    def forward(net: Any, x: torch.Tensor) -> Any:
+        for _ in range(regions):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+                for block in (*net.blocks, *net.blocks):
+                    x = block(x)
+        return net.head(x.float())
+
+    return type("Twice", (Trunk,), {"forward": forward})
+
+
+for _regions, _cached in ((1, True), (2, True), (2, False)):
+    row(
+        f"weights used twice, {_regions} autocast regions, cached: {_cached}, in steps of other sizes",
+        call=lambda n: ((drawn(n, 16 - 2 * n, WIDTH),), {}),
+        room=0.6,
+    )(weights_used_twice(_regions, _cached))
 
 
 @adds("requires_grad_ on what was made within no_grad")
@@ -235,22 +238,11 @@ row("a function of autograd that counts in a buffer", may_refuse="changed in pla
 )
 
 
-@adds("torch.func.grad, of a function that counts", may_refuse="torch.func|differentiat", room=0.6, has={"calls": int})
-def _(net: Any, x: torch.Tensor, n: int) -> Any:
-    net.calls += 1
-    return torch.sin(x + torch.func.grad(lambda y: (y**3).sum())(x) * 0.01 * net.calls)
-
-
 @adds("vmap, of a function that counts", room=0.6, has={"calls": int, "n": lambda: nn.Buffer(torch.zeros(()))})
 def _(net: Any, x: torch.Tensor, n: int) -> Any:
     net.calls += 1
     net.n += 1
     return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.02 * net.calls))(x) * (1 + net.n / 10)
-
-
-row("jvp", may_refuse="torch.func|differentiat|forward mode|forward AD", room=0.6)(
-    along(lambda net, x, n: torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1] + x)
-)
 
 
 def in_thread(what: Any) -> Any:
@@ -350,63 +342,11 @@ row("selective checkpoint contexts")(
 )
 
 
-def piece(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.tanh(x)
-    if net.fails and n == 2:
-        raise RuntimeError("no such piece")
-    return y * x
-
-
-for reentrant in (False, True):
-    row(
-        f"an error within a checkpoint in a step, use_reentrant={reentrant}",
-        sets("fails", lambda n: n == 2),
-        raises="no such piece",
-    )(along(lambda net, x, n, kind=reentrant: checkpoint(piece, net, x, n, use_reentrant=kind), fails=bool))
-
-
 # -- modules
 
 
-class Symmetric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 1.0
-
-    def forward(self, w: torch.Tensor) -> torch.Tensor:
-        return w * self.scale + 0.1 * w.roll(1, 0)
-
-
-def parametrized(of: type[Trunk] = Trunk) -> nn.Module:
-    net = of()
-    for b in net.blocks:
-        nn.utils.parametrize.register_parametrization(b.up, "weight", Symmetric())
-    return net
-
-
-class Cached(Trunk):
-    def forward(self, x: torch.Tensor) -> Any:
-        with nn.utils.parametrize.cached():
-            for b in self.blocks:
-                x = b(b(x))
-            return self.head(x)
-
-
-row("a parametrization within cached()")(lambda: parametrized(Cached))
 row("a module called twice with state")(
     along(lambda net, x, n: net.bn(net.bn(x)) + x, bn=lambda: nn.BatchNorm1d(WIDTH))
-)
-row("rnn")(
-    along(
-        lambda net, x, n: net.rnn(x.unsqueeze(1))[0].squeeze(1) + x,
-        rnn=lambda: nn.GRU(WIDTH, WIDTH, num_layers=2, dropout=0.2),
-    )
-)
-row("multihead attention")(
-    along(
-        lambda net, x, n: net.att(x, x, x, need_weights=n == 1)[0] + x,
-        att=lambda: nn.MultiheadAttention(WIDTH, 2, dropout=0.1),
-    )
 )
 
 
@@ -490,20 +430,6 @@ def _(net: Any, x: torch.Tensor) -> Any:
     return Trunk.forward(net, x)
 
 
-TENSOR = torch.ones(())
-
-
-@adds(
-    "a tensor of a global changed in place",
-    at(0, lambda net: TENSOR.fill_(1.0)),
-    again=lambda net: TENSOR.fill_(1.0),
-    room=0.0,
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    TENSOR.add_(0.1)
-    return torch.sin(x) * TENSOR.clone()
-
-
 @runs("a dict and a list of the caller's that the forward adds to", call=lambda n: (({"x": drawn(n)}, [drawn(n)]), {}))
 def _(net: Any, batch: dict[str, torch.Tensor], rest: list[torch.Tensor]) -> torch.Tensor:
     x = batch.pop("x")
@@ -564,17 +490,7 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.head(y)
 
 
-# -- scripted and traced parts
-
-
-class WithTraced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        traced = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.block, self.after = Block(), torch.jit.trace(traced, torch.zeros(2, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(self.block(x))
+# -- scripted parts
 
 
 class WithScripted(nn.Module):
@@ -595,9 +511,6 @@ def gated(x: torch.Tensor, scale: float) -> torch.Tensor:
 for _ in range(3):  # PyTorch compiles it for all models in the process, to other bits than those of its first call
     gated(torch.zeros(2, WIDTH, requires_grad=True), 1.0)
 
-row("traced parts, of half the rows", call=lambda n: ((drawn(n, LENGTH // (1 + n % 2), WIDTH),), {}))(
-    made_of(WithTraced)
-)
 row(
     "scripted parts that are frozen in steps",
     lambda net, n: [p.requires_grad_(n % 2 == 0) for p in net.blocks[1].after.parameters()],

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_by_step import Row, by_itself, fresh, plain_of, same, train
+from step_by_step import Row, by_itself, compared, fresh, plain_of, said_by
 from torch import nn
 
 from rotoff.tape import kernel
@@ -69,21 +69,16 @@ def stages_of(net: nn.Module) -> list[nn.Module]:
 
 def verdict(row: Row, new_tape: Callable[[], Tape] = Tape) -> str:
     """How `row` trains on tapes: "equal", "wrong: ...", "error: ..."."""
-    expected = plain_of(row)
+    plain_of(row)  # whose errors are no verdict
 
     def train_it() -> str:
         net = fresh(row)
         run = OnTape(net, stages_of(net), new_tape)
         if row.again is not None:
             row.again(net)
-        for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
-            for what in wanted:
-                if not same(got[what], wanted[what]):
-                    told = f" ({got[what]})" if isinstance(got[what], str) else ""
-                    return f"wrong: {what} in step {n}{told}"
-        return "equal"
+        return next((said for said in compared(run, net, row) if said != "equal"), "equal")
 
     try:
         return by_itself(train_it)
-    except Exception as error:  # what it says is the verdict
-        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except Exception as error:
+        return said_by(error)

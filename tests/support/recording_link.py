@@ -35,7 +35,7 @@ _FRESH, _RELEASED = 0xA5, 0xDB  # two bytes that make absurd numbers in every dt
 class TouchingTape(Tape):
     """Tells a link of all that the model, what runs again and the backward read and write."""
 
-    def __init__(self, known: Known, link: RecordingLink | RecordingFileLink) -> None:
+    def __init__(self, known: Known, link: RecordingLink) -> None:
         super().__init__(known)
         self._link = link
 
@@ -61,7 +61,7 @@ class TouchingTape(Tape):
         self._link.access(what, reads, writes)
 
 
-def moves_over(wrapped: rotoff.Checkpointable, link: RecordingLink | RecordingFileLink) -> None:
+def moves_over(wrapped: rotoff.Checkpointable, link: RecordingLink) -> None:
     """Have `wrapped` move its values over `link`, and tell it of what else its steps do."""
     wrapped._steps.new_tape = lambda known: TouchingTape(known, link)
 
@@ -253,87 +253,34 @@ class RecordingLink(StreamLink):
         return order.check(self.log)
 
 
-class RecordingFileLink(FileLink):
-    """A file link that records; `delay` seconds pass before each copy, so that a missing wait gives wrong numbers.
+class LateFileLink(FileLink):
+    """A file link whose copies begin `delay` seconds after their turn has come, and whose fresh memory holds garbage: a
+    missing wait gives wrong numbers."""
 
-    scribble: whether memory that is given back is overwritten at once, as its next owner would.
-    """
-
-    def __init__(self, directory: str | None = None, delay: float = 0.0, scribble: bool = True) -> None:
-        super().__init__(directory)
-        self.log = Recording()
+    def __init__(self, delay: float = 0.0) -> None:
+        super().__init__()
         self._delay = delay
-        self._scribble = scribble
-        self._copies = 0
-        self._host: int | None = None
-
-    def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
-        super().reserve(nbytes, whole)
-        if self._host is None:
-            self._host = self.log.new_buffer("the host's file")
-        self.log.allocate(HOST, self._host, self.capacity)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        data = super().allocate(nbytes).fill_(_FRESH)
-        self.log.allocate("compute", self.log.buffer(data.untyped_storage()), nbytes)
-        return data
+        return super().allocate(nbytes).fill_(_FRESH)
 
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> RecordedTicket:  # type: ignore[override]
-        return self._record(LateTicket(sources, offset, True, (), self._delay), sources)
+    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> FileTicket:
+        return self._submit(LateTicket(sources, offset, True, (), self._delay))
 
-    def copy_in(  # type: ignore[override]
-        self, targets: Sequence[torch.Tensor], offset: Offset, *after: RecordedTicket | None
-    ) -> RecordedTicket:
-        written = [one.copy for one in after if one is not None]
-        return self._record(LateTicket(targets, offset, False, written, self._delay), targets)
-
-    def wait(self, ticket: RecordedTicket) -> None:  # type: ignore[override]
-        super().wait(ticket.copy)
-        ticket.settle()
-
-    def drain(self) -> None:
-        super().drain()
-        self.log.finish("file")
-
-    def close(self) -> None:
-        super().close()  # ends the thread, and so comes after all its copies
-        self.log.finish("file")
-        if self._host is not None:
-            self.log.release(HOST, "close", self._host)
-            self._host = None
-
-    def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
-        self.log.access("compute", what, [self.log.whole(s) for s in reads], [self.log.whole(s) for s in writes])
-
-    def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
-        for storage in storages:
-            self.log.release("compute", what, self.log.buffer(storage))
-            if self._scribble:
-                scribble(storage)
-
-    def check(self) -> list[str]:
-        """All races so far, a sentence each."""
-        return order.check(self.log)
-
-    def _record(self, copy: LateTicket, tensors: Sequence[torch.Tensor]) -> RecordedTicket:
-        assert self._host is not None
-        spans, places = [self.log.span(tensor) for tensor in tensors], copy.host_ranges()
-        self._submit(copy)
-        self.log.wait("file", self.log.record("compute"))  # what is in a queue when it is read was put there before
-        host = [order.Span(self._host, *span) for span in places]
-        reads, writes = (spans, host) if copy.out else (host, spans)
-        self.log.access("file", f"copy {self._copies}", reads, writes)
-        self._copies += 1
-        return RecordedTicket(copy, self.log, self.log.record("file"))
+    def copy_in(self, targets: Sequence[torch.Tensor], offset: Offset, *after: FileTicket | None) -> FileTicket:
+        return self._submit(LateTicket(targets, offset, False, after, self._delay))
 
 
 class LateTicket(FileTicket):
-    """A copy that begins `delay` seconds after its turn has come."""
-
     __slots__ = ("_delay",)
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket], delay: float
+        self,
+        tensors: Sequence[torch.Tensor],
+        offset: Offset,
+        out: bool,
+        after: Sequence[FileTicket | None],
+        delay: float,
     ) -> None:
         super().__init__(tensors, offset, out, after)
         self._delay = delay
@@ -341,28 +288,6 @@ class LateTicket(FileTicket):
     def run(self, file: HostFile) -> None:
         time.sleep(self._delay)
         super().run(file)
-
-
-class RecordedTicket:
-    """What a `RecordingFileLink` hands out: `copy`, and the mark in the recording at which it has ended.
-
-    A file link's copy keeps its tensors alive until it has ended, so a ticket that dies unawaited counts as awaited.
-    """
-
-    def __init__(self, copy: FileTicket, log: Recording, mark: int) -> None:
-        self.copy = copy
-        self._log = log
-        self._mark = mark
-        self._settled = False
-
-    def settle(self) -> None:
-        self._log.wait("compute", self._mark)
-        self._settled = True
-
-    def __del__(self) -> None:
-        if not self._settled:
-            self.copy.join()
-            self.settle()
 
 
 def scribble(storage: torch.UntypedStorage) -> None:

@@ -195,6 +195,14 @@ def plain_of(row: Row) -> list[dict[str, Any]]:
 # -- the verdict
 
 
+def compared(run: nn.Module, net: nn.Module, row: Row) -> Iterator[str]:
+    """After each step, "equal" or what is wrong beside the plain model's."""
+    for n, (got, wanted) in enumerate(zip(train(run, net, row), plain_of(row), strict=True)):
+        wrong = [what for what in wanted if not same(got[what], wanted[what])]
+        told = f" ({got[wrong[0]]})" if wrong and isinstance(got[wrong[0]], str) else ""
+        yield f"wrong: {wrong[0]} in step {n}{told}" if wrong else "equal"
+
+
 def limits(run: rotoff.Checkpointable, mode: str, room: float) -> Iterator[int]:
     """A little above the smallest; then less, where nothing needs to be moved or made again in so many bytes."""
     least = run.min_mem_limit(mode)
@@ -215,7 +223,7 @@ def verdict(row: Row, mode: str) -> str:
 
     The model is measured before its first step; in joint that step measures it, where a limit is known.
     """
-    expected = plain_of(row)
+    plain_of(row)  # whose errors are no verdict
 
     def train_it() -> str:
         net = fresh(row)
@@ -230,12 +238,10 @@ def verdict(row: Row, mode: str) -> str:
                 return "no plan: it keeps everything, as the plain model does"
             if row.again is not None:
                 row.again(net)
-            for n, (got, wanted) in enumerate(zip(train(run, net, row), expected, strict=True)):
+            for said in compared(run, net, row):
                 worked |= works(run.sequence)
-                for what in wanted:
-                    if not same(got[what], wanted[what]):
-                        told = f" ({got[what]})" if isinstance(got[what], str) else ""
-                        return f"wrong: {what} in step {n}{told}"
+                if said != "equal":
+                    return said
             return "equal" if worked else ""
         finally:
             if run is not None:
@@ -249,8 +255,12 @@ def verdict(row: Row, mode: str) -> str:
         return verdict(row, mode)
     except rotoff.RotoffError as error:
         return f"refused: {error}"
-    except Exception as error:  # what it says is the verdict
-        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    except Exception as error:
+        return said_by(error)
+
+
+def said_by(error: Exception) -> str:
+    return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def checkpointable(row: Row, net: nn.Module, forms: bool) -> rotoff.Checkpointable:

@@ -1,9 +1,7 @@
 """Random programs of values made, moved, used and dropped, for any link; they play the interpreter's part without a
 model.
 
-Each program keeps what every value must hold, compares all that compute reads, and ends with everything given back. One
-of its waits (`without`, counted from 0) can be left out; that is a mistake unless another wait happens to order the
-same copy, as waiting for a later copy in the same direction does.
+Each program keeps what every value must hold, compares all that compute reads, and ends with everything given back.
 """
 
 from __future__ import annotations
@@ -45,21 +43,16 @@ class Value:
 class TransferProgram:
     """`steps` random operations on `link`, whose order they keep as the interpreter would.
 
-    without: the number of the wait to leave out. elsewhere: a context in which compute runs on another stream.
+    elsewhere: a context in which compute runs on another stream.
     """
 
-    def __init__(
-        self, link: Any, seed: int, without: int | None = None, elsewhere: Any = None, sizes: Sequence[int] = ()
-    ):
+    def __init__(self, link: Any, seed: int, elsewhere: Any = None, sizes: Sequence[int] = ()):
         self.link = link
         # where the link records what compute does
         self.access, self.release = (getattr(link, name, lambda *_: None) for name in ("access", "release"))
         self.random = random.Random(seed)
-        self.without = without
         self.elsewhere = elsewhere
         self.sizes = list(sizes) or [1, 3, 64, 1000, 4096]
-        self.waits = 0
-        self.left_out: list[Any] = []
         self.made = 0
         self.values: list[Value] = []
         self.taken: list[tuple[int, int]] = []  # host ranges in use
@@ -151,7 +144,7 @@ class TransferProgram:
     def abandon(self) -> None:
         """A step is given up: the tickets die unawaited, then the memory goes back."""
         value = self.pick(lambda v: v.here and (v.here[0].arriving is not None or v.here[0].leaving is not None))
-        if value is not None and self.without is None:
+        if value is not None:
             for copy in value.here:
                 copy.arriving = copy.leaving = None
             value.written = None
@@ -185,12 +178,8 @@ class TransferProgram:
         """Compute waits for whatever reads or writes these device bytes."""
         for ticket in (copy.leaving, copy.arriving):
             if ticket is not None:
-                if self.waits == self.without:
-                    self.left_out.append(ticket)  # it stays alive, since a ticket that dies unawaited is waited for
-                else:
-                    with self.somewhere():
-                        self.link.wait(ticket)
-                self.waits += 1
+                with self.somewhere():
+                    self.link.wait(ticket)
         copy.leaving = copy.arriving = None
 
     def somewhere(self) -> AbstractContextManager[Any]:

@@ -13,7 +13,7 @@ import torch
 from step_by_step import Call, Row, error_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, large, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, drawn, large, row, runs, sets
 
 
 class Between(Trunk):
@@ -170,6 +170,39 @@ UNSEEN = [  # what these operators do follows from nothing that they are given
     Row(name, along(lambda net, x, n, act=act: act(torch.tanh(x * random.random()))), batch)
     for name, act in DRAWS.items()
 ]
+
+
+class Deepening(Trunk):
+    """Runs more blocks in some steps, or fewer."""
+
+    depth, many = 4, 6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for n, block in enumerate(self.blocks[: self.depth]):
+            x = self.along(torch.tanh(block(x)), n)
+        return self.head(x)
+
+
+def written_by_numpy(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    """Into what an operation has made, and another one reads."""
+    scale = torch.empty(WIDTH)
+    scale.numpy().fill(n + 1)
+    return x * scale[torch.arange(WIDTH)]
+
+
+def backward_twice(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
+    loss = error_of(run(*call[0]))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return loss
+
+
+deeper, noisy = sets("depth", lambda n: (4, 4, 6, 4, 3)[n]), along(lambda net, x, n: noise(x), Deepening)
+UNSEEN += [
+    Row("what cannot be made again, off its course", noisy, large, deeper, room=0.6),
+    Row("what cannot be made again, in a second backward", noisy, large, step=backward_twice, room=0.6),
+    Row("what NumPy writes, off its course", along(written_by_numpy, Deepening), large, deeper, room=0.6),
+]
 row("a Function that draws from Python's generator")(
     along(lambda net, x, n: Noise.apply(torch.tanh(x * random.random()), random.random))
 )
@@ -259,6 +292,27 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     lengths = 1 + (y.detach().sum(2) > 0).sum(1).clamp(max=7)
     packed = pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=False)
     return x + pad_packed_sequence(net.rows(packed)[0], batch_first=True, total_length=8)[0].reshape(len(x), WIDTH)
+
+
+class Packed(nn.Module):
+    """PyTorch writes the lengths of the padded result unseen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = pack_padded_sequence(torch.tanh(x), lengths, batch_first=True, enforce_sorted=False)
+        outputs, lengths = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
+        return torch.tanh(outputs).sum(1) / lengths[:, None]
+
+
+def of_lengths(n: int) -> Call:
+    longest = (9, 9, 5, 9, 7)[n]
+    return (drawn(n, 64, longest, 16).requires_grad_(), longest - torch.arange(64) % (n + 2)), {}
+
+
+row("packed sequences of other lengths", call=of_lengths, room=0.4)(Packed)
 
 
 @adds("hooks of nodes of the graph", has={"calls": int}, again=lambda net: setattr(net, "calls", 0))

@@ -13,11 +13,10 @@ import torch
 
 import rotoff
 from rotoff.cli import main
-from rotoff.core.simulator import Event, Trace
 from rotoff.tools.doctor import machine, model, training
 from rotoff.tools.doctor.examination import CHECKS
 from rotoff.tools.doctor.findings import ATTENTION, FAILED, OK, Finding, Report
-from rotoff.tools.doctor.model import SHARES, Size, SmallModel
+from rotoff.tools.doctor.model import SHARES, Size
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TINY = Size(layers=3, width=32, heads=2, context=16, batch=2)
@@ -179,67 +178,37 @@ def stepped(part: str, device: torch.device = CPU, **row: Any) -> Any:
     return SimpleNamespace(device=device, steps=steps, repeated=SAME)
 
 
-@pytest.mark.parametrize(
-    ("device", "row", "verdict", "said"),
-    [
-        (CPU, {}, OK, "those of a plain step bit for bit, at 3 limits"),
-        (CPU, {"bit_for_bit": False, "largest": 1e-9}, FAILED, "not the same at limits 70%"),
-        (GPU, {"bit_for_bit": False, "largest": 1e-6}, OK, "to 1.0e-06 of the largest element"),
-        (GPU, {"bit_for_bit": False, "largest": 1e-3}, FAILED, "not the same at limits 70%"),
-        (GPU, {"bit_for_bit": False, "largest": None}, FAILED, "not the same at limits 70%"),
-    ],
-)
-def test_gradients(device: torch.device, row: dict[str, Any], verdict: str, said: str) -> None:
-    finding = training.gradients(stepped("gradients", device, **row))
+OTHER = {"bit_for_bit": False}
+VERDICTS: list[tuple[Any, str, torch.device, dict[str, Any], str, str]] = [
+    (training.gradients, "gradients", CPU, {}, OK, "those of a plain step bit for bit, at 3 limits"),
+    (training.gradients, "gradients", CPU, {**OTHER, "largest": 1e-9}, FAILED, "not the same at limits 70%"),
+    (training.gradients, "gradients", GPU, {**OTHER, "largest": 1e-6}, OK, "to 1.0e-06 of the largest element"),
+    (training.gradients, "gradients", GPU, {**OTHER, "largest": 1e-3}, FAILED, "not the same at limits 70%"),
+    (training.gradients, "gradients", GPU, {**OTHER, "largest": None}, FAILED, "not the same at limits 70%"),
+    (training.peak_bytes, "peak", CPU, {}, OK, "measured of predicted: 90 B of 90 B"),
+    (training.peak_bytes, "peak", CPU, {"asked": 130}, FAILED, "a step exceeds its limit"),
+    (training.peak_bytes, "peak", CPU, {"asked": 50}, ATTENTION, "not as predicted"),
+    (training.peak_bytes, "peak", CPU, {"given": 110, "slack": 20}, OK, "expandable_segments"),
+    (training.peak_bytes, "peak", CPU, {"given": 110, "slack": 0}, ATTENTION, "more than it leaves unsplit"),
+    (training.peak_bytes, "peak", CPU, {"retries": 2}, ATTENTION, "ran out 2 times"),
+    (training.step_time, "time", CPU, {"ratio_error": 0.1}, OK, ""),
+    (training.step_time, "time", CPU, {"ratio_error": 0.3}, ATTENTION, ""),
+    (training.step_time, "time", CPU, {"ratio_error": -0.3}, ATTENTION, ""),
+]
+
+
+@pytest.mark.parametrize(("judge", "part", "device", "row", "verdict", "said"), VERDICTS)
+def test_a_planned_step(
+    judge: Any, part: str, device: torch.device, row: dict[str, Any], verdict: str, said: str
+) -> None:
+    finding = judge(stepped(part, device, **row))
     assert finding.verdict == verdict and said in finding.sentence
-    restless = stepped("gradients", device)
-    restless.repeated = {"bit_for_bit": False, "largest": 1.0}
+
+
+def test_a_step_that_cannot_be_repeated() -> None:
+    restless = stepped("gradients")
+    restless.repeated = {**OTHER, "largest": 1.0}
     assert "no step can be repeated here" in training.gradients(restless).sentence
-
-
-@pytest.mark.parametrize(
-    ("row", "verdict", "said"),
-    [
-        ({}, OK, "measured of predicted: 90 B of 90 B"),
-        ({"asked": 130}, FAILED, "a step exceeds its limit"),
-        ({"asked": 50}, ATTENTION, "not as predicted"),
-        ({"given": 110, "slack": 20}, OK, "expandable_segments"),
-        ({"given": 110, "slack": 0}, ATTENTION, "more than it leaves unsplit"),
-        ({"retries": 2}, ATTENTION, "ran out 2 times"),
-    ],
-)
-def test_bytes(row: dict[str, Any], verdict: str, said: str) -> None:
-    finding = training.peak_bytes(stepped("peak", **row))
-    assert finding.verdict == verdict and said in finding.sentence
-
-
-@pytest.mark.parametrize(("error", "verdict"), [(0.1, OK), (0.3, ATTENTION), (-0.3, ATTENTION)])
-def test_seconds(error: float, verdict: str) -> None:
-    assert training.step_time(stepped("time", ratio_error=error)).verdict == verdict
-
-
-def test_a_difference_is_relative_to_the_largest_element() -> None:
-    one = [torch.tensor([1.0, -4.0])]
-    assert model.difference(one, [g.clone() for g in one]) == SAME
-    for by, largest in ((lambda g: g * 1.5, 0.5), (lambda g: g * float("nan"), None), (lambda g: g / 0, None)):
-        assert model.difference([by(g) for g in one], one) == {"bit_for_bit": False, "largest": largest}
-
-
-def test_copies_hidden_behind_compute() -> None:
-    def event(text: str, lane: str, start: float, end: float) -> Event:
-        return Event(rotoff.parse(text), lane, start, end, 0, 0, False)
-
-    work = (event("F_all 1", "compute", 0, 2), event("F_all 2", "compute", 3, 4))
-    copy = event(str(rotoff.Op(rotoff.OpKind.OFFLOAD, 1)), "d2h", 1, 5)
-    assert training.hidden(Trace(5, 0, 0, (*work, copy), 1, 0, 0, 0)) == pytest.approx(2 / 4)
-    assert training.hidden(Trace(5, 0, 0, work, 0, 0, 0, 0)) == 1
-
-
-def test_overlap_needs_no_step_before(tiny: None) -> None:
-    small = SmallModel(CPU, 0.0, 1)
-    finding = training.overlap(small)
-    small.close()
-    assert finding.figures["moved"] > 0 and 0 < finding.figures["predicted"] <= 1
 
 
 @pytest.mark.parametrize(
