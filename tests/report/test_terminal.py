@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import rotoff
-from rotoff.report.summary import fates
+from rotoff.report.summary import in_words
 from rotoff.report.terminal import has_colour
 
 STAGE = {"forward_time": 1.0, "backward_time": 2.0, "output_bytes": 100, "saved_bytes": 300}
