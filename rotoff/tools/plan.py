@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,6 +43,7 @@ def plan(
     schedule: str = "1F1B",
     chunks: int = 1,
     ranks_per_link: int = 1,
+    cache_directory: str | os.PathLike[str] | bool | None = None,
     **kwargs: Any,
 ) -> PlannedSteps | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
@@ -64,6 +66,7 @@ def plan(
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
+        cache_directory: as for `Checkpointable`, so that options serve both; what this finds is not kept.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
@@ -72,7 +75,7 @@ def plan(
     """
     asked = Question(find(device), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check(model, kwargs)
-    model = with_options(model, Options(stages, backward_from, forms).chosen)
+    model = with_options(model, Options(stages, backward_from, forms, cache_directory=cache_directory).chosen)
     if pipeline is not None:
         ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
         return planned_pipeline(model, sample, kwargs, asked, *ranks)
