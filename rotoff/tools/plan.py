@@ -62,11 +62,10 @@ def plan(
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
         master_weights: whether the optimizer holds float32 copies of parameters in half precision, and its states in
             float32. PyTorch's own optimizers hold states of the parameters' types, and no copies.
-        stages, backward_from, forms: as for `Checkpointable`.
+        stages, backward_from, forms, cache_directory: as for `Checkpointable`; the last keeps nothing here.
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
-        cache_directory: as for `Checkpointable`, so that options serve both; what this finds is not kept.
 
     Raises:
         OptionError: for an unknown device, mode or optimizer; the message names the known ones.
@@ -75,10 +74,9 @@ def plan(
     """
     asked = Question(find(device), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check(model, kwargs)
-    model = with_options(model, Options(stages, backward_from, forms, cache_directory=cache_directory).chosen)
+    model = with_options(model, Options(stages, backward_from, forms).chosen)
     if pipeline is not None:
-        ranks = pipeline, microbatches, schedule, chunks, ranks_per_link
-        return planned_pipeline(model, sample, kwargs, asked, *ranks)
+        return planned_pipeline(model, sample, kwargs, asked, pipeline, microbatches, schedule, chunks, ranks_per_link)
     for name, number in (("microbatches", microbatches), ("chunks", chunks), ("ranks_per_link", ranks_per_link)):
         if number != 1:
             raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
