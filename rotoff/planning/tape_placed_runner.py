@@ -84,6 +84,10 @@ class PlacedCourse:
         return self.plan.placed
 
     @property
+    def keeps_all(self) -> bool:
+        return self.plan.keeps_all
+
+    @property
     def chain(self) -> Chain:
         return self.groups.chain
 
