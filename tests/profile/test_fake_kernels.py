@@ -110,6 +110,12 @@ def test_repeated_answers_are_those_of_the_first_time(name: str) -> None:
     assert told(mode) == told(mode) == told(FakeTensorMode())
 
 
+def test_what_is_written_to_a_tensor_of_numbers_is_that_tensor() -> None:
+    with FakeKernels():
+        noise = torch.empty(4, 1)
+        assert noise.bernoulli_(0.5) is noise and noise.div_(0.5) is noise
+
+
 def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     aten = torch.ops.aten
     x, pointwise, three = torch.randn(4, 32, 16, 16), torch.randn(48, 32, 1, 1), torch.randn(32, 32, 3, 3)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ...tensors.eager_mode import EagerMode
 from ...tensors.tree import leaves
@@ -70,6 +71,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._forget(args, kwargs)
+            return return_and_correct_aliasing(func, args, kwargs, result)  # what it has written, not a fake copy
         return result
 
     def _forget(self, args: Any, kwargs: Any) -> None:
