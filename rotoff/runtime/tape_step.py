@@ -66,6 +66,7 @@ class TapeStep:
         self._ops: tuple[Op, ...] = () if plan is None else plan.sequence.ops
         self._turn = 0 if plan is None else plan.forward_end
         self._early: frozenset[int] = frozenset() if plan is None else plan.early
+        self._as_it_is = plan is not None and plan.keeps_all  # so it holds what autograd saves, and nothing else
         self._host = {} if plan is None else plan.host
         self._spill = spill
         self._away: dict[Content, Away] = {}
@@ -140,13 +141,15 @@ class TapeStep:
 
     def _keeps(self, op: Op) -> bool | frozenset[tuple[int, int]]:
         """What the first run of a stage keeps: what the backward reads, and not what a graph without one has saved."""
+        if self._as_it_is:
+            return True
         return self._layout.forms[op.stage - 1][op.form] if op.kind in (OpKind.F_ALL, OpKind.F_SEL) else False
 
     def _first_run(self, tape: Tape, op: Op) -> None:
         """The model's own code has run the stage of a forward operation."""
         self._end_span()
-        self._hold(tape, op.value, self._handed(tape, op.stage))
-        for key in self._layout.stay[op.stage - 1]:
+        self._hold(tape, op.value, [] if self._as_it_is else self._handed(tape, op.stage))
+        for key in () if self._as_it_is else self._layout.stay[op.stage - 1]:
             if (content := tape.content(op.stage, *key)) is not None:
                 self._hold(tape, a(-op.stage), [content])
         if op.kind is OpKind.F_NONE:

@@ -61,6 +61,16 @@ def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptu
     assert not caplog.records
 
 
+def test_a_followed_step_that_keeps_everything_frees_what_nothing_saves() -> None:
+    torch.manual_seed(0)
+    model, x = LayerDrop(12, 0.0), torch.randn(8, 64, 64)
+    model.layers[:9].requires_grad_(False)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    run.compute_sequence(run.keep_all_memory)
+    assert most(run, x, range(1)) <= run.get_expected_memory() == run.keep_all_memory
+    run.close()
+
+
 class Phases(nn.Module):
     """Goes one of two ways, as its caller says, in the middle of its own code."""
 
