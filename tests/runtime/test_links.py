@@ -43,6 +43,9 @@ def file_link() -> Any:
     link.close()
 
 
+LARGE = 1 << 20  # bytes that a file link does not copy at once
+
+
 def some_bytes(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
@@ -156,9 +159,11 @@ class TestFileLink:
         others, before = threads(), descriptors()  # of models of other tests
         link = FileLink()
         assert (threads(), descriptors()) == (others, before)
-        link.reserve(10)
+        link.reserve(LARGE)
         assert threads() == others
-        link.wait(link.copy_out([some_bytes(10)], 0))
+        link.wait(link.copy_out([some_bytes(10)], 0))  # at once
+        assert threads() == others
+        link.wait(link.copy_out([some_bytes(LARGE)], 0))
         assert threads() == [*others, "rotoff-file-link"]
         assert len(descriptors()) == len(before) + 1
         link.close()
@@ -168,8 +173,8 @@ class TestFileLink:
         gc.collect()
         others, before = threads(), descriptors()
         link = FileLink()
-        link.reserve(10)
-        ticket = link.copy_out([some_bytes(10)], 0)
+        link.reserve(LARGE)
+        ticket = link.copy_out([some_bytes(LARGE)], 0)
         del link
         gc.collect()
         assert (threads(), descriptors()) == (others, before)
@@ -220,7 +225,7 @@ class TestFileLink:
         assert torch.equal(target, some_bytes(1000))
 
     def test_a_thread_that_cannot_start_is_a_sentence_and_tried_again(self, file_link: FileLink):
-        file_link.reserve(8)
+        file_link.reserve(LARGE)
         with pytest.MonkeyPatch.context() as patch:
 
             def refuse(_: threading.Thread) -> None:
@@ -228,8 +233,8 @@ class TestFileLink:
 
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(rotoff.ExecutionError, match="no thread for copies can be started"):
-                file_link.copy_out([some_bytes(8)], 0)
-        file_link.wait(file_link.copy_out([some_bytes(8)], 0))
+                file_link.copy_out([some_bytes(LARGE)], 0)
+        file_link.wait(file_link.copy_out([some_bytes(LARGE)], 0))
 
     def test_a_truncated_file_is_an_error_not_a_hang(self, file_link: FileLink):
         file = reserved(file_link, 1000)

@@ -273,6 +273,7 @@ class LateFileLink(FileLink):
 
 class LateTicket(FileTicket):
     __slots__ = ("_delay",)
+    nbytes = 1 << 30  # never copied at once
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ class FileTicket:
             self._move(file)
         except BaseException as error:
             self.failure = _without_frames(error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._after = ()
             self.ended = time.perf_counter()
@@ -67,6 +69,14 @@ class FileTicket:
         self.check_process()
         with self._running:
             self._tensors = ()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._running.locked()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(one.nbytes for one in self._tensors)
 
     def check_process(self) -> None:
         """Raise ExecutionError in a forked child, which has neither the thread nor the bytes of its parent's copies."""
@@ -87,6 +97,7 @@ class FileTicket:
         return [(offset, offset + one.nbytes) for one, offset in zip(self._tensors, self.offsets, strict=True)]
 
 
+AT_ONCE = 1 << 18  # bytes up to which a copy takes less time than waking a thread
 _Tickets = queue.SimpleQueue["FileTicket | None"]
 
 
@@ -178,15 +189,26 @@ class _Worker:
         self.process = os.getpid()
         self.file = HostFile(check_directory(directory))
         self._tickets: _Tickets = queue.SimpleQueue()
+        self._last: FileTicket | None = None  # that was queued
+        self._one = threading.Lock()  # held by the copy that runs
         self._threads: list[threading.Thread] = []  # none until the first copy, then one
         # Neither the thread nor the finalizer refers to this object, or an unused link could never be collected.
         self._end = weakref.finalize(self, _end, self.process, self._tickets, self.file, self._threads)
         self.file.reserve(nbytes)
 
     def submit(self, ticket: FileTicket) -> None:
+        """Queue a copy; run it at once if it takes less time than waking the thread, and none is before it."""
+        idle = self._last is None or self._last.has_ended
+        if idle and ticket.nbytes <= AT_ONCE and self._one.acquire(blocking=False):
+            try:
+                ticket.run(self.file)
+            finally:
+                self._one.release()
+            return
+        self._last = ticket
         if not self._threads:
             thread = threading.Thread(
-                target=_serve, args=(self._tickets, self.file), name="rotoff-file-link", daemon=True
+                target=_serve, args=(self._tickets, self.file, self._one), name="rotoff-file-link", daemon=True
             )
             try:
                 thread.start()
@@ -216,9 +238,10 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _serve(tickets: _Tickets, file: HostFile) -> None:
+def _serve(tickets: _Tickets, file: HostFile, one: threading.Lock) -> None:
     while (ticket := tickets.get()) is not None:
-        ticket.run(file)
+        with one:
+            ticket.run(file)
         del ticket  # or the last one would live until the next comes
 
 
