@@ -192,7 +192,8 @@ class RecordedStep(Verified):
             hook.remove()
         self._hooks = []
         super().__exit__(*error)
-        self._borders, self._watches = [], []
+        self._borders = []
+        self._watch_graph()
         self.packed |= {s.at: s.reference.content for k in self.slots for s in self.live(k) if s.reference is not None}
         self.handed_out = {content for content in self._alive if content.alive()}
         for content in self.handed_out:
@@ -285,6 +286,20 @@ class RecordedStep(Verified):
         assert slot.reference is not None
         self.segments[-1].saved[slot.reference.content] = None
         self._watches.append(weakref.ref(slot, partial(self._dropped, slot.reference.content)))
+
+    def _watch_graph(self) -> None:
+        """End the log as soon as the graph is dropped without a backward: a profiler of the caller's may begin next."""
+        this, slots = weakref.ref(self), [slot for one in self._slots if (slot := one()) is not None]
+        left = len(slots)
+
+        def dropped(_: object) -> None:
+            nonlocal left
+            left -= 1
+            step = None if left else this()
+            if step is not None and not within_backward() and step.thread == threading.get_ident():
+                step.stop()
+
+        self._watches = [weakref.ref(slot, dropped) for slot in slots]
 
     def _dropped(self, content: Content, _: object) -> None:
         """Autograd has let go of what it saved."""

@@ -225,6 +225,15 @@ def test_within_what_hooks_all_modules_a_step_is_the_plain_models(name: str) -> 
     assert wrapped.get_expected_memory() < wrapped.keep_all_memory
 
 
+def test_a_profiler_after_a_first_forward_without_backward_sees_its_steps() -> None:
+    model = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), cache_directory=None)
+    model.compute_sequence("1 MiB")
+    model(torch.randn(4, 8))
+    with torch.profiler.profile() as profiler:
+        model(torch.randn(4, 8)).sum().backward()
+    assert any(event.name == "aten::tanh" for event in profiler.events())
+
+
 @pytest.mark.parametrize("around", [torch.profiler.profile, torch.autograd.profiler.profile])
 def test_a_profiler_around_first_steps_is_said_once_and_truly_at_the_end(
     around: Any, caplog: pytest.LogCaptureFixture
