@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from recording_link import Lane, RecordingLink
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import rotoff
 from rotoff.runtime.links import host_file
@@ -235,6 +236,16 @@ class TestFileLink:
             with pytest.raises(rotoff.ExecutionError, match="no thread for copies can be started"):
                 file_link.copy_out([some_bytes(LARGE)], 0)
         file_link.wait(file_link.copy_out([some_bytes(LARGE)], 0))
+
+    @pytest.mark.parametrize("nbytes", [10, LARGE])
+    def test_a_copy_that_nobody_awaits_lets_go_of_its_tensors(self, file_link: FileLink, nbytes: int):
+        file_link.reserve(nbytes)
+        source = some_bytes(nbytes)
+        left = StorageWeakRef(source.untyped_storage())
+        file_link.copy_out([source], 0)
+        del source
+        file_link.drain()
+        assert left.expired()
 
     def test_a_truncated_file_is_an_error_not_a_hang(self, file_link: FileLink):
         file = reserved(file_link, 1000)

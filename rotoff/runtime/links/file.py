@@ -24,17 +24,17 @@ from .host_file import HostFile, check_directory, choose_directory
 
 
 class FileTicket:
-    """One copy of a `FileLink`; it holds its tensors until somebody waits."""
+    """One copy of a `FileLink`; it holds its tensors until somebody waits, and `running` until it has ended."""
 
-    __slots__ = ("_after", "_running", "_tensors", "began", "ended", "failure", "offsets", "out", "process")
+    __slots__ = ("_after", "_tensors", "began", "ended", "failure", "offsets", "out", "process", "running")
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket | None] = ()
     ) -> None:
         self._tensors = tuple(tensors)
         self._after = tuple(one for one in after if one is not None)
-        self._running = threading.Lock()
-        self._running.acquire()
+        self.running = threading.Lock()
+        self.running.acquire()
         self.offsets = first_bytes(tensors, offset)
         self.out = out
         self.failure: BaseException | None = None
@@ -44,7 +44,7 @@ class FileTicket:
             one.check_process()
 
     def run(self, file: HostFile) -> None:
-        """Do the copy, on the link's thread; an error is kept, and raised by `FileLink.wait`."""
+        """Do the copy; an error is kept, and raised by `FileLink.wait`."""
         self.began = time.perf_counter()
         try:
             for one in self._after:
@@ -58,7 +58,7 @@ class FileTicket:
         finally:
             self._after = ()
             self.ended = time.perf_counter()
-            self._running.release()
+            self.running.release()
 
     def span(self, zero: float) -> tuple[float, float]:
         """Seconds from `zero`, a reading of ``time.perf_counter``, to the copy's begin and end."""
@@ -67,12 +67,8 @@ class FileTicket:
     def join(self) -> None:
         """Block until the copy has ended; an interrupt gets through."""
         self.check_process()
-        with self._running:
+        with self.running:
             self._tensors = ()
-
-    @property
-    def has_ended(self) -> bool:
-        return not self._running.locked()
 
     @property
     def nbytes(self) -> int:
@@ -189,7 +185,7 @@ class _Worker:
         self.process = os.getpid()
         self.file = HostFile(check_directory(directory))
         self._tickets: _Tickets = queue.SimpleQueue()
-        self._last: FileTicket | None = None  # that was queued
+        self._last: threading.Lock | None = None  # which the last queued copy holds until it has ended
         self._one = threading.Lock()  # held by the copy that runs
         self._threads: list[threading.Thread] = []  # none until the first copy, then one
         # Neither the thread nor the finalizer refers to this object, or an unused link could never be collected.
@@ -198,14 +194,14 @@ class _Worker:
 
     def submit(self, ticket: FileTicket) -> None:
         """Queue a copy; run it at once if it takes less time than waking the thread, and none is before it."""
-        idle = self._last is None or self._last.has_ended
+        idle = self._last is None or not self._last.locked()
         if idle and ticket.nbytes <= AT_ONCE and self._one.acquire(blocking=False):
             try:
                 ticket.run(self.file)
             finally:
                 self._one.release()
             return
-        self._last = ticket
+        self._last = ticket.running
         if not self._threads:
             thread = threading.Thread(
                 target=_serve, args=(self._tickets, self.file, self._one), name="rotoff-file-link", daemon=True
