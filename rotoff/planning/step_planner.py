@@ -36,7 +36,6 @@ ROUNDS = 12  # chains that are tried, each with more for the first runs that exc
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
 AS_GOOD = 1.05  # time of an earlier process's plan / time that it had there, relative to keeping everything
 LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
-OPERATION = 4e-5  # seconds of the runtime for each operation, by which one of plans that are as fast is taken
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 
 
@@ -258,7 +257,7 @@ def _fastest(
         plans = (plan for found in chains for plan in _proposed(profile, found, asked, part))
         fitting = [plan for plan in plans if plan.peak <= request.mem_limit]
         if fitting:
-            return min(fitting, key=lambda plan: plan.trace.makespan + OPERATION * len(plan.sequence))
+            return min(fitting, key=lambda plan: plan.trace.makespan)
     return None
 
 

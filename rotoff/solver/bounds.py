@@ -214,7 +214,6 @@ def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
 
 # -- the bound on time
 
-LARGE = 400  # stages beyond which the bound is that of the compute lane: the program's size is the square of them
 SUM_ERROR = 1e-12  # share by which the bound is lowered: the machine's times are sums of floats too
 
 
@@ -222,7 +221,7 @@ def lower_bound(
     chain: Chain, mem_limit: int | str, mode: str = "joint", updates: str = "during", steps: float = PERIODS
 ) -> float:
     """A certified bound: seconds that no sequence within `mem_limit` can beat, in any mode (docs/bound.md has the
-    proof). It takes scipy. For more than 400 stages it is the time of computing alone.
+    proof). It takes scipy.
 
     With parameters it bounds the time of a steady step. Mode "remat", in which parameters stay on the device, then has
     its own bound. updates: "after" ``B 1`` only, or "during" the step. steps: 4 bounds the machine's makespan; more,
@@ -262,7 +261,7 @@ def least_time_of(chain: Chain, limit: int) -> float:
     c, L = arrays(chain), len(chain)
     # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
     least = float(np.cumsum(np.concatenate([c.u_F[1:], c.fastest[:0:-1]]))[-1])
-    if L == 1 or L > LARGE or least == 0:
+    if L == 1 or least == 0:
         return least
     program = StepProgram(chain, c, min(limit, MOST_LIMIT), _needs_alone(chain), 2 * L)
     return max(least, program.least_time() * (1 - SUM_ERROR))
@@ -274,8 +273,6 @@ def steady_bound(chain: Chain, limit: int, updates: str, steps: float = PERIODS)
     activations, limit = chain.without_parameters(), min(limit, MOST_LIMIT)
     (forward, backward), (read, trained, _) = _needs_alone(activations), own_needs(chain, updates)
     needs = forward + read[1:], backward + trained[1:]
-    if len(chain) > LARGE:
-        return least_compute(chain) * (1 - SUM_ERROR)
 
     def least(paid: float) -> float:
         return GroupProgram(chain, arrays(activations), limit, needs, updates, paid).least_time()

@@ -136,7 +136,6 @@ def test_processes_with_unequal_batches_do_the_same_under_every_limit(case: str)
     assert all(line.endswith("; alike") for line in said), said
     assert not any("'kept': 0" in line for line in said), said
     assert not any("'worked': 0" in line for line in said), said
-    assert sum("'worked'" in line for line in said) >= len(names)  # those of half of the models
 
 
 @pytest.mark.slow

@@ -58,8 +58,6 @@ def run(name: str, few: int) -> None:
     said: list[str] = []
     counts = dict.fromkeys(("refused", "kept", "worked"), 0)
     alone = rotoff.Checkpointable(made(name)[0], cache_directory=None).measure(x)
-    if both.min_mem_limit() == both.keep_all_memory:  # no plan takes fewer bytes than keeping everything
-        del counts["worked"]
     for n, limit in enumerate(limits_of(alone, both)):
         mode = MODES[n % 3]
         # each process asks for another limit, and the tighter one holds

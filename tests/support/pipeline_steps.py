@@ -200,9 +200,7 @@ def main(name: str) -> None:
     together = {} if line.split is None else {"process_group": line.split.get_group()}
     rank, held = dist.get_rank(), CASES[name][2]
     expected, plain = train(line, *pipeline(line, *CASES[name]), held)
-    # no plan moves what collectives have given, or makes it again: in stages of two processes 24 KiB a micro-batch
-    least = 0.5 if line.split is None else 0.8
-    for share, mode in ((least, "joint"), (0.5, "remat"), (0.7, "offload"))[: 3 if name == "gpipe" else 1]:
+    for share, mode in ((0.5, "joint"), (0.5, "remat"), (0.7, "offload"))[: 3 if name == "gpipe" else 1]:
         share += 0.05 * rank  # every rank has a limit of its own, so some keep everything and others do not
         schedule, modules = pipeline(line, *CASES[name])
         limit = int(share * plain)

@@ -249,17 +249,23 @@ IN_FLIGHT = {
 FURTHER = {
     "2 pipeline_steps 1f1b": [2, 1],
     "2 pipeline_steps interleaved": [5, 3],
-    "4 pipeline_steps split": [2, 2, 1, 1],  # two processes run each stage together
     "4 pipeline_steps 1f1b": [4, 3, 2, 1],
     "2 pipeline_steps told": [5, 3],
     "4 pipeline_steps interleaved": [11, 9, 7, 5],
+}
+SPLIT = {  # two processes run each stage together
+    "4 pipeline_steps split": [2, 2, 1, 1],
     "4 pipeline_steps split_interleaved": [5, 5, 3, 3],
 }
 
 
 @needs_processes
 @pytest.mark.early
-@pytest.mark.parametrize("cases", [IN_FLIGHT, pytest.param(FURTHER, marks=pytest.mark.slow)], ids=["few", "further"])
+@pytest.mark.parametrize(
+    "cases",
+    [IN_FLIGHT, *(pytest.param(cases, marks=pytest.mark.slow) for cases in (FURTHER, SPLIT))],
+    ids=["few", "further", "split"],
+)
 def test_unequal_ranks_keep_their_limits_and_the_gradients(cases: dict[str, list[int]]) -> None:
     """Bit for bit those of the same schedule without rotoff; each process holds no more than its own limit."""
     found = printed(*cases, *([REFUSED, *LINKS] if cases is IN_FLIGHT else []))
