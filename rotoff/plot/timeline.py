@@ -168,4 +168,4 @@ def _title(chain: Chain, plan: Plan, figures: Figures) -> str:
     name = " · ".join(part for part in (chain.name, f"mode {plan.mode}" if plan.mode else "") if part)
     over = f" ({percent(figures.overhead)} over keeping everything)" if figures.keep_all_time else ""
     facts = f"step {format_seconds(figures.step_time)}{over}, peak {figures.peak}"
-    return f"{name} · {facts}" if name else facts
+    return f"{name}\n{facts}" if name else facts  # one line would leave the picture
