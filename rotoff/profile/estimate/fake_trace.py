@@ -29,7 +29,7 @@ from ..reads import RecordedReads
 from ..tape_chain import CALL
 from ..trace import number_bytes
 from . import cpu_temporaries
-from .cuda_kernels import cuda_variants
+from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
 from .fake import FakeAllocator, fake_copy
 from .fake_kernels import FakeKernels
@@ -97,7 +97,7 @@ def fake_step(
     cuda = device.capability is not None
     mode = FakeKernels(cuda)
     log = _Log(device)
-    with _CPU, cuda_variants(device):
+    with _CPU, device_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
         step = FakeStep(copied, mode, log)
@@ -217,6 +217,11 @@ class FakeStep(RecordedReads):
         copy = super()._copy(storage)
         self._births.note(copy)
         return copy
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and ADDS_MASK.get():
+            return super().__torch_dispatch__(torch.ops.aten.add_.Tensor, types, args, kwargs).detach()
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._births.take_seconds()
