@@ -137,7 +137,7 @@ class RecordedStep(Verified):
         self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
-        self.device = next((p.device for p in self.parameters), torch.device("cpu"))
+        self.device = next((p.device for p in self.parameters if not p.is_meta), torch.device("cpu"))
         # scripted modules take no hooks of a whole call, and a compiler would look into them
         within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
         self._names = {module: name for name, module in model.named_modules() if module not in within}
@@ -204,10 +204,14 @@ class RecordedStep(Verified):
             pass
 
     def _called(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module], len(self.operations)))
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module].rpartition(".")[0], len(self.operations)))
 
