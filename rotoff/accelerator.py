@@ -163,7 +163,7 @@ def peaks(device: torch.device, run: Callable[[], object]) -> dict[str, int]:
     from the device, starting with an empty cache. retries: how often it found none and emptied its cache."""
     module = _module(device)
     finish(device)
-    module.empty_cache()
+    empty_cache(device)
     before = module.memory_stats(device)
     module.reset_peak_memory_stats(device)
     run()
@@ -208,7 +208,7 @@ BLOCK = 512  # bytes; every request is rounded up to a multiple
 # Options that make blocks larger than these rules say, or the segments that they come out of.
 ENLARGING = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")
 # What the allocator reserves over what it is asked for, at most, as a share and in bytes (`docs/runtime.md`).
-OVER_RESERVED, OVER_RESERVED_EXPANDABLE, OVER_RESERVED_BYTES = 0.45, 0.25, 22 << 20
+OVER_RESERVED, OVER_RESERVED_EXPANDABLE, OVER_RESERVED_BYTES = 0.45, 0.3, 22 << 20
 
 
 def block_bytes(device: torch.device) -> int:
