@@ -69,7 +69,7 @@ def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
     assert [one.returncode for one in runs] == [0] * 3, runs[1].stderr + runs[2].stderr
     plain, *others = ([line for line in one.stdout.splitlines() if line.startswith("step")] for one in runs)
     assert others == [plain, plain] and len(plain) == 4
-    assert "recomputed:" in runs[1].stdout or "moved to the host:" in runs[1].stdout
+    assert "moved" in runs[1].stdout or "recomputed" in runs[1].stdout
     assert "layers.0" in runs[2].stdout
 
 
