@@ -5,14 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..checkpointable import Checkpointable
@@ -27,6 +27,7 @@ from ..profile.tape_profile import TapeProfile
 from ..solver.settings import NUMBERED
 from ..tape.operators import kind_of, results_of, tensors_of
 from ..tensors.buffers import put_back
+from ..tensors.eager_mode import EagerMode
 from ..tensors.storage import version_of
 from .estimate import estimated
 
@@ -206,35 +207,44 @@ class _Choice:
 
 def _context_fn(kept: frozenset[tuple[str, int]], writes: bool) -> Callable[[], Contexts]:
     """Return a ``context_fn`` that keeps these calls: an operator, and the number of its call within the block."""
-    operators = {operator for operator, _ in kept}
+    calls = {(reduce(getattr, name.split("."), torch.ops), number) for name, number in kept}
+    operators = {operator for operator, _ in calls}
 
     def context_fn() -> Contexts:
-        counts = Counter[tuple[bool, str]]()  # PyTorch 2.11 also asks when the block runs again
+        counts = Counter[tuple[bool, Any]]()  # PyTorch 2.11 also asks when the block runs again
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            if (name := str(operator)) not in operators:
+            if operator not in operators:
                 return CheckpointPolicy.PREFER_RECOMPUTE
-            call = context.is_recompute, name
+            call = context.is_recompute, operator
             counts[call] += 1
-            keep = (name, counts[call] - 1) in kept
+            keep = (operator, counts[call] - 1) in calls
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        first, again = create_selective_checkpoint_contexts(policy)
-        if not writes or get_proxy_mode() is not None:  # a compiler makes nothing again that the block writes
-            return first, again
-        written = _Written(first)
-        return written, _AsBefore(written, again)
+        if get_proxy_mode() is not None:  # a compiler, which makes nothing again that the block writes
+            return create_selective_checkpoint_contexts(policy)
+        contexts = create_selective_checkpoint_contexts(policy) if kept else (nullcontext(), nullcontext())
+        if not writes:
+            return contexts
+        written = _Written(contexts[0])
+        return written, _AsBefore(written, contexts[1])
 
     return context_fn
 
 
-class _Written(TorchDispatchMode):
+class _Written(EagerMode):
     """Copies what a block overwrites and has not made, as buffers, before it does."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, within: AbstractContextManager[Any]) -> None:
         super().__init__()
         self._within, self._own = within, set[int]()
         self.before: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -245,7 +255,7 @@ class _Written(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for n, name in kind_of(func).writes:
+        for n, name in kind_of(func).writes if isinstance(func, torch._ops.OpOverload) else ():
             for t in tensors_of(args[n : n + 1], {name: (kwargs or {}).get(name)}):
                 key = t.untyped_storage()._cdata
                 if key not in self._own and key not in self.before:
