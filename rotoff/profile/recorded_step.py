@@ -125,7 +125,7 @@ class RecordedStep(Verified):
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.segments = [Segment("", 0)]
         self.calls: dict[str, list[tuple[int, int, int, int]]] = {}
-        self._begun: list[tuple[int, int]] = []
+        self._begun: dict[str, list[tuple[int, int]]] = {}
         self.death: dict[Content, int] = {}
         self.seconds: list[Any] = []  # until it is stopped, marks of the begin and the end of each
         self.positions: list[int] = []
@@ -210,11 +210,11 @@ class RecordedStep(Verified):
     def _called(self, module: nn.Module, args: Any) -> None:
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module], len(self.operations)))
-        self._begun.append((len(self.operations), self.position))
+        self._begun.setdefault(self._names[module], []).append((len(self.operations), self.position))
 
     def _returned(self, module: nn.Module, args: Any, result: Any) -> None:
-        begun = *self._begun.pop(), len(self.operations), self.position
-        self.calls.setdefault(self._names[module], []).append(begun)
+        name = self._names[module]
+        self.calls.setdefault(name, []).append((*self._begun[name].pop(), len(self.operations), self.position))
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         self.enter(len(self.segments))

@@ -74,6 +74,7 @@ def selective_policy(
     Args:
         model: the model, or a `Checkpointable` around it: without a sample, its last measurement is taken, and without
             a limit, its own. If that has a process group, all processes call this, and follow the first one's choice.
+            Give one with ``backward_from="loss"`` if no gradient of the logits is asked for.
         sample, kwargs: arguments of the model, of the largest size in the training.
         mem_limit: bytes, or a size such as ``"6 GiB"``, as for `Checkpointable.compute_sequence`.
         blocks: names of the modules that may be checkpointed. None: the outermost numbered ones (``layers.0``).
@@ -122,12 +123,16 @@ class _Choice:
 
     def _unfit(self, name: str, block: Block) -> str:
         """Why a block cannot be checkpointed."""
-        made, many = self._trace.made, len(self._trace.calls[name])
+        made, ran, many = self._trace.made, self._trace.ran, len(self._trace.calls[name])
         if many > 1:
             return f"is called {many} times in a step"
         later = [made[c].later for c in CheckpointedStep(self._trace, [block]).entering[0]]
-        changed = any(c is not None and made[c].op >= block.first for c in later)
-        return "has an input that is overwritten" if changed else ""
+        if any(c is not None and made[c].op >= block.first for c in later):
+            return "has an input that is overwritten"
+        for op in ran[block.first : block.end]:
+            if not all(made[c].again for c in op.makes) and "c10d" not in op.operator:
+                return f"has an operation whose result differs when it runs again ({op.operator})"
+        return ""
 
     def _hull(self, n: int) -> list[tuple[int, float, Kept | None]]:
         """Bytes, seconds of recompute and kept operations of the ways to run block `n`, on their lower convex hull; the

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from planned_steps import step_peak
@@ -56,6 +57,15 @@ class Between(nn.Module):
         for layer in self.layers:
             x = layer(x).sin().exp().cos()
         return x
+
+
+class Noisy(nn.Module):
+    """Draws numbers that PyTorch does not know of."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        np.add(y.detach().numpy(), np.random.default_rng().random(1), out=y.detach().numpy())
+        return y.sin()
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Draw]] = {
@@ -183,3 +193,6 @@ def test_what_a_checkpoint_would_get_wrong_is_refused() -> None:
         rotoff.selective_policy(model, torch.randn(4, 8), mem_limit=1, blocks=["1"], device="CPU")
     with pytest.raises(rotoff.LimitError):
         rotoff.selective_policy(model, torch.randn(4, 8), device="CPU")
+    noisy = nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 8))
+    with pytest.raises(rotoff.OptionError, match="'1', which has an operation whose result differs"):
+        rotoff.selective_policy(noisy, torch.randn(4, 8), mem_limit=1 << 20, blocks=["1"])
