@@ -4,8 +4,10 @@ clipping, a schedule.
     python examples/titan_loop.py examples/titan_loop.yaml
     torchrun --standalone --nproc-per-node 2 examples/titan_loop.py examples/titan_loop.yaml
     python examples/titan_loop.py examples/titan_loop.yaml --plain
+    python examples/titan_loop.py examples/titan_loop.yaml --checkpoint
 
-The one line for rotoff is `rotoff.attach`, after the model is whole.
+The one line for rotoff is `rotoff.attach`, after the model is whole. With `--checkpoint` rotoff only chooses what
+torchtitan's own checkpoint of each block keeps: `checkpointed` is what `apply_ac` does there, before sharding.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
@@ -50,10 +53,22 @@ class Model(nn.Module):
         return self.output(x)
 
 
+def checkpointed(model: Model, job: dict) -> None:
+    """Wrap the blocks that a step within the limit has to checkpoint."""
+    with torch.device("meta"):
+        tokens = torch.zeros(job["training"]["rows"], job["training"]["tokens"], dtype=torch.long)
+    policy = rotoff.selective_policy(model, tokens, mem_limit=job["rotoff"]["mem_limit"], device="CPU")
+    for name, context_fn in policy.items():
+        folder, _, number = name.rpartition(".")
+        model.get_submodule(folder)[number] = checkpoint_wrapper(model.get_submodule(name), context_fn=context_fn)
+    print(policy)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("--plain", action="store_true", help="without rotoff")
+    parser.add_argument("--checkpoint", action="store_true", help="checkpoint blocks, and let rotoff say how")
     options = parser.parse_args()
     job = yaml.safe_load(options.config.read_text(encoding="utf-8"))
     training = job["training"]
@@ -65,6 +80,8 @@ def main() -> None:
         rank = dist.get_rank() if several else 0
         with torch.device("meta"):
             model = Model(**job["model"])
+        if options.checkpoint:
+            checkpointed(model, job)
         if several:
             for stage in (model.tok_embeddings, *model.layers.values(), model.output):
                 fully_shard(stage)
@@ -73,7 +90,7 @@ def main() -> None:
         torch.manual_seed(0)
         model.init_weights()
         planned = None
-        if not options.plain:
+        if not options.plain and not options.checkpoint:
             planned = rotoff.attach(
                 model.train(), rotoff.RotoffConfig.from_dict(job["rotoff"]), process_group=several or None
             )

@@ -64,6 +64,8 @@ if TYPE_CHECKING:
     from .tools.planned_steps import PlannedStep as PlannedStep
     from .tools.planned_steps import PlannedSteps as PlannedSteps
     from .tools.schedule import attach_schedule as attach_schedule
+    from .tools.selective import SelectivePolicy as SelectivePolicy
+    from .tools.selective import selective_policy as selective_policy
 
 _WHERE = {
     name: module
@@ -90,6 +92,7 @@ _WHERE = {
         "tools.plan": "plan",
         "tools.planned_steps": "PlannedStep PlannedSteps",
         "tools.schedule": "attach_schedule",
+        "tools.selective": "SelectivePolicy selective_policy",
     }.items()
     for name in names.split()
 }

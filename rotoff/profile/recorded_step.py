@@ -114,6 +114,7 @@ class RecordedStep(Verified):
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
             varies: whether the sizes of its tensors may depend on data.
         before_write: called with each storage that the forward is about to overwrite, if given.
+        calls: of each module, those that have returned: the number of operations and the position at begin and end.
         handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did. copies: bytes of each copy of what was overwritten.
     """
@@ -123,6 +124,8 @@ class RecordedStep(Verified):
         self._patient = patient
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.segments = [Segment("", 0)]
+        self.calls: dict[str, list[tuple[int, int, int, int]]] = {}
+        self._begun: dict[str, list[tuple[int, int]]] = {}
         self.death: dict[Content, int] = {}
         self.seconds: list[Any] = []  # until it is stopped, marks of the begin and the end of each
         self.positions: list[int] = []
@@ -175,6 +178,7 @@ class RecordedStep(Verified):
     def __enter__(self) -> RecordedStep:
         self._start()
         self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
+        self._hooks += [module.register_forward_hook(self._returned) for module in self._names]
         # while its parameters are there
         self._hooks += [module.register_forward_hook(self._left, prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
@@ -209,6 +213,11 @@ class RecordedStep(Verified):
             return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module], len(self.operations)))
+        self._begun.setdefault(self._names[module], []).append((len(self.operations), self.position))
+
+    def _returned(self, module: nn.Module, args: Any, result: Any) -> None:
+        name = self._names[module]
+        self.calls.setdefault(name, []).append((*self._begun[name].pop(), len(self.operations), self.position))
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
         if torch.compiler.is_compiling():

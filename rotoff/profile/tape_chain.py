@@ -389,7 +389,7 @@ def _key(trace: Trace, first: int, end: int, stage: int) -> int:
     return key
 
 
-def _slope(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
+def slope(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:
     """Seconds that a byte less takes."""
     return float((other[1] - one[1]) / (one[0] - other[0]))
 
@@ -534,12 +534,12 @@ class StageRun:
             size, seconds = self.trace.size(left), self._seconds(again)
             if hull[-1][0] - size < least:
                 continue
-            while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], (size, seconds)):
+            while len(hull) > 1 and slope(hull[-2], hull[-1]) >= slope(hull[-2], (size, seconds)):
                 hull.pop()
             hull.append((size, seconds, set(left)))
         while len(hull) > 1 + FORMS:
             rows = zip(hull, hull[1:], hull[2:], strict=False)
-            bends = [(_slope(b, c) - _slope(a, b)) * (a[0] - c[0]) for a, b, c in rows]
+            bends = [(slope(b, c) - slope(a, b)) * (a[0] - c[0]) for a, b, c in rows]
             del hull[bends.index(min(bends)) + 1]
         return [part for _, _, part in hull[1:]]
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Number
@@ -48,7 +49,8 @@ class Ran:
 
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
     before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation
-    before, times `factor`, plus `term`. at: its position. module: in whose call it runs.
+    before, times `factor`, plus `term`. at: its position. module: in whose call it runs. operator: its name.
+    draws: whether it draws random numbers.
     """
 
     reads: tuple[int, ...]
@@ -61,6 +63,8 @@ class Ran:
     term: int
     at: int
     module: str
+    operator: str
+    draws: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,8 @@ class Event:
 @dataclass(frozen=True)
 class Trace:
     """One step. end: the position after its forward. beside: bytes that it holds beside its contents; states: those of
-    them that only what is made again needs: generators' states, numbers, and copies of what is overwritten."""
+    them that only what is made again needs: generators' states, numbers, and copies of what is overwritten. calls: of
+    each module, the number of operations and the position at the begin and at the end of each of its calls."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
@@ -101,6 +106,7 @@ class Trace:
     beside: int
     states: int
     end: int
+    calls: Mapping[str, Several[tuple[int, int, int, int]]]
 
     def size(self, contents: Iterable[int]) -> int:
         return sum(self.made[c].nbytes for c in set(contents))
@@ -198,6 +204,8 @@ def trace_of(step: RecordedStep) -> Trace:
                 one,
                 step.positions[n],
                 step.segments[bisect_right(firsts, n) - 1].module,
+                str(op.operator),
+                _draws(op),
             )
         )
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
@@ -215,7 +223,14 @@ def trace_of(step: RecordedStep) -> Trace:
         beside,
         again,
         step.position,
+        step.calls,
     )
+
+
+def _draws(op: Operation) -> bool:
+    names = (argument.name for argument in op.operator._schema.arguments)
+    given = dict(zip(names, op.args, strict=False)) | op.kwargs
+    return op.state is not None and given.get("dropout_p") != 0  # attention without dropout
 
 
 def _numbers(op: Operation) -> int:

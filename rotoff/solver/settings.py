@@ -18,7 +18,7 @@ KEEP, CHECKPOINT, CHECKPOINT_ON_HOST, SAVED_ON_HOST = "keep", "checkpoint", "che
 ACTIVATIONS = (KEEP, CHECKPOINT, CHECKPOINT_ON_HOST, SAVED_ON_HOST)
 ON_DEVICE, UPDATED_ON_HOST, ON_HOST, SWAPPED = "on device", "updated on host", "on host", "swapped"
 PARAMETERS = (ON_DEVICE, UPDATED_ON_HOST, ON_HOST, SWAPPED)
-_NUMBERED = re.compile(r"(?:[^.]+\.)*?(?:[^.]*_)?\d+(?=\.|$)")
+NUMBERED = re.compile(r"(?:[^.]+\.)*?(?:[^.]*_)?\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def blocks_of(chain: Chain) -> list[tuple[int, int, bool]]:
     """
 
     def cut(end: int) -> list[tuple[int, int, bool]]:
-        found = [_NUMBERED.match(stage.name.split("..")[end]) for stage in chain.stages]
+        found = [NUMBERED.match(stage.name.split("..")[end]) for stage in chain.stages]
         if not any(found):
             return [(i, i, True) for i in range(1, len(chain) + 1)]
         keys = [f"{n}" if match is None else match.group() for n, match in enumerate(found)]

@@ -25,7 +25,7 @@ class BufferCopies:
     def put_back(self) -> None:
         with torch.no_grad():
             for module, name, buffer, content, version in self._saved:
-                _put_back(buffer, content, version)
+                put_back(buffer, content, version)
                 module._buffers[name] = buffer
 
 
@@ -55,7 +55,7 @@ class Originals:
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def _put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
+def put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
     if not same_content(tensor, content):
         as_large_as(tensor, content).copy_(content)
     if version_of(tensor) != version:

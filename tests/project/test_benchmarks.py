@@ -67,3 +67,15 @@ def test_parameter_grid(tmp_path: Path) -> None:
         assert row["bound"] <= row["step"] <= row["by_hand"]
         assert row["forty"] == pytest.approx(row["step"])
     assert found["summary"]["slower"] == 0
+
+
+@pytest.mark.slow
+def test_promises(tmp_path: Path) -> None:
+    out, picture = tmp_path / "promises.json", tmp_path / "promises.png"
+    options = ["--models", "GPT", "--scale", "1", "--rounds", "1", "--backends", "--masks"]
+    rows = figures("promises.py", out, *options, "--json", str(out), "--picture", str(picture))["rows"]
+    ours = [row for row in rows if row["promised"]]
+    assert {row["method"] for row in ours} == {"remat", "joint", "selective_policy"}
+    for row in ours:
+        assert row["equal"] and row["peak"] <= row["promised"] <= row["knob"] * row["keep_all"]
+    assert picture.stat().st_size > 1000

@@ -64,11 +64,13 @@ def test_examples_reach_the_plain_losses(name: str, needs: str, options: str) ->
 @pytest.mark.slow
 def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
     pytest.importorskip("yaml")
-    runs = [run(EXAMPLES / "titan_loop.py", EXAMPLES / "titan_loop.yaml", *more) for more in (["--plain"], [])]
-    assert [one.returncode for one in runs] == [0, 0], runs[1].stderr
-    plain, planned = ([line for line in one.stdout.splitlines() if line.startswith("step")] for one in runs)
-    assert plain == planned and len(plain) == 4
-    assert "recomputed:" in runs[1].stdout or "moved to the host:" in runs[1].stdout
+    more = (["--plain"], [], ["--checkpoint"])
+    runs = [run(EXAMPLES / "titan_loop.py", EXAMPLES / "titan_loop.yaml", *one) for one in more]
+    assert [one.returncode for one in runs] == [0] * 3, runs[1].stderr + runs[2].stderr
+    plain, *others = ([line for line in one.stdout.splitlines() if line.startswith("step")] for one in runs)
+    assert others == [plain, plain] and len(plain) == 4
+    assert "moved" in runs[1].stdout or "recomputed" in runs[1].stdout
+    assert "layers.0" in runs[2].stdout
 
 
 @pytest.mark.slow
