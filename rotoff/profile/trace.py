@@ -236,14 +236,15 @@ def _is_tensor(argument: Any) -> bool:
 def _peaks(step: RecordedStep, many: int) -> list[int]:
     """Return the most bytes that each operation holds above those at its begin."""
     peaks, level, begins = [0] * many, 0, dict[str, int]()
-    gathered: dict[int, int] = {}  # parameters that FSDP has gathered, by address
-    for event in step.log:
+    gathered: dict[int, int] = {}  # parameters that FSDP has gathered, by address; those that stay are beside the step
+    stay = set(_left(step).values())
+    for n, event in enumerate(step.log):
         if event.begins:
             begins[event.begins] = level
         elif event.ends:
             begins.pop(event.ends, None)
         level += event.size
-        if event.size > 0 and GATHERED in begins:
+        if event.size > 0 and GATHERED in begins and n not in stay:
             gathered[event.ptr] = event.size
         elif event.size < 0:
             gathered.pop(event.ptr, None)
@@ -311,15 +312,20 @@ def _released(
 def _beside(step: RecordedStep) -> int:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
     wraps, copies of what is overwritten, what the tape does not see."""
+    return sum(step.log[n].size for ptr, n in _left(step).items() if ptr not in step.handed_at)
+
+
+def _left(step: RecordedStep) -> dict[int, int]:
+    """Return what the forward leaves, by address: the numbers of the events that allocated it."""
     live: dict[int, int] = {}
     in_own = False
-    for event in step.log:
+    for n, event in enumerate(step.log):
         if event.begins == LOSS:
             break
         if OWN in (event.begins, event.ends):
             in_own = bool(event.begins)
         elif event.size > 0 and not in_own:
-            live[event.ptr] = event.size
+            live[event.ptr] = n
         elif event.size < 0:
             live.pop(event.ptr, None)
-    return sum(size for ptr, size in live.items() if ptr not in step.handed_at)
+    return live
