@@ -48,7 +48,8 @@ class Ran:
 
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
     before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation
-    before, times `factor`, plus `term`. at: its position. module: in whose call it runs.
+    before, times `factor`, plus `term`. at: its position. module: in whose call it runs. gathered: bytes of parameters
+    that FSDP2 has gathered meanwhile; where it runs again, they are among the gradients.
     """
 
     reads: tuple[int, ...]
@@ -61,6 +62,7 @@ class Ran:
     term: int
     at: int
     module: str
+    gathered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class Trace:
         yield level
         for n, op in enumerate(self.ran):
             level -= self.size(leave.pop(n, ()))
-            yield level + op.peak
+            yield level + op.peak + op.gathered
             level += self.size(op.makes)
             yield level
             for c in op.makes:
@@ -181,7 +183,7 @@ def trace_of(step: RecordedStep) -> Trace:
         )
         for content in contents
     )
-    peaks = _peaks(step, many)
+    peaks, gathered = _peaks(step, many)
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):
@@ -198,6 +200,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 one,
                 step.positions[n],
                 step.segments[bisect_right(firsts, n) - 1].module,
+                gathered[n],
             )
         )
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
@@ -233,10 +236,10 @@ def _is_tensor(argument: Any) -> bool:
     return isinstance(argument.type, torch.TensorType)
 
 
-def _peaks(step: RecordedStep, many: int) -> list[int]:
-    """Return the most bytes that each operation holds above those at its begin."""
-    peaks, level, begins = [0] * many, 0, dict[str, int]()
-    gathered: dict[int, int] = {}  # parameters that FSDP has gathered, by address; those that stay are beside the step
+def _peaks(step: RecordedStep, many: int) -> tuple[list[int], list[int]]:
+    """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then."""
+    peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
+    gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     stay = set(_left(step).values())
     for n, event in enumerate(step.log):
         if event.begins:
@@ -250,8 +253,9 @@ def _peaks(step: RecordedStep, many: int) -> list[int]:
             gathered.pop(event.ptr, None)
         for name, start in begins.items() if event.size > 0 or event.begins else ():
             if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start + sum(gathered.values()))
-    return peaks
+                peaks[int(name)] = max(peaks[int(name)], level - start)
+                found[int(name)] = max(found[int(name)], sum(gathered.values()))
+    return peaks, found
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
