@@ -13,6 +13,7 @@ from torch import nn
 from ..tape.contents import Content, Slot
 from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation
+from ..tensors.storage import local
 from .recorded_step import RecordedStep
 
 CAST = "aten::_to_copy"
@@ -41,7 +42,7 @@ class RecordedReads(RecordedStep):
         # positions at which autograd has saved parameters that nothing has read since the operation before
         self._kept_at: set[tuple[int, int]] = set()
         self._overwritten: set[int] = set()
-        self._own = {p.untyped_storage()._cdata: id(p) for p in self.parameters}
+        self._own = {local(p).untyped_storage()._cdata: id(p) for p in self.parameters}
         self._casts: dict[Content, int] = {}
         self._uses: Counter[Content] = Counter()  # of casts
 

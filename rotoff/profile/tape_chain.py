@@ -478,7 +478,7 @@ class StageRun:
         for number in range(self.first, self.end):
             op = self.trace.ran[number]
             level -= dies.get(number, 0)
-            most = max(most, level + op.peak)
+            most = max(most, level + op.peak + op.gathered)
             for c in op.makes:
                 if c in self.stay:
                     continue

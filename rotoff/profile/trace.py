@@ -50,7 +50,8 @@ class Ran:
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
     before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation
     before, times `factor`, plus `term`. at: its position. module: in whose call it runs. operator: its name.
-    draws: whether it draws random numbers.
+    draws: whether it draws random numbers. gathered: bytes of parameters that FSDP2 has gathered meanwhile; where it
+    runs again, they are among the gradients.
     """
 
     reads: tuple[int, ...]
@@ -65,6 +66,7 @@ class Ran:
     module: str
     operator: str
     draws: bool
+    gathered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,7 @@ class Trace:
         yield level
         for n, op in enumerate(self.ran):
             level -= self.size(leave.pop(n, ()))
-            yield level + op.peak
+            yield level + op.peak + op.gathered
             level += self.size(op.makes)
             yield level
             for c in op.makes:
@@ -187,7 +189,7 @@ def trace_of(step: RecordedStep) -> Trace:
         )
         for content in contents
     )
-    peaks = _peaks(step, many)
+    peaks, gathered = _peaks(step, many)
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):
@@ -206,6 +208,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 step.segments[bisect_right(firsts, n) - 1].module,
                 str(op.operator),
                 _draws(op),
+                gathered[n],
             )
         )
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
@@ -248,24 +251,26 @@ def _is_tensor(argument: Any) -> bool:
     return isinstance(argument.type, torch.TensorType)
 
 
-def _peaks(step: RecordedStep, many: int) -> list[int]:
-    """Return the most bytes that each operation holds above those at its begin."""
-    peaks, level, begins = [0] * many, 0, dict[str, int]()
-    gathered: dict[int, int] = {}  # parameters that FSDP has gathered, by address
-    for event in step.log:
+def _peaks(step: RecordedStep, many: int) -> tuple[list[int], list[int]]:
+    """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then."""
+    peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
+    gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
+    stay = set(_left(step).values())
+    for n, event in enumerate(step.log):
         if event.begins:
             begins[event.begins] = level
         elif event.ends:
             begins.pop(event.ends, None)
         level += event.size
-        if event.size > 0 and GATHERED in begins:
+        if event.size > 0 and GATHERED in begins and n not in stay:
             gathered[event.ptr] = event.size
         elif event.size < 0:
             gathered.pop(event.ptr, None)
         for name, start in begins.items() if event.size > 0 or event.begins else ():
             if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start + sum(gathered.values()))
-    return peaks
+                peaks[int(name)] = max(peaks[int(name)], level - start)
+                found[int(name)] = max(found[int(name)], sum(gathered.values()))
+    return peaks, found
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
@@ -326,15 +331,20 @@ def _released(
 def _beside(step: RecordedStep) -> int:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
     wraps, copies of what is overwritten, what the tape does not see."""
+    return sum(step.log[n].size for ptr, n in _left(step).items() if ptr not in step.handed_at)
+
+
+def _left(step: RecordedStep) -> dict[int, int]:
+    """Return what the forward leaves, by address: the numbers of the events that allocated it."""
     live: dict[int, int] = {}
     in_own = False
-    for event in step.log:
+    for n, event in enumerate(step.log):
         if event.begins == LOSS:
             break
         if OWN in (event.begins, event.ends):
             in_own = bool(event.begins)
         elif event.size > 0 and not in_own:
-            live[event.ptr] = event.size
+            live[event.ptr] = n
         elif event.size < 0:
             live.pop(event.ptr, None)
-    return sum(size for ptr, size in live.items() if ptr not in step.handed_at)
+    return live

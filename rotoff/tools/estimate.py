@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +39,14 @@ def estimate(model: nn.Module, *sample: Any, device: Device | str = "H200", **kw
     return estimated(model, sample, kwargs, find(device)).chain
 
 
-def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device) -> Estimate:
-    """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`."""
+def estimated(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
+    shard: Callable[[nn.Module], object] | None = None,
+) -> Estimate:
+    """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`. shard: shards a copy."""
     check_module(model)
     inner, options = (model._model, model._options) if isinstance(model, Checkpointable) else (model, Options())
     args, kwargs = read_sample(inner, args, kwargs)
@@ -50,7 +57,7 @@ def estimated(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], d
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True  # on an error it writes all of the traceback, before rotoff says anything
     try:
-        return estimate_profile(inner, args, kwargs, device, stages, bool(options.forms), names)
+        return estimate_profile(inner, args, kwargs, device, stages, bool(options.forms), names, shard)
     finally:
         log.disabled = before
 

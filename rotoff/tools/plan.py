@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
 from .estimate import estimated
+from .mesh import Mesh
 from .pipeline_plan import PlannedPipeline, planned_pipeline
 from .planned_steps import PlannedSteps
 from .question import HOST_BANDWIDTH, Question, growth_of, options_of, with_options
@@ -43,36 +44,40 @@ def plan(
     schedule: str = "1F1B",
     chunks: int = 1,
     ranks_per_link: int = 1,
-    cache_directory: str | os.PathLike[str] | bool | None = None,
+    mesh: str | None = None,
+    link: float | None = None,
     **kwargs: Any,
 ) -> PlannedSteps | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
 
     The table has rows for plain PyTorch, for what people set elsewhere, and for rotoff where plain PyTorch does not
-    fit; then the time that no plan can beat. Parameters, gradients and states may move, too, unless a `mem_limit` is
-    given.
+    fit; then the time that no plan can beat. Parameters, gradients and states may move, too, without a `mem_limit`.
 
     Args:
-        model, sample, kwargs: as for `rotoff.estimate`.
-        mem_limit: bytes of one step, as for `Checkpointable`. At most the device's memory less parameters, gradients,
-            states, the batch and a margin.
+        model, sample, kwargs: as for `rotoff.estimate`. stages, backward_from, forms: as for `Checkpointable`.
+        mem_limit: bytes of one step, as for `Checkpointable`; at most what resident bytes and a margin leave.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
         master_weights: whether the optimizer holds float32 copies of parameters in half precision, and its states in
             float32. PyTorch's own optimizers hold states of the parameters' types, and no copies.
-        stages, backward_from, forms, cache_directory: as for `Checkpointable`; the last keeps nothing here.
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
+        mesh: ranks that share the training, "fsdp=8" or "fsdp=8,tp=2", each with such a device and this sample. PyTorch
+            shards: ``fully_shard`` the model's blocks, modules with a number as their name, and a model of transformers
+            its tensor parallel plan. Rows are for each rank, and plain PyTorch is FSDP2.
+        link: B/s that a rank can send to the others (default: the device's ``interconnect``).
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
 
     Raises:
-        OptionError: for an unknown device, mode or optimizer; the message names the known ones.
+        OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones. Also for a mesh
+            in a process that has a process group, or that does not divide what it splits.
         LimitError: if `mem_limit` is not a number of bytes, or nothing fits the device.
         MeasureError: if the model cannot be estimated.
     """
-    asked = Question(find(device), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
+    ranks = Mesh.of(mesh, link, pipeline)
+    asked = Question(ranks.on(find(device)), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check(model, kwargs)
     model = with_options(model, Options(stages, backward_from, forms).chosen)
     if pipeline is not None:
@@ -80,11 +85,19 @@ def plan(
     for name, number in (("microbatches", microbatches), ("chunks", chunks), ("ranks_per_link", ranks_per_link)):
         if number != 1:
             raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
+    return _planned(model, sample, kwargs, asked, ranks)
+
+
+def _planned(
+    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], asked: Question, ranks: Mesh
+) -> PlannedSteps:
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         bar(0.0, "tracing the model")
-        profile = estimated(model, sample, kwargs, asked.device)
-        grown = growth_of(model, sample, kwargs, asked.device, profile)
-        return asked.answer(profile, grown, options_of(model), bar)
+        with ranks.started() as shard:
+            profile = estimated(model, sample, kwargs, asked.device, shard)
+            grown = growth_of(model, sample, kwargs, asked.device, profile, shard)
+        found = asked.answer(profile, grown, options_of(model) | ranks.options, bar)
+        return replace(found, mesh=ranks.planned(profile))
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -57,6 +57,30 @@ class PlannedStep:
         return f"{self.name:<41} {'yes' if self.fits else 'NO':>4} {sizes} {times}  {self.moves}".rstrip()
 
 
+@dataclass(frozen=True)
+class PlannedMesh:
+    """What the ranks of a mesh have in common; prints as a table.
+
+    axes: as text. ranks: their number. link: B/s that a rank is assumed to send. sent: for each kind of collective, how
+    many there are in a step, bytes that a rank sends, and seconds. waits: seconds of plain FSDP2's step in which
+    kernels wait for them.
+    """
+
+    axes: str
+    ranks: int
+    link: float
+    sent: dict[str, tuple[int, int, float]]
+    waits: float
+
+    def __str__(self) -> str:
+        rows = [
+            f"{name:<41} {calls:>4} {format_bytes(nbytes):>11} {'':>11} {seconds:>9.4g}"
+            for name, (calls, nbytes, seconds) in self.sent.items()
+        ]
+        head = f"{f'collectives, at {format_bytes(self.link)}/s':<41} {'':>4} {'sent':>11} {'':>11} {'s':>9}"
+        return "\n".join([head, *rows, f"{'of these, plain PyTorch waits for':<69} {self.waits:>9.4g}"])
+
+
 TABLE_HEAD = f"{'':<41} {'fits':>4} {'peak':>11} {'host':>11} {'step s':>9} {'overhead':>9} {'batch':>8}  moves"
 
 
@@ -76,6 +100,7 @@ class PlannedSteps:
     steps: the rows: plain PyTorch, what is set elsewhere, and rotoff's plans, if plain PyTorch does not fit.
     bound_time: seconds of a step that no plan can beat; None if nothing fits.
     notes: what the figures rest on, as sentences.
+    mesh: the ranks, of which each has such a device and these rows; None if there is one.
     """
 
     chain: Chain
@@ -90,6 +115,7 @@ class PlannedSteps:
     steps: tuple[PlannedStep, ...]
     bound_time: float | None
     notes: tuple[str, ...] = ()
+    mesh: PlannedMesh | None = None
 
     def __iter__(self) -> Iterator[PlannedStep]:
         return iter(self.steps)
@@ -154,6 +180,7 @@ class PlannedSteps:
         said = {name: value for name, value in vars(self).items() if name != "chain"}
         said |= {"meta": dict(self.chain.meta), "needed_bytes": self.needed_bytes, "fits": self.fits}
         said |= {"notes": [*self.notes], "steps": [asdict(row) for row in self.steps]}
+        said |= {"mesh": self.mesh and asdict(self.mesh)}
         best = None if self.best is None else asdict(self.best)
         return {"format": "rotoff.planned_steps", "version": 1, **said, "best": best}
 
@@ -163,8 +190,10 @@ class PlannedSteps:
 
     def __str__(self) -> str:
         asked = f" within a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else ""
-        head = f"{self.chain.name or 'model'} on {self.device}{asked}: {resident_parts(self.resident_bytes)}"
+        where = self.device if self.mesh is None else f"each of {self.mesh.ranks} {self.device} ({self.mesh.axes})"
+        head = f"{self.chain.name or 'model'} on {where}{asked}: {resident_parts(self.resident_bytes)}"
         lines = [self.verdict, head, *self.notes, "", TABLE_HEAD, *map(str, self.steps), *bound_lines(self)]
+        lines += [] if self.mesh is None else ["", str(self.mesh)]
         least = ", ".join(f"{mode} {format_bytes(nbytes)}" for mode, nbytes in self.min_mem_limits.items())
         lines += ["", f"smallest mem_limit: {least}"]
         if not self.asked:

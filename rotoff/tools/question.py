@@ -216,7 +216,12 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def growth_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Device, profile: Estimate
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Device,
+    profile: Estimate,
+    shard: Callable[[nn.Module], object] | None = None,
 ) -> Growth | None:
     """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits. None
     if the sample has no batch, or the model does something else there."""
@@ -233,7 +238,7 @@ def growth_of(
             return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
 
         args, kwargs = rebuild([resized(leaf) for leaf in leaves])
-        return estimated(model, args, kwargs, target)
+        return estimated(model, args, kwargs, target, shard)
 
     try:
         return Growth.of(larger, profile, batch, count)

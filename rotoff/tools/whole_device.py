@@ -22,7 +22,9 @@ from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import as_size
 from ..core.steady_step import WHEN
+from ..core.trace import Trace
 from ..planning.step_planner import keeping_all
+from ..profile.estimate.collectives import Collectives
 from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
@@ -69,7 +71,7 @@ class WholeDevice:
 
     profile: of the model. limit: bytes. groups: its parameters, with their gradients and states; empty: they do not
     count. beside: bytes of those that no group has. update_time: seconds of the updates that no group has. growth: with
-    the batch; None if that is not known. which: of the chains.
+    the batch; None if that is not known. which: of the chains. collectives: of a sharded model.
     """
 
     profile: TapeProfile
@@ -79,6 +81,7 @@ class WholeDevice:
     update_time: float = 0.0
     growth: Growth | None = None
     which: int = 0
+    collectives: Collectives | None = None
     _known: dict[tuple[int, int], WholeDevice] = field(default_factory=dict, compare=False)
 
     def at(self, count: int) -> WholeDevice:
@@ -91,7 +94,8 @@ class WholeDevice:
 
     def of_step(self, profile: TapeProfile, limit: int, growth: Growth | None) -> WholeDevice:
         """What a step allocates, with all the rest on the device; `limit` is for that."""
-        return WholeDevice(profile, limit, beside=-profile.batch_bytes, update_time=self.updating, growth=growth)
+        made = WholeDevice(profile, limit, beside=-profile.batch_bytes, update_time=self.updating, growth=growth)
+        return replace(made, collectives=self.collectives)
 
     @cached_property
     def found(self) -> TapeChain:
@@ -110,7 +114,12 @@ class WholeDevice:
     @cached_property
     def time(self) -> float:
         """Seconds of a step that keeps everything."""
-        return simulate(self.chain, sequence_of(self.chain, Setting())).makespan + self.update_time
+        return self.step_time(simulate(self.chain, sequence_of(self.chain, Setting())))
+
+    def step_time(self, trace: Trace) -> float:
+        """Seconds of a step, with the collectives for which kernels wait, and with all updates."""
+        waits = 0.0 if self.collectives is None else self.collectives.delay(trace)
+        return trace.makespan + waits + self.update_time
 
     def least(self, updates: str, count: int | None = None) -> int:
         """The smallest memory for which there is a plan. count: with this batch."""
@@ -120,14 +129,22 @@ class WholeDevice:
     def levels(self, sequence: Sequence, plain: bool = False) -> list[int]:
         """What the device holds during each operation. plain: whether the model runs as it is, on plain autograd."""
         if plain:
-            levels, batch = iter(keeping_all(self.profile).levels), self.profile.batch_bytes
-            return [
-                self.beside + (next(levels) + batch + event.parameter_memory if event.op.kind in _OWN else event.memory)
+            own, batch = iter(keeping_all(self.profile).levels), self.profile.batch_bytes
+            levels = [
+                self.beside + (next(own) + batch + event.parameter_memory if event.op.kind in _OWN else event.memory)
                 for event in simulate(self.chain, sequence).events
             ]
-        none = ((0, 0),) * len(self.groups)
-        groups = TapeGroups(self.found, self.chain, (), (), none, self.beside, 0, 0, 0, 0, torch.device("cpu"))
-        return groups.levels(sequence, during=True)
+        else:
+            none = ((0, 0),) * len(self.groups)
+            groups = TapeGroups(self.found, self.chain, (), (), none, self.beside, 0, 0, 0, 0, torch.device("cpu"))
+            levels = groups.levels(sequence, during=True)
+        if self.collectives is None:
+            return levels
+        # a backward's shards of gradients are there when the whole ones have gone
+        late = {i: sum(g.grad_bytes for g in self.groups if min(g.stages) == i) for i in range(1, len(self.chain) + 1)}
+        return [
+            level - (late[op.stage] if op.kind is OpKind.B else 0) for op, level in zip(sequence, levels, strict=True)
+        ]
 
     # -- rows
 
@@ -135,7 +152,7 @@ class WholeDevice:
         """The row of a step. plain: whether it is the plain model's. said: fields of the row that are known."""
         trace = simulate(self.chain, sequence)
         held = max(self.levels(sequence, plain)), trace.host_peak_bytes
-        step = Figures(self.limit, *held, trace.makespan + self.update_time, self.time)
+        step = Figures(self.limit, *held, self.step_time(trace), self.time)
         moved = {op.of for op in sequence if op.kind in TRANSFERS}
         again = trace.recompute_time or any(op.kind is OpKind.F_SEL for op in sequence)
         moves = ["recomputes"] if again else []
@@ -287,7 +304,8 @@ def whole_device(
         f"{optimizer} states": OPTIMIZER_STATES[optimizer] * meta["trained_bytes"] + masters(trained),
         "batch": profile.batch_bytes,
     }
-    return WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving), resident
+    growth = growth and growth.moving
+    return WholeDevice(profile.moving, limit, groups, beside, growth=growth, collectives=profile.collectives), resident
 
 
 def charging_first_runs(found: TapeChain) -> Chain:

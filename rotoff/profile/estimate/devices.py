@@ -7,7 +7,7 @@ assumed to reach. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ...errors import OptionError
@@ -32,6 +32,7 @@ class Device:
         capability: CUDA's (major, minor), which determines the kernels of attention; None if it is not a CUDA device.
         launch_time: the least seconds of an operation.
         compute_efficiency, memory_efficiency, link_efficiency: the assumed share of each peak.
+        interconnect: B/s that a device sends to others of its host; None if that takes the link to the host.
         source: of the numbers.
 
     Raises:
@@ -50,6 +51,7 @@ class Device:
     compute_efficiency: float = 0.5
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
+    interconnect: float | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -60,6 +62,7 @@ class Device:
             numbers[share] = getattr(self, share)
             if getattr(self, share) > 1:
                 raise OptionError(f"{share} of device {self.name!r} is {getattr(self, share)!r}; give a share up to 1")
+        numbers |= {} if self.interconnect is None else {"interconnect": self.interconnect}
         for what, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
                 raise OptionError(f"{what} of device {self.name!r} is {number!r}; give a number above 0")
@@ -75,6 +78,11 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Return the floating-point operations per second in `dtype`."""
         return self.flops.get(dtype, self.flops["float32"])
+
+    @property
+    def between(self) -> float:
+        """B/s that collectives are assumed to reach."""
+        return (self.interconnect or min(self.d2h_bandwidth, self.h2d_bandwidth)) * self.link_efficiency
 
 
 _known: dict[str, Device] = {}
@@ -127,10 +135,12 @@ def _add(
     link: float,
     capability: tuple[int, int],
     source: str,
+    between: float | None = None,
 ) -> None:
     rates = {kind: value * TERA for kind, value in flops.items()}
     sizes = int(gigabytes * 2**30), bandwidth * GB
-    register_device(Device(name, *sizes, rates, link * GB, link * GB, capability=capability, source=source))
+    made = Device(name, *sizes, rates, link * GB, link * GB, capability=capability, source=source)
+    register_device(replace(made, interconnect=None if between is None else between * GB))
 
 
 def _rates(float32: float, half: float = 0.0, **others: float) -> dict[str, float]:
@@ -139,7 +149,8 @@ def _rates(float32: float, half: float = 0.0, **others: float) -> dict[str, floa
 
 
 # GiB, GB/s of the memory, TFLOP/s, GB/s of the link. Dense rates; those of 16 and 8 bits with sums in float32, as in
-# training. If a sheet gives sparse rates, half of them; if it gives those of a board of several devices, a share.
+# training. If a sheet gives sparse rates, half of them; if it gives those of a board of several devices, a share. Then
+# GB/s to other devices in one direction, half of what sheets print, where all devices of a board are connected.
 # fmt: off
 _3, _4, _5, _C2C = _pcie(3), _pcie(4), _pcie(5), 450.0  # NVLink-C2C to Grace: 900 GB/s in both directions
 _VOLTA = _rates(15.7, float16=125, float64=7.8)
@@ -148,28 +159,28 @@ _HOPPER = _rates(67, 989.5, tf32=494.5, float8=1979, float64=34)
 _CDNA3 = _rates(163.4, 1307.4, tf32=653.7, float8=2614.9, float64=163.4)
 _add("K40", 12, 288, _rates(4.29, float64=1.43), _3, (3, 5), "NVIDIA Tesla K40 GPU accelerator, board specification")
 _add("Titan X", 12, 336.5, _rates(6.144, float64=0.192), _3, (5, 2), "NVIDIA GeForce GTX Titan X, specifications")
-_add("P100", 16, 732, _rates(10.6, float16=21.2, float64=5.3), _3, (6, 0), "NVIDIA Tesla P100 data sheet (SXM2 16 GB)")
-_add("V100", 16, 900, _VOLTA, _3, (7, 0), "NVIDIA V100 data sheet (SXM2, 16 GB)")
-_add("V100 32GB", 32, 900, _VOLTA, _3, (7, 0), "NVIDIA V100 data sheet (SXM2)")
+_add("P100", 16, 732, _rates(10.6, float16=21.2, float64=5.3), _3, (6, 0), "NVIDIA Tesla P100 data sheet (SXM2)", 80)
+_add("V100", 16, 900, _VOLTA, _3, (7, 0), "NVIDIA V100 data sheet (SXM2, 16 GB)", 150)
+_add("V100 32GB", 32, 900, _VOLTA, _3, (7, 0), "NVIDIA V100 data sheet (SXM2)", 150)
 _add("T4", 16, 300, _rates(8.1, float16=65), _3, (7, 5), "NVIDIA T4 data sheet")
-_add("A100", 80, 2039, _A100, _4, (8, 0), "NVIDIA A100 80GB data sheet (SXM)")
-_add("A100 40GB", 40, 1555, _A100, _4, (8, 0), "NVIDIA A100 data sheet (SXM, 40 GB)")
+_add("A100", 80, 2039, _A100, _4, (8, 0), "NVIDIA A100 80GB data sheet (SXM)", 300)
+_add("A100 40GB", 40, 1555, _A100, _4, (8, 0), "NVIDIA A100 data sheet (SXM, 40 GB)", 300)
 _add("A10", 24, 600, _rates(31.2, 125, tf32=62.5), _4, (8, 6), "NVIDIA A10 data sheet")
 _add("L4", 24, 300, _rates(30.3, 121, tf32=60, float8=242.5), _4, (8, 9), "NVIDIA L4 data sheet")
 _add("L40S", 48, 864, _rates(91.6, 362.05, tf32=183, float8=733), _4, (8, 9), "NVIDIA L40S data sheet")
-_add("H100", 80, 3350, _HOPPER, _5, (9, 0), "NVIDIA H100 data sheet (SXM)")
+_add("H100", 80, 3350, _HOPPER, _5, (9, 0), "NVIDIA H100 data sheet (SXM)", 450)
 _add("H100 PCIe", 80, 2000, _rates(51, 756.5, tf32=378, float8=1513, float64=26), _5, (9, 0),
      "NVIDIA H100 data sheet of 2022 (PCIe)")
 _add("H100 NVL", 94, 3900, _rates(60, 835.5, tf32=417.5, float8=1670.5, float64=30), _5, (9, 0),
      "NVIDIA H100 data sheet (NVL, one of its GPUs)")
-_add("H200", 141e9 / 2**30, 4800, _HOPPER, _5, (9, 0), "NVIDIA H200 data sheet (SXM, 141 GB)")
+_add("H200", 141e9 / 2**30, 4800, _HOPPER, _5, (9, 0), "NVIDIA H200 data sheet (SXM, 141 GB)", 450)
 _add("GH200", 96, 4000, _HOPPER, _C2C, (9, 0), "NVIDIA GH200 Grace Hopper superchip data sheet (96 GB HBM3)")
 _add("GH200 144GB", 144e9 / 2**30, 4900, _HOPPER, _C2C, (9, 0),
      "NVIDIA GH200 Grace Hopper superchip data sheet (144 GB HBM3e)")
 _add("B200", 180e9 / 2**30, 7700, _rates(75, 2250, tf32=1125, float8=4500, float64=37), _5, (10, 0),
-     "NVIDIA HGX B200 data sheet, an eighth of its board")
+     "NVIDIA HGX B200 data sheet, an eighth of its board", 900)
 _add("GB200", 186e9 / 2**30, 8000, _rates(80, 2500, tf32=1250, float8=5000, float64=40), _C2C / 2, (10, 0),
-     "NVIDIA GB200 NVL72 data sheet, one of the two GPUs of its superchip, which share the link")
+     "NVIDIA GB200 NVL72 data sheet, one of the two GPUs of its superchip, which share the link", 900)
 _add("RTX 3090", 24, 936, _rates(35.6, 71, tf32=35.6), _4, (8, 6), "NVIDIA Ampere GA102 GPU architecture, appendix A")
 _add("RTX A6000", 48, 768, _rates(38.7, 154.8, tf32=77.4), _4, (8, 6),
      "NVIDIA Ampere GA102 GPU architecture, appendix (RTX A6000)")
@@ -186,10 +197,10 @@ _add("RTX 5090", 32, 1792, _rates(104.8, 209.5, tf32=104.8, float8=419), _5, (12
 # AMD's: attention runs in kernels that save what CUDA's do from 8.0 on. Matrices are multiplied at the matrix rates.
 _add("MI250", 64, 1638.4, _rates(45.25, 181.05, float64=45.25), _4, (8, 0),
      "AMD Instinct MI250 data sheet, one of its two dies, each of which is a device")
-_add("MI300X", 192, 5300, _CDNA3, _5, (8, 0), "AMD Instinct MI300X data sheet")
-_add("MI325X", 256, 6000, _CDNA3, _5, (8, 0), "AMD Instinct MI325X data sheet")
+_add("MI300X", 192, 5300, _CDNA3, _5, (8, 0), "AMD Instinct MI300X data sheet", 448)
+_add("MI325X", 256, 6000, _CDNA3, _5, (8, 0), "AMD Instinct MI325X data sheet", 448)
 _add("MI350X", 288, 8000, _rates(144.2, 2306.9, float8=4613.7, float64=72.1), _5, (8, 0),
-     "AMD Instinct MI350X data sheet")
+     "AMD Instinct MI350X data sheet", 537.6)
 # fmt: on
 # Stands for any CPU: two cores of a server and its disk. Bytes are exact, times are guesses.
 register_device(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from torch import nn
 
 from ...accelerator import block_bytes
 from ...core.chain import Chain, LinkRates
+from ...runtime.sharded import sharded
 from ...tensors.storage import rounded
 from ...tensors.tree import tensor_leaves
 from ..provenance import provenance
@@ -18,6 +19,7 @@ from ..recorded_step import GRADIENT
 from ..tape_chain import STAGES
 from ..tape_profile import TapeProfile
 from ..trace import trace_of
+from .collectives import Collectives
 from .devices import Device
 from .fake_trace import FakeStep, fake_step
 
@@ -27,17 +29,26 @@ class Estimate(TapeProfile):
     """The profile of a step on fake tensors.
 
     Attributes:
-        step: what it was made from.
+        step: what it was made from. target: for which device.
         name, meta: of the chain.
     """
 
     step: FakeStep = field(kw_only=True)
+    target: Device = field(kw_only=True)
     name: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chain(self) -> Chain:
         return replace(super().chain, name=self.name, meta=self.meta)
+
+    @cached_property
+    def collectives(self) -> Collectives | None:
+        """Those of the step, by the stages of its first chain; None if there are none."""
+        begins, step = self.chains[0].layout.begins, self.step
+        if not step.collectives:
+            return None
+        return Collectives.of(step.collectives, step.log, step.positions, begins, self.target.interconnect is None)
 
     @cached_property
     def moving(self) -> TapeProfile:
@@ -58,18 +69,20 @@ def estimate_profile(
     stages: int | Collection[str] = STAGES,
     forms: bool = True,
     names: tuple[str | int, ...] = (),
+    shard: Callable[[nn.Module], object] | None = None,
 ) -> Estimate:
     """Return the profile of a step of `model` on `device`.
 
     Args:
-        model, args, kwargs: as for `fake_step`.
+        model, args, kwargs, shard: as for `fake_step`.
         stages, forms: as for `TapeProfile`.
         names: of the outputs from which the backward starts.
 
     Raises:
         MeasureError: as for `fake_step`.
     """
-    step = fake_step(model, args, kwargs, device, names)
+    step = fake_step(model, args, kwargs, device, names, shard)
+    units = sharded(step.model)
     given = tensor_leaves((args, kwargs))
     block = block_bytes(step.device)
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}
@@ -78,13 +91,15 @@ def estimate_profile(
         device=step.device,
         rates=link(device),
         batch_bytes=sum(rounded(nbytes, block) for nbytes in storages.values()),
-        stages=stages,
+        stages=tuple(filter(None, units)) or stages,
         forms=forms,
         shapes=tuple(tuple(t.shape) for t in given),
         seen=False,
+        borders_stay=bool(units),
         step=step,
+        target=device,
         name=type(model).__name__,
-        meta=provenance(model, (args, kwargs), device),
+        meta=provenance(model, (args, kwargs), device, step.model),
     )
 
 

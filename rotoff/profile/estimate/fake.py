@@ -11,6 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -158,6 +159,24 @@ class FakeAllocator(EagerMode):
             self.event(number, -size)
 
         self._watches[key] = weakref.ref(storage, freed)
+
+    @contextmanager
+    def seeing_resizes(self) -> Iterator[None]:
+        """Within, also see storages that are emptied and filled again, which no operation does."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            resized = plain(storage, size)
+            if (watch := self._watches.get(storage._cdata)) is not None:
+                watch.__callback__(watch)
+            self.note(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
 
 
 def _made(func: Any, result: Any) -> Iterator[torch.Tensor]:

@@ -6,8 +6,9 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -20,20 +21,24 @@ from ...accelerator import BLOCK, named
 from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
+from ...runtime.sharded import gathering_apart, sharded
 from ...tape.contents import Content, Slot
 from ...tape.tape import Known
 from ...tensors.storage import is_plain
 from ...tensors.tree import look_into, tensor_leaves
 from ..allocations import Event
-from ..reads import RecordedReads
+from ..reads import Reads, RecordedReads
+from ..recorded_step import GATHERED
 from ..tape_chain import CALL
 from ..trace import number_bytes
 from . import cpu_temporaries
+from .collectives import Collective, collective
 from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
 from .fake import FakeAllocator, fake_copy
 from .fake_kernels import FakeKernels
 from .roofline import Roofline
+from .shards import with_shards
 
 _CPU = torch.device("cpu")  # of all fake tensors
 _FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
@@ -79,7 +84,12 @@ def run_backward(parts: Iterable[torch.Tensor]) -> None:
 
 
 def fake_step(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], device: Device, names: tuple[str | int, ...] = ()
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: Device,
+    names: tuple[str | int, ...] = (),
+    shard: Callable[[nn.Module], object] | None = None,
 ) -> FakeStep:
     """Run a step of `model` on `device`, without the device and without memory, and return it for `trace_of`.
 
@@ -88,7 +98,7 @@ def fake_step(
 
     Args:
         model, args, kwargs: of real, meta or fake tensors, on any device; they stay as they are.
-        names: of the outputs from which the backward starts.
+        names: of the outputs from which the backward starts. shard: shards a fake copy of the model, in place.
 
     Raises:
         MeasureError: if the forward depends on the contents of its tensors, or cannot run on fake ones; and as for
@@ -100,12 +110,16 @@ def fake_step(
     with _CPU, device_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
+        with mode:
+            if shard is not None:
+                shard(copied)
         step = FakeStep(copied, mode, log)
+        apart = gathering_apart(sharded(copied).values(), step, partial(step.region, GATHERED))
         if cuda:
             step.device = named(0)
         try:
-            with mode, log:
-                with step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
+            with mode, log, log.seeing_resizes():
+                with apart, step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
                     result = copied(*args, **kwargs)
                 step.check([t for t in tensor_leaves(result) if t.requires_grad])
                 parts = starts(result, names)
@@ -136,6 +150,8 @@ class _Log(FakeAllocator):
         else:
             super().__init__(BLOCK)
         self.told: list[Event] = []
+        self.collectives: list[Collective] = []
+        self._device = device
         self._roofline = Roofline(device)
         self._seconds = 0.0
 
@@ -149,7 +165,12 @@ class _Log(FakeAllocator):
         self.told.append(Event(size, number))
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        self._seconds += self._roofline.time(func, args, kwargs, result)
+        call = collective(func, args, kwargs, result, self._device, len(self.told))
+        if call is None:
+            self._seconds += self._roofline.time(func, args, kwargs, result)
+        else:
+            self.collectives.append(call)
+            self._seconds += 0.0 if call.beside else call.seconds
 
     def take_seconds(self) -> float:
         """Return the seconds of the operations since this was called last."""
@@ -262,4 +283,9 @@ class FakeStep(RecordedReads):
 
     def stop(self) -> None:
         super().stop()
-        self.log = self._births.told
+        self.log, self.collectives = self._births.told, self._births.collectives
+        self._read_at = with_shards(self, self.model, super().reading.at)
+
+    @property
+    def reading(self) -> Reads:
+        return replace(super().reading, at=self._read_at)
