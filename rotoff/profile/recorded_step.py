@@ -114,6 +114,7 @@ class RecordedStep(Verified):
             autograd has saved and still has at the end of the forward. waits: seconds of the backward before each read.
             varies: whether the sizes of its tensors may depend on data.
         before_write: called with each storage that the forward is about to overwrite, if given.
+        arrived: called with each parameter whose gradient has come, if given.
         handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did. copies: bytes of each copy of what was overwritten.
     """
@@ -122,6 +123,7 @@ class RecordedStep(Verified):
         super().__init__(known)
         self._patient = patient
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
+        self.arrived: Callable[[torch.Tensor], None] | None = None
         self.segments = [Segment("", 0)]
         self.death: dict[Content, int] = {}
         self.seconds: list[Any] = []  # until it is stopped, marks of the begin and the end of each
@@ -416,6 +418,9 @@ class RecordedStep(Verified):
             if isinstance(part, torch.Tensor) and not is_wrapper(part):
                 with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
                     pass
+        if self.arrived is not None:
+            with self.region(OWN), torch._C._DisableTorchDispatch(), torch.no_grad():
+                self.arrived(parameter)
 
     @property
     def shown(self) -> bool:
