@@ -33,7 +33,7 @@ from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
-from .planning.distributed import agree_on_limit, agree_on_sample
+from .planning.distributed import agree_on_limit, agree_on_sample, shards_of
 from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
@@ -381,20 +381,20 @@ class Checkpointable(RotorNames, ModuleProxy):
         options: dict[str, Any],
     ) -> Checkpointable:
         """`compute_sequence` for a `device_limit`."""
-        check_options(mode, mem_slots, policy, options)
-        limit = parse_bytes(device_limit, "device_limit")
+
+        def limit_here() -> int:
+            check_options(mode, mem_slots, policy, options)
+            return parse_bytes(device_limit, "device_limit")
+
+        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         if self._check:
             raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
-        if self._group is not None or (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            raise OptionError(
-                "device_limit is for a single process; among several, shard the parameters with FSDP2 and its"
-                " CPUOffloadPolicy, and give a mem_limit"
-            )
-        optimizers = read_optimizers(optimizer, self._model)
+        optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
         self._measure_up_to(up_to)
         self._steps.settle()
         request = Request(limit, mode, mem_slots, options, here=True, placed=True)
-        placed = PlacedRunner(self._model, optimizers, request, self._options, self._links, before=self._placed)
+        several = self._links, self._placed, self._group, shards
+        placed = PlacedRunner(self._model, optimizers, request, self._options, *several)
         if self._placed is None:
             placed.known = self._steps.known
             placed.recordings = self._steps.recordings
@@ -465,15 +465,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def _placed_plan(self) -> PlacedCourse:
         assert self._placed is not None
-        self._placed.plan_recorded()
-        if self._placed.latest not in self._placed.recordings:
-            raise MeasureError(
-                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
-            )
-        course = self._placed.planned(self._placed.latest)
-        if course is None:
-            raise MeasureError("the last step has no plan yet; its backward has to run")
-        return course
+        return self._placed.shown()
 
     @property
     def mem_limit(self) -> int | None:

@@ -20,11 +20,13 @@ from ..core.chain import Chain, Form, LinkRates, Stage
 from ..core.sequence import Sequence
 from ..errors import InfeasibleError, MeasureError
 from ..profile.tape_chain import TapeChain
+from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
 from ..runtime.execution_plan import compile_sequence
 from .distributed import from_everyone
 from .request import Request
 from .step_planner import StepPlan, least_limit, make_plan
+from .tape_placed_planner import Found
 
 T = TypeVar("T")
 APART = (
@@ -78,10 +80,28 @@ class CommonChain(TapeChain):
         return self.common_levels(sequence)
 
     def common_levels(self, sequence: Sequence) -> list[int]:
-        def levels() -> list[int]:
-            return self.own.levels(sequence)
+        return _most_levels(lambda: self.own.levels(sequence), self.group)
 
-        return [max(one) for one in zip(*from_everyone(levels, "judge a plan", self.group), strict=True)]
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CommonGroups(TapeGroups):
+    """Groups with the largest costs of all processes, whose levels are those of all.
+
+    own: the same, with the levels of this process. number: among those of the step.
+    """
+
+    own: TapeGroups
+    number: int
+    group: Any
+
+    def levels(self, sequence: Sequence, during: bool) -> list[int]:
+        """Return the most bytes that each operation holds in any process, as `CommonChain.levels` does."""
+        self.own.levels(sequence, during)
+        _tell(self.group, ("levels", self.number, sequence.to_dict(), during))
+        return self.common_levels(sequence, during)
+
+    def common_levels(self, sequence: Sequence, during: bool) -> list[int]:
+        return _most_levels(lambda: self.own.levels(sequence, during), self.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,33 +142,81 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
     """
     if group is None:
         return profile
-    trace = profile.trace
-    course = crc32(repr([(op.module, op.at) for op in trace.ran]).encode())
+    cut, trace = alike_cut(profile, group), profile.trace
+    own, plain = cut.chains, (trace.plain_bytes(), trace.plain_resting())
+    everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
+    costs = _largest_of([chains for chains, _ in everyone])
+    most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)
+    here = {one.name: getattr(cut, one.name) for one in fields(TapeProfile)}
+    return CommonProfile(**here, group=group, costs=tuple(costs), plain=most, own=own)
+
+
+def alike_cut(profile: TapeProfile, group: Any) -> TapeProfile:
+    """Return this process's profile with the cuts of all, and the largest batch."""
+    if group is None:
+        return profile
+    course = crc32(repr([(op.module, op.at) for op in profile.trace.ran]).encode())
     told = from_everyone(lambda: (course, profile.batch_bytes, profile.cuts[0]), "plan", group)
     same = all(other == told[0][0] for other, _, _ in told)
     begins = (told[0][2],) if same else profile.begins  # cuts depend on bytes, and batches may be unequal
     here = {one.name: getattr(profile, one.name) for one in fields(TapeProfile)}
-    here |= {"batch_bytes": max(nbytes for _, nbytes, _ in told), "begins": begins}
-    own = TapeProfile(**here).chains
-    plain = trace.plain_bytes(), trace.plain_resting()
-    everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
-    counts = [len(chains[0]) for chains, _ in everyone]
-    if len(set(counts)) > 1:
-        raise MeasureError(
-            f"the processes of the group have different numbers of stages ({', '.join(map(str, counts))}), and one plan"
-            " cannot be for all; give all of them the same model and inputs of the same kind, or name the stages by"
-            " stages="
-        )
-    costs = [_largest(several) for several in zip(*(chains for chains, _ in everyone), strict=False)]
-    most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)
-    return CommonProfile(**here, group=group, costs=tuple(costs), plain=most, own=own)
+    return TapeProfile(**here | {"batch_bytes": max(nbytes for _, nbytes, _ in told), "begins": begins})
+
+
+def common_groups(ways: list[TapeGroups], group: Any) -> list[TapeGroups]:
+    """Return the groups of a step with the costs of all processes; `ways` itself without a group.
+
+    Raises:
+        MeasureError: if the processes have different numbers of stages or groups.
+    """
+    if group is None:
+        return ways
+    costs = "beside", "marks", "update", "whole", "expected"
+    told = [(one.chain, {name: getattr(one, name) for name in costs}) for one in ways]
+    everyone = from_everyone(lambda: told, "plan", group)
+    chains = _largest_of([[chain for chain, _ in here] for here in everyone])
+    most = [{name: max(one[name] for _, one in several) for name in costs} for several in zip(*everyone, strict=False)]
+    own = [replace(one, chain=chain, **largest) for one, chain, largest in zip(ways, chains, most, strict=False)]
+    names = [one.name for one in fields(TapeGroups)]
+    return [
+        CommonGroups(**{name: getattr(one, name) for name in names}, own=one, number=number, group=group)
+        for number, one in enumerate(own)
+    ]
+
+
+def own_of(groups: TapeGroups) -> TapeGroups:
+    """Return the groups with the levels of this process."""
+    return groups.own if isinstance(groups, CommonGroups) else groups
+
+
+def _largest_of(everyone: Several[Several[Chain]]) -> list[Chain]:
+    """Return the chains with the largest costs, given those of each process."""
+    for what, many in (("stages", len), ("groups of parameters", lambda chain: len(chain.parameters))):
+        counts = [many(chains[0]) for chains in everyone]
+        if len(set(counts)) > 1:
+            raise MeasureError(
+                f"the processes of the group have different numbers of {what} ({', '.join(map(str, counts))}), and one"
+                " plan cannot be for all; give all of them the same model and inputs of the same kind, or name the"
+                " stages by stages="
+            )
+    return [_largest(several) for several in zip(*everyone, strict=False)]
+
+
+def _most_levels(levels: Callable[[], list[int]], group: Any) -> list[int]:
+    return [max(one) for one in zip(*from_everyone(levels, "judge a plan", group), strict=True)]
 
 
 def _largest(chains: Several[Chain]) -> Chain:
     """Return the chain with the largest costs of all."""
     stages = zip(*(chain.stages for chain in chains), strict=True)
-    names = "input_bytes", "input_grad_bytes"
-    return replace(chains[0], stages=tuple(map(_largest_stage, stages)), **_most(chains, names))
+    groups = zip(*(chain.parameters for chain in chains), strict=True)
+    costs = "bytes", "grad_bytes", "state_bytes", "update_time", "update_transient_bytes"
+    return replace(
+        chains[0],
+        stages=tuple(map(_largest_stage, stages)),
+        parameters=tuple(replace(several[0], **_most(several, costs)) for several in groups),
+        **_most(chains, ("input_bytes", "input_grad_bytes")),
+    )
 
 
 def _largest_stage(stages: Several[Stage]) -> Stage:
@@ -181,7 +249,7 @@ def agree_on_plan(profile: TapeProfile, request: Request, near: Iterable[Sequenc
         number = profile.chains.index(plan.found)
         return number, plan.sequence.to_dict(), plan.execution.keeps_all, plan.levels, plan.peak
 
-    number, told, keeps_all, levels, peak = decided(decide, profile)
+    number, told, keeps_all, levels, peak = decided(decide, profile.chains, profile.group)
     found, sequence = profile.chains[number], Sequence.from_dict(told)
     execution = compile_sequence(found.chain, sequence, in_flight=request.in_flight)
     return StepPlan(profile, found, replace(execution, keeps_all=keeps_all), levels, peak)
@@ -193,13 +261,33 @@ def agree_on_least(profile: TapeProfile, request: Request) -> int:
     def decide() -> int:
         return least_limit(profile, request)
 
-    return decided(decide, profile) if isinstance(profile, CommonProfile) else decide()
+    return decided(decide, profile.chains, profile.group) if isinstance(profile, CommonProfile) else decide()
 
 
-def decided(decide: Callable[[], T], profile: CommonProfile) -> T:
-    """Return the first process's result of `decide`, which asks all processes for the levels of sequences. Only one
-    process solves, since the result of a timed search may vary."""
-    group = profile.group
+def agree_on_placed(
+    ways: list[TapeGroups], during: bool, choose: Callable[[], Found], group: Any
+) -> tuple[Found, list[int] | None]:
+    """Return what the first process chooses of `ways`, and its levels; without a group what `choose` does. during:
+    whether updates come in the backward.
+
+    Raises:
+        InfeasibleError: in all processes, if nothing fits. MeasureError: if the first process fails otherwise.
+    """
+    if group is None:
+        return choose(), None
+
+    def decide() -> tuple[int, dict[str, Any], list[int]]:
+        groups, sequence = choose()
+        assert isinstance(groups, CommonGroups)
+        return groups.number, sequence.to_dict(), groups.levels(sequence, during)
+
+    number, told, levels = decided(decide, ways, group)
+    return (own_of(ways[number]), Sequence.from_dict(told)), levels
+
+
+def decided(decide: Callable[[], T], asked: Several[Any], group: Any) -> T:
+    """Return the first process's result of `decide`, which asks all processes for the levels of sequences: those of one
+    in `asked`. Only one process solves, since the result of a timed search may vary."""
     if dist.get_rank(group) == 0:
         try:
             found = decide()
@@ -219,10 +307,9 @@ def decided(decide: Callable[[], T], profile: CommonProfile) -> T:
             raise InfeasibleError(*told)
         if kind == "failed":
             raise MeasureError(f"the first process of the group could not plan: {told[0]}")
-        chain = profile.chains[told[0]]
-        assert isinstance(chain, CommonChain)
+        number, sequence, *how = told
         try:
-            chain.common_levels(Sequence.from_dict(told[1]))
+            asked[number].common_levels(Sequence.from_dict(sequence), *how)
         except Exception:  # the first process fails too, and says so
             continue
 

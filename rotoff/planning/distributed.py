@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
-from ..errors import LimitError, MeasureError, RotoffError
+from ..errors import LimitError, MeasureError, OptionError, RotoffError
+from ..runtime.sharded import Shards, sharded
 
 T = TypeVar("T")
 
@@ -53,3 +55,30 @@ def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[
         if reason:
             raise error_type(f"process {rank} of the group could not {what}, and so none of them can; there: {reason}")
     return [result for result, _ in everyone]
+
+
+def shards_of(model: nn.Module, group: Any) -> Shards | None:
+    """The shards of a model that several processes train with a `device_limit`; None for one process.
+
+    Raises:
+        OptionError: if each process has the whole model.
+    """
+    if "" not in sharded(model):
+        if group is None and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        raise OptionError(
+            "device_limit in several processes is for parameters that FSDP2 shards, and here each process has whole"
+            " ones; call fully_shard on every block and on the Checkpointable before compute_sequence, or give a"
+            " mem_limit"
+        )
+    if group is None:
+        raise OptionError(
+            "device_limit with FSDP2 needs one plan for all processes; make the model by Checkpointable(model,"
+            " process_group=True)"
+        )
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise OptionError(
+            "device_limit with FSDP2 is for processes on a CPU so far; on an accelerator give fully_shard an"
+            " offload_policy=CPUOffloadPolicy(), and a mem_limit"
+        )
+    return Shards(model)

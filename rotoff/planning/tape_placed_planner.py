@@ -117,12 +117,14 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGr
     return min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
 
 
-def compiled(groups: TapeGroups, sequence: Sequence, request: Request) -> ExecutionPlan:
-    """Return the plan that runs `sequence`."""
+def compiled(
+    groups: TapeGroups, sequence: Sequence, request: Request, levels: Several[int] | None = None
+) -> ExecutionPlan:
+    """Return the plan that runs `sequence`, which has these `levels`, if they are known."""
+    during = _during(request)
     trace = simulate(groups.chain, sequence, updates=_when(request))
-    return compile_placed(
-        groups.chain, sequence, trace, groups.placement(sequence, _during(request), request.mem_limit)
-    )
+    levels = groups.levels(sequence, during) if levels is None else levels
+    return compile_placed(groups.chain, sequence, trace, groups.placement(sequence, levels, during, request.mem_limit))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from ..core.chain import Chain, LinkRates
 from ..core.figures import Figures, percent
 from ..core.sequence import Sequence as Ops
 from ..core.sizes import format_bytes
-from ..errors import ExecutionError, InfeasibleError
+from ..errors import ExecutionError, InfeasibleError, MeasureError
 from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.other_size import at_size
@@ -44,13 +44,24 @@ from ..runtime.links.spill import Spill
 from ..runtime.placed.moving import all_on, settle_buffers
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
+from ..runtime.sharded import Shards, gathering_apart, sharded
 from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
 from ..runtime.tape_step import TapeStep
 from ..solver import keep_all
 from ..solver.search import parse_host_limit
 from ..tape.tape import Known, Tape
-from ..tensors.storage import storage_key
+from ..tensors.storage import local, storage_key
 from ..tensors.tree import tensor_leaves
+from .agreement import (
+    APART,
+    agree_on_placed,
+    agree_on_rates,
+    alike_cut,
+    common_groups,
+    everywhere,
+    own_of,
+    together,
+)
 from .options import Options
 from .request import Request
 from .signatures import family_of, signature
@@ -125,6 +136,7 @@ class PlacedRunner:
     Args:
         request: its `mem_limit` is for all that the device holds; None to `record` alone.
         before: the one that ran the steps so far, of which this takes over what it has recorded and placed.
+        group: of processes that follow one plan. shards: of the model, if FSDP2 has sharded it.
     """
 
     def __init__(
@@ -135,11 +147,14 @@ class PlacedRunner:
         options: Options,
         links: LinkPool,
         before: PlacedRunner | None = None,
+        group: Any = None,
+        shards: Shards | None = None,
     ) -> None:
         if before is not None:
             before.plan_recorded()
         self.model, self.optimizers, self.request = model, tuple(optimizers), request
         self._options, self._links, self._before = options, links, before
+        self._group, self._shards = group, shards
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device: torch.device = before.device if before is not None else options.device or device
         self.known: Known = Known() if before is None else before.known
@@ -168,12 +183,31 @@ class PlacedRunner:
         """That of the latest step; None if nothing is planned for it."""
         return None if self.course is None else self.course.plan
 
+    def shown(self) -> PlacedCourse:
+        """Return what is planned for the last step; in a group, one process may ask alone.
+
+        Raises:
+            InfeasibleError: if nothing fits. MeasureError: if nothing is recorded, or all of a group must meet before.
+        """
+        if self._group is not None and (self._recorded is not None or self.course is None):
+            raise MeasureError(APART)
+        self.plan_recorded()
+        if self.latest not in self.recordings:
+            raise MeasureError(
+                "nothing has been measured yet; call measure(*sample), or train a step after compute_sequence"
+            )
+        if (course := self.planned(self.latest)) is None:
+            raise MeasureError("the last step has no plan yet; its backward has to run")
+        return course
+
     def plans(self) -> list[PlannedSize]:
         """The plans so far."""
-        self.plan_recorded()
+        if self._group is None:
+            self.plan_recorded()
         found = []
         for key, recording in self.recordings.items():
-            if (course := self.planned(key)) is not None:
+            course = self.planned(key) if self._group is None else self.courses.get(key)
+            if course is not None:
                 found.append(PlannedSize.of(recording.profile, course.figures(None)))
         return found
 
@@ -202,7 +236,7 @@ class PlacedRunner:
     def planned(self, key: Any) -> PlacedCourse | None:
         """Return what is planned for inputs of this signature; None if no step has shown what they need."""
         course = self.courses.get(key)
-        if course is not None and course.strayed < PATIENCE:
+        if course is not None and (course.strayed < PATIENCE or self._group is not None):
             return course
         if self.request is None:
             return None
@@ -210,14 +244,15 @@ class PlacedRunner:
         recording = self.recordings.get(key)
         if recording is None or course is not None:
             return None
-        began, ways = time.perf_counter(), self._ways(recording)
+        began, ways = time.perf_counter(), common_groups(self._ways(recording), self._group)
         if ways[0].whole <= self.request.mem_limit:
             chain = ways[0].chain
             everything = replace(compile_sequence(chain, keep_all(chain, "after")), keeps_all=True)
-            course = PlacedCourse(ways[0], everything)
+            course = PlacedCourse(own_of(ways[0]), everything)
         else:
-            groups, sequence = self.choose(ways, self.request)
-            course = PlacedCourse(groups, compiled(groups, sequence, self.request))
+            choose = partial(self.choose, ways, self.request)
+            (groups, sequence), levels = agree_on_placed(ways, self._during, choose, self._group)
+            course = PlacedCourse(groups, compiled(groups, sequence, self.request, levels))
             _report(self.request, course, time.perf_counter() - began)
         self.courses[key] = course
         return course
@@ -233,7 +268,7 @@ class PlacedRunner:
         shares its processor with the host."""
         probe = OptimizerProbe(self.optimizers, self.device, self.times)
         return [
-            groups_of(recording.profile, found, recording.reads, self.model, probe, host, self._staying)
+            groups_of(recording.profile, found, recording.reads, self.model, probe, host, self._staying, self._shards)
             for found in without_gradients(recording.profile).chains
             for host in ((False, True) if self.device.type == "cpu" else (True,))
         ]
@@ -257,7 +292,7 @@ class PlacedRunner:
         if course is None and self._foretold(key, args, kwargs):
             course = self.planned(key)
         if course is None:
-            if BUSY.locked() or torch.autograd._profiler_enabled():  # a step cannot be recorded now
+            if not everywhere(not (BUSY.locked() or torch.autograd._profiler_enabled()), self._group):
                 return self._away(args, kwargs)
             return self._record(key, args, kwargs)
         if not course.plan.keeps_all:
@@ -272,6 +307,8 @@ class PlacedRunner:
     def _foretold(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note what a step takes at a size that none has had, if one at another size has made the same operations;
         returns whether there is one."""
+        if self._group is not None:
+            return False
         family, _ = family_of(key)
         alike = (one for other, one in reversed(self.recordings.items()) if family_of(other)[0] == family)
         near = next((one for one in alike if one.profile.seen), None)
@@ -302,13 +339,12 @@ class PlacedRunner:
         nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
         nbytes += sum(t.nbytes for t in given if t.is_leaf and t.requires_grad)  # their gradients
         self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
+        if self._shards is not None:
+            step.parameters, step.arrived = self._shards.parameters, self._placed().arrived
         try:
-            with ExitStack() as stack:
-                if lending is not None:
-                    stack.enter_context(lending.forward())
-                stack.enter_context(step)
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack))
-                return self.watched(self.model(*args, **kwargs))
+            with nullcontext() if lending is None else lending.forward():
+                run = partial(step.run, self.model, *args, **kwargs)
+                return self.watched(together(run, self._group))
         except BaseException:
             step.stop()
             self._recorded = None
@@ -321,7 +357,9 @@ class PlacedRunner:
             stack.enter_context(aside())
             if lending is not None:
                 stack.enter_context(lending.forward())
-            stack.enter_context(step.forward(Tape(self.known) if lending is None else PlacedTape(self.known, lending)))
+            tape = Tape(self.known) if lending is None else PlacedTape(self.known, lending)
+            stack.enter_context(gathering_apart(sharded(self.model).values(), tape))
+            stack.enter_context(step.forward(tape))
             return self.watched(self.model(*args, **kwargs))
 
     def _lending_all(self) -> Lending | None:
@@ -338,23 +376,27 @@ class PlacedRunner:
     def plan_recorded(self) -> None:
         """Take what the step that was recorded last has shown, if its backward has run."""
         recorded = self._recorded
-        if recorded is None or not (recorded.step.complete or recorded.step.abandoned()):
+        if recorded is None or not everywhere(recorded.step.ended, self._group):
             return
         self._recorded = None
         recorded.step.stop()
-        if not recorded.step.shown:
+        if not everywhere(recorded.step.shown, self._group):
             return
         if self._rates is None:
-            self._rates = self._links.shared(self._links.bandwidth(self.device, LINK_BYTES))
+            measure = partial(self._links.bandwidth, self.device, LINK_BYTES)
+            self._rates = self._links.shared(agree_on_rates(measure, self._group))
+        units = sharded(self.model)
         profile = TapeProfile(
             trace_of(recorded.step),
             self.device,
             self._rates,
             recorded.batch_bytes,
-            stages_of(self.model, self._options.stages),
+            tuple(filter(None, units)) or stages_of(self.model, self._options.stages),
             bool(self._options.forms),
             recorded.shapes,
+            borders_stay=bool(units),
         )
+        profile = alike_cut(profile, self._group)
         for found in profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         known = self.recordings.get(recorded.key)
@@ -369,12 +411,12 @@ class PlacedRunner:
         placement = self._placed()
         placement.begin(placed)
         link = self._links.take(self.device, course.plan.host_bytes) if course.plan.host_bytes else None
-        lending = Lending(self.model, placement.lent(), self.device)
+        lending = Lending(self.model, placement.lent() if self._shards is None else (), self.device)
         tape = PlacedTape(self.known, lending)
         done = (lambda: None) if link is None else partial(self._links.give_back, link)
         step = PlacedStep(course.plan, course.groups.found.layout, link, placement, lending, done, self._spill())
         placement.takes(step)
-        with step.forward(tape):
+        with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = self.model(*args, **kwargs)
         course.strayed = course.strayed + 1 if step.left_course else 0
         if not lending.reached <= self._staying:
@@ -401,7 +443,7 @@ class PlacedRunner:
                 return self.watched(run())
         key = signature((args, kwargs), self.model)
         held += [*self.model.buffers(), *placement.beside_parameters()]
-        whole = sum({storage_key(tensor): tensor.nbytes for tensor in held}.values())
+        whole = sum({storage_key(tensor): local(tensor).nbytes for tensor in held}.values())
         held.clear()  # what goes to the host leaves the device
         known = self._forward_bytes.get(key)
         if placement.tight if known is None else whole - placement.away_bytes + known > request.mem_limit:
@@ -467,7 +509,7 @@ class PlacedRunner:
     # -- where parameters are
 
     def _waiting(self) -> PlacedPlan:
-        return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None))
+        return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None), self._shards)
 
     def _placed(self) -> Placement:
         """The placement of the parameters; that of the runner before if it was for the same optimizers. Buffers of a
@@ -483,7 +525,7 @@ class PlacedRunner:
                 if before is not None:
                     before.close(resident=False)
                 link = new_link(self.device, self._options.host_directory)
-                self.placement = Placement(link, self.optimizers)
+                self.placement = Placement(link, self.optimizers, {} if self._shards is None else self._shards.of)
                 weakref.finalize(self.placement, link.close)
         return self.placement
 

@@ -23,7 +23,7 @@ from ..accelerator import block_bytes, finish, is_accelerator
 from ..errors import OptionError
 from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, host_threads, own_step
-from ..tensors.storage import rounded
+from ..tensors.storage import local, rounded
 from ..tensors.torch_settings import bytes_by_default
 from ..tensors.undo import is_as_before, is_generator, note, put_back
 from .allocations import logged, peak_of
@@ -107,7 +107,7 @@ class OptimizerProbe:
         total = 0
         for p in parameters:
             if (state := self._known(p)) or not self.updates(p):
-                total += sum(t.nbytes for t in unplaceable(state))
+                total += sum(local(t).nbytes for t in unplaceable(state))
             else:
                 total += sum(_resized(t, p).nbytes for t in unplaceable(self._state(p)))
         return total
@@ -128,13 +128,13 @@ class OptimizerProbe:
 
     def update_time(self, parameters: Sequence[nn.Parameter]) -> float:
         """Return the seconds of updating `parameters` on the device."""
-        return sum(self._timed(p, self._device).seconds * p.nbytes for p in parameters if self.updates(p))
+        return sum(self._timed(p, self._device).seconds * local(p).nbytes for p in parameters if self.updates(p))
 
     def host_update_time(self, parameters: Sequence[nn.Parameter]) -> float | None:
         """Return the seconds of updating `parameters` on the host's processor; None if it cannot."""
         if not self.on_host(parameters):
             return None
-        return sum(self._timed(p, _HOST).seconds * p.nbytes for p in parameters if self.updates(p))
+        return sum(self._timed(p, _HOST).seconds * local(p).nbytes for p in parameters if self.updates(p))
 
     def update_bytes(self, parameters: Sequence[nn.Parameter]) -> int:
         """Return what updating `parameters` takes beside them, their gradients and their states."""
@@ -142,9 +142,10 @@ class OptimizerProbe:
         before: nn.Parameter | None = None
         for p in filter(self.updates, parameters):
             found = self._timed(p, self._device)
-            most = max(most, self._left(before, p) + found.alone * p.nbytes)
-            together += found.together * p.nbytes
-            beside = max(beside, (found.alone - found.together) * p.nbytes)
+            nbytes = local(p).nbytes
+            most = max(most, self._left(before, p) + found.alone * nbytes)
+            together += found.together * nbytes
+            beside = max(beside, (found.alone - found.together) * nbytes)
             before = p
         return int(max(most, together + beside)) + _SCALARS * len(parameters)
 
@@ -154,7 +155,7 @@ class OptimizerProbe:
         if before is None:
             return 0.0
         found = self._timed(before, self._device)
-        return before.nbytes * (found.alone if found.by_shape and before.dim() != now.dim() else found.left)
+        return local(before).nbytes * (found.alone if found.by_shape and before.dim() != now.dim() else found.left)
 
     def _key(self, parameter: nn.Parameter) -> Any:
         _, group = self._group[id(parameter)]
@@ -229,7 +230,7 @@ class OptimizerProbe:
             self._times[key] = found
         if not (found := self._times[key]).by_shape:
             return found
-        if (own := (*key, tuple(parameter.shape))) not in self._times:
+        if (own := (*key, tuple(local(parameter).shape))) not in self._times:
             timed = _scaled(parameter, _LEAST_TIMED)
             seconds = self._seconds(parameter, timed, device) if self._repeats else 0.0
             sized = self._bytes(parameter, _scaled(parameter, _SIZED), device)
@@ -240,7 +241,7 @@ class OptimizerProbe:
         """Return the seconds that each byte of a parameter adds to its update: what an update takes whatever its size,
         such as the launch of kernels, is shared by all parameters of a step."""
         key = self._key(parameter)
-        alike = sum(one.numel() for one in self._parameters() if self._key(one) == key)
+        alike = sum(local(one).numel() for one in self._parameters() if self._key(one) == key)
         elements = min(max(alike // 4, _LEAST_TIMED), _MOST_TIMED)
         while True:
             try:
@@ -305,7 +306,7 @@ class OptimizerProbe:
 
 def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return what `tensor`, of the state of a small parameter, is for `parameter`; without data."""
-    dimensions = list(zip(_PRIMES, parameter.shape, strict=False))
+    dimensions = list(zip(_PRIMES, local(parameter).shape, strict=False))
     sizes: dict[int, int] = {}
     for count in range(1, len(dimensions) + 1):  # a state's dimension may be several of the parameter's in one
         for some in itertools.combinations(dimensions, count):
@@ -367,8 +368,9 @@ def _shape(parameter: nn.Parameter, elements: int, columns: int = 512) -> tuple[
 
 def _scaled(parameter: nn.Parameter, elements: int) -> tuple[int, ...]:
     """Return the parameter's shape, its first two dimensions reduced alike if it has more than so many elements."""
-    by = math.sqrt(max(1.0, parameter.numel() / elements))
-    return tuple(max(1, round(size / by)) if n < 2 else size for n, size in enumerate(parameter.shape))
+    here = local(parameter)
+    by = math.sqrt(max(1.0, here.numel() / elements))
+    return tuple(max(1, round(size / by)) if n < 2 else size for n, size in enumerate(here.shape))
 
 
 _HOST = torch.device("cpu")
@@ -393,4 +395,5 @@ def _like(value: Any, parameter: nn.Parameter, small: nn.Parameter) -> Any:
         return copy.deepcopy(value)
     if value.shape == parameter.shape:
         return torch.zeros_like(small, dtype=value.dtype)
+    value = local(value)
     return value.to(small.device, copy=True) if value.device == parameter.device else value.clone()

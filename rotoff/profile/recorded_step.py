@@ -115,6 +115,7 @@ class RecordedStep(Verified):
             varies: whether the sizes of its tensors may depend on data.
         before_write: called with each storage that the forward is about to overwrite, if given.
         calls: of each module, those that have returned: the number of operations and the position at begin and end.
+        arrived: called with each parameter whose gradient has come, if given.
         handed_out: what the caller gets. returned: what he has when the backward begins. log: what the allocator
             did. copies: bytes of each copy of what was overwritten.
     """
@@ -123,6 +124,7 @@ class RecordedStep(Verified):
         super().__init__(known)
         self._patient = patient
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
+        self.arrived: Callable[[torch.Tensor], None] | None = None
         self.segments = [Segment("", 0)]
         self.calls: dict[str, list[tuple[int, int, int, int]]] = {}
         self._begun: dict[str, list[tuple[int, int]]] = {}
@@ -430,6 +432,9 @@ class RecordedStep(Verified):
             if isinstance(part, torch.Tensor) and not is_wrapper(part):
                 with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
                     pass
+        if self.arrived is not None:
+            with self.region(OWN), torch._C._DisableTorchDispatch(), torch.no_grad():
+                self.arrived(parameter)
 
     @property
     def shown(self) -> bool:

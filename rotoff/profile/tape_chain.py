@@ -125,7 +125,8 @@ def finest(trace: Trace, only_saved: bool) -> tuple[int, ...]:
     return (0, *_between(uses, ends))
 
 
-def _within(op: Ran, names: Collection[str]) -> str:
+def is_within(op: Ran, names: Collection[str]) -> str:
+    """Return the first of `names` in a call of whose module the operation runs, or ""."""
     return next((name for name in names if op.module == name or op.module.startswith(f"{name}.")), "")
 
 
@@ -363,7 +364,7 @@ def chain_of(
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
         costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, parts)
-        costs = replace(costs, name=_within(trace.ran[first], names) or costs.name)
+        costs = replace(costs, name=is_within(trace.ran[first], names) or costs.name)
         costed.append(costs)
         runs.append(run)
         contents.append(kept)
@@ -379,7 +380,7 @@ def begins_of(trace: Trace, stages: int | Collection[str] = STAGES) -> tuple[int
     uses = _Uses(trace)
     if isinstance(stages, int):
         return (0, *_cuts(uses, stages))
-    return (0, *_between(uses, lambda before, op, _: _within(op, stages) != _within(before, stages)))
+    return (0, *_between(uses, lambda before, op, _: is_within(op, stages) != is_within(before, stages)))
 
 
 def _key(trace: Trace, first: int, end: int, stage: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,14 +21,15 @@ from ..core.simulator import Machine
 from ..core.steady_step import at_rest, group_bytes
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
 from ..runtime.placed.tensor import checksum_bytes, placeable, room_of
+from ..runtime.sharded import Shards
 from ..runtime.tape_placed import Lending, PlacedTape
 from ..tape.contents import checksum_room
 from ..tape.tape import Known
-from ..tensors.storage import rounded, storage_key
+from ..tensors.storage import local, rounded, storage_key
 from .optimizer_probe import OptimizerProbe
 from .reads import Reads, RecordedReads
 from .recorded_step import OWN
-from .tape_chain import Held, TapeChain
+from .tape_chain import Held, TapeChain, is_within
 from .tape_profile import TapeProfile
 from .trace import Trace
 
@@ -64,7 +66,8 @@ class TapeGroups:
     what is outside, buffers, the caller's loss. marks: those of the gradients that are used up. update: bytes that the
     update of what is outside takes. whole: the bytes with which the plain model and its optimizers run; expected: those
     of them that they take if no gradients are there when a step begins. arriving: by stage, the bytes that its backward
-    makes of gradients that stay; None if that is not known.
+    makes of gradients that stay; None if that is not known. late: by stage, those of them that come after its peak, as
+    those of shards do.
     """
 
     found: TapeChain
@@ -79,6 +82,7 @@ class TapeGroups:
     expected: int
     device: torch.device
     arriving: tuple[int, ...] | None = None
+    late: tuple[int, ...] = ()
 
     def constant(self, during: bool) -> int:
         """Bytes that the device holds throughout."""
@@ -126,7 +130,9 @@ class TapeGroups:
             else:
                 level = next(own) + event.parameter_memory
                 held.follow(machine, op)
-                stage = op.stage if op.kind is OpKind.B else stage
+                if op.kind is OpKind.B:
+                    stage = op.stage
+                    level -= self.late[stage] if self.late else 0
             level -= 0 if self.arriving is None else self._not_whole(stage, machine, self.arriving)
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
@@ -144,9 +150,9 @@ class TapeGroups:
         charged = sum(group.grad_bytes for group in self.chain.parameters if max(group.stages) >= stage)
         return max(0, min(late, charged - sum(arriving[stage:])))
 
-    def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
-        """Return where `sequence` has the parameters. Unless the device is a CPU, a parameter lies where its gradient
-        arrives: on the host, if the host updates it or receives the gradient."""
+    def placement(self, sequence: Sequence, levels: Several[int], during: bool, limit: int) -> PlacedPlan:
+        """Return where `sequence`, which has these `levels`, has the parameters. Unless the device is a CPU, a
+        parameter lies where its gradient arrives: on the host, if the host updates it or receives the gradient."""
         numbers = frozenset(range(1, len(self.chain.parameters) + 1))
         rest = at_rest(self.chain, sequence.ops, sequence.resident)
         resident, moved = frozenset(rest.device), {op.stage for op in sequence if op.of == "w"}
@@ -164,7 +170,7 @@ class TapeGroups:
             resident=resident,
             on_both=resident & frozenset(rest.host),
             moved=frozenset(moved | {k for k in numbers if w(k) not in resident}),
-            levels=tuple(self.levels(sequence, during)),
+            levels=tuple(levels),
             early=early,
             outside=self.outside,
             during=during,
@@ -190,6 +196,12 @@ def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:
     return tuple(kept)
 
 
+def _late(profile: TapeProfile, found: TapeChain, arriving: tuple[int, ...]) -> tuple[int, ...]:
+    alike = next(one for one in profile.chains if one.layout.begins == found.layout.begins)
+    pairs = zip(arriving[1:], alike.runs, found.runs, strict=True)
+    return (0, *(max(0, n - one.backward_peaks[0] + other.backward_peaks[0]) for n, one, other in pairs))
+
+
 def _group_of(
     part: list[nn.Parameter],
     stages: tuple[int, ...],
@@ -200,13 +212,17 @@ def _group_of(
     host: bool,
     block: int,
     found: TapeChain,
+    shards: Shards | None,
 ) -> ParameterGroup:
     """Return the costs of parameters that are placed together. needs: whether they need gradients. updated: whether
-    the optimizer has them. host: whether it may update them there. block: bytes of the allocator."""
+    the optimizer has them. host: whether it may update them there. block: bytes of the allocator. Shards always lie on
+    the host, and their gradients in one tensor."""
     nbytes = sum(rounded(room_of(p), block) for p in part)
+    if shards is not None:
+        nbytes = rounded(sum(shards.of[id(p)].data.nbytes for p in part if p.requires_grad), block)
     return ParameterGroup(
         stages=stages,
-        bytes=nbytes,
+        bytes=nbytes if shards is None else 0,
         grad_bytes=nbytes if needs else 0,
         state_bytes=state_bytes if needs else 0,  # those of frozen parameters lie on the host
         update_time=probe.update_time(part) if needs else 0.0,
@@ -224,8 +240,9 @@ def groups_of(
     probe: OptimizerProbe,
     host: bool,
     outside: Iterable[int] = (),
+    shards: Shards | None = None,
 ) -> TapeGroups:
-    """Group the parameters of each stage, or of the stages that share them.
+    """Group the parameters of each stage, or of the stages that share them; or the shards that are gathered at once.
 
     Args:
         found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
@@ -233,29 +250,35 @@ def groups_of(
     """
     device = reads.device
     block = block_bytes(device)
-    every, movable = movable_of(model, reads.staying | {*outside})
-    members = members_of(movable, reads, found.layout.begins, probe)
-    whole = sum(room_of(p) for several in members.values() for p in several)
+    every, movable = movable_of(model, reads.staying | {*outside}, shards)
+    whole = sum(map(room_of, movable))
+    if shards is None:
+        members = sorted(members_of(movable, reads, found.layout.begins, probe).items(), key=lambda one: one[0])
+        parts = [(*of, part) for of, several in members for part in in_parts(several, map(room_of, several), whole)]
+    else:
+        parts = _units(shards, {*map(id, movable)}, found, probe)
     costs, placed, on_host = [], [], []
-    for (stages, needs, updated), several in sorted(members.items(), key=lambda one: one[0]):
-        for part in in_parts(several, map(room_of, several), whole):
+    for stages, needs, updated, part in parts:
+        if part:
             states = tuple(map(probe.state_bytes, part))
-            costs.append(_group_of(part, stages, needs, updated, sum(states), probe, host, block, found))
+            costs.append(_group_of(part, stages, needs, updated, sum(states), probe, host, block, found, shards))
             placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
             here = updated and not is_accelerator(device)
             taken = [probe.update_bytes([p]) if here else 0 for p in part]
             on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
-    gradients = sum(p.nbytes for p in left if p.requires_grad)
+    gradients = sum(local(p).nbytes for p in left if p.requires_grad)
     beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
-    beside += sum(p.nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
-    beside += checksum_bytes(block) + 2 * rounded(8, block)
-    resting = beside + profile.batch_bytes + sum(one.bytes + one.state_bytes for one in costs)
+    beside += sum(local(p).nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
+    beside += checksum_bytes(block) + 2 * rounded(8, block) + (0 if shards is None else shards.throughout)
+    read = sum(one.bytes for one in costs) if shards is None else whole
+    resting = beside + profile.batch_bytes + read + sum(one.state_bytes for one in costs)
     updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)
     updating += sum(one.nbytes for one in profile.trace.made if one.returned)
     events = tuple(event for event in profile.trace.backward if not event.kept or event.size > 0)
     with_gradients = replace(profile.trace, backward=events).plain_bytes()  # which stay
+    arriving = _arriving(profile.trace, found)
     return TapeGroups(
         found,
         replace(found.chain, parameters=tuple(costs)),
@@ -268,8 +291,25 @@ def groups_of(
         whole=max(resting + sum(one.grad_bytes for one in costs) + profile.trace.plain_bytes(), updating),
         expected=max(resting - gradients + with_gradients, updating),
         device=device,
-        arriving=_arriving(profile.trace, found),
+        arriving=arriving,
+        late=() if shards is None else _late(profile, found, arriving),
     )
+
+
+def _units(
+    shards: Shards, movable: set[int], found: TapeChain, probe: OptimizerProbe
+) -> list[tuple[tuple[int, ...], bool, bool, list[nn.Parameter]]]:
+    """Return the stages that read the shards of each unit, whether some of them need a gradient, and are updated, and
+    the parameters. Of a unit without stages of its own, the root, gradients come when the backward ends."""
+    ran, begins, parts = found.trace.ran, found.layout.begins, []
+    names = [name for name in shards.units if name]
+    for name, several in shards.units.items():
+        inner = [other for other in names if other.startswith(f"{name}.")]
+        own = (op for op in ran if name and is_within(op, [name]) and not is_within(op, inner))
+        stages = tuple(sorted({bisect_right(begins, op.at) for op in own})) or (1,)
+        part = [shard.parameter for shard in several if id(shard.parameter) in movable]
+        parts.append((stages, any(p.requires_grad for p in part), any(map(probe.updates, part)), part))
+    return sorted(parts, key=lambda one: one[0])
 
 
 def members_of(
@@ -284,9 +324,9 @@ def members_of(
     return members
 
 
-def waiting_plan(model: nn.Module, probe: OptimizerProbe) -> PlacedPlan:
+def waiting_plan(model: nn.Module, probe: OptimizerProbe, shards: Shards | None = None) -> PlacedPlan:
     """Return where parameters lie until a step is planned: on the host, all that can be placed, each by itself."""
-    every, movable = movable_of(model, ())
+    every, movable = movable_of(model, (), shards)
     moved = {id(p) for p in movable}
     return PlacedPlan(
         tuple(PlacedGroup((p,), (probe.state_bytes(p),)) for p in movable),
@@ -299,10 +339,17 @@ def waiting_plan(model: nn.Module, probe: OptimizerProbe) -> PlacedPlan:
 
 
 def movable_of(
-    model: nn.Module, staying: Iterable[int], may: Callable[[nn.Parameter], bool] = placeable
+    model: nn.Module,
+    staying: Iterable[int],
+    shards: Shards | None = None,
+    may: Callable[[nn.Parameter], bool] = placeable,
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return all parameters, and those that can be placed and are not among `staying`: not what shares its bytes, and
-    what compiled code reads unseen. may: whether a parameter is of a kind that can be."""
+    what compiled code reads unseen; if FSDP2 has sharded some, these alone. may: whether a parameter is of a kind that
+    can be."""
+    if shards is not None:
+        placed = [p for p, shard in zip(shards.parameters, shards.of.values(), strict=True) if placeable(shard.data)]
+        return [*shards.parameters, *shards.beside(model)], placed
     every = list({id(p): p for p in model.parameters()}.values())
     by_storage: dict[int, list[int]] = {}
     for tensor in (*every, *model.buffers()):

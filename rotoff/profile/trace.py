@@ -255,14 +255,14 @@ def _peaks(step: RecordedStep, many: int) -> tuple[list[int], list[int]]:
     """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then."""
     peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
-    stay = set(_left(step).values())
+    stays = _gathered_throughout(step)
     for n, event in enumerate(step.log):
         if event.begins:
             begins[event.begins] = level
         elif event.ends:
             begins.pop(event.ends, None)
         level += event.size
-        if event.size > 0 and GATHERED in begins and n not in stay:
+        if event.size > 0 and GATHERED in begins and n not in stays:
             gathered[event.ptr] = event.size
         elif event.size < 0:
             gathered.pop(event.ptr, None)
@@ -331,20 +331,34 @@ def _released(
 def _beside(step: RecordedStep) -> int:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
     wraps, copies of what is overwritten, what the tape does not see."""
-    return sum(step.log[n].size for ptr, n in _left(step).items() if ptr not in step.handed_at)
-
-
-def _left(step: RecordedStep) -> dict[int, int]:
-    """Return what the forward leaves, by address: the numbers of the events that allocated it."""
     live: dict[int, int] = {}
-    in_own = False
+    in_own = in_gathering = False
+    stays = _gathered_throughout(step)
     for n, event in enumerate(step.log):
         if event.begins == LOSS:
             break
         if OWN in (event.begins, event.ends):
             in_own = bool(event.begins)
-        elif event.size > 0 and not in_own:
+        elif GATHERED in (event.begins, event.ends):
+            in_gathering = bool(event.begins)
+        elif event.size > 0 and not in_own and (not in_gathering or n in stays):
+            live[event.ptr] = event.size
+        elif event.size < 0:
+            live.pop(event.ptr, None)
+    return sum(size for ptr, size in live.items() if ptr not in step.handed_at)
+
+
+def _gathered_throughout(step: RecordedStep) -> set[int]:
+    """Return the numbers of the events that have allocated what FSDP still has gathered when the backward begins."""
+    live: dict[int, int] = {}
+    in_gathering = False
+    for n, event in enumerate(step.log):
+        if event.begins == END or event.begins.startswith(READ):
+            break
+        if GATHERED in (event.begins, event.ends):
+            in_gathering = bool(event.begins)
+        elif event.size > 0 and in_gathering:
             live[event.ptr] = n
         elif event.size < 0:
             live.pop(event.ptr, None)
-    return live
+    return set(live.values())

@@ -29,6 +29,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return shard
 
 
+def in_place_of(known: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` as another object; if `known` is a DTensor, return that, with `tensor` as its local shard."""
+    if known is None or local(known) is known:
+        return tensor.detach()
+    known._local_tensor = tensor.detach()  # type: ignore[attr-defined]
+    return known
+
+
 STANDS_FOR: dict[int, int] = {}  # storage on the device -> storage on the host of a parameter that is lent to it
 
 

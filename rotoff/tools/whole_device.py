@@ -282,7 +282,7 @@ def whole_device(
         return ParameterGroup(stages, nbytes, nbytes, states, *times, probe.update_bytes(part), name=name)
 
     reads = profile.step.reading
-    _, movable = movable_of(profile.step.model, reads.staying, lambda p: p.numel() > 0)
+    _, movable = movable_of(profile.step.model, reads.staying, may=lambda p: p.numel() > 0)
     members = members_of(movable, reads, profile.chains[0].layout.begins, probe)
     whole = sum(room_of(p) for several in members.values() for p in several)
     parts = [

@@ -709,6 +709,29 @@ def test_with_room_for_everything_nothing_is_done() -> None:
     assert not optimizers[0]._optimizer_step_pre_hooks
 
 
+def test_a_smaller_limit_after_updates_that_kept_everything() -> None:
+    """What was on the host before them is not what the parameters are."""
+    losses = []
+    for limited in (False, True):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+        optimizer, seen = adamw(list(model.parameters()))[0], []
+        if limited:
+            model = rotoff.Checkpointable(model, cache_directory=None)
+            model.compute_sequence(device_limit="1 TiB", optimizer=optimizer)  # nothing is measured yet
+        for n in range(3):
+            for _ in range(2):
+                loss = model(torch.randn(32, 64)).square().mean()
+                loss.backward()
+                seen.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if limited and n == 0:
+                model.compute_sequence(device_limit=model.keep_all_memory - 1, optimizer=optimizer, refine=False)
+        losses.append(seen)
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize("mode", ["joint", "offload"])
 def test_the_smallest_limit_is_named_and_works(mode: str) -> None:
     model, optimizers, x = small()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from ...core.sequence import Value, g, o, w
 from ...errors import ExecutionError
-from ...tensors.storage import rounded
+from ...tensors.storage import local, rounded
 from ..links.base import Link
+from ..sharded import Shard
 from .moving import move
 from .placed_plan import PlacedPlan
 from .tensor import (
@@ -36,12 +37,20 @@ from .tensor import (
 class ParameterPlaces:
     """The places of one parameter, its gradient and its optimizer state."""
 
-    def __init__(self, parameter: nn.Parameter, state_bytes: int, link: Link, offset: int, fresh: FreshBytes) -> None:
-        room = room_of(parameter)
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        shard: Shard | None,
+        state_bytes: int,
+        link: Link,
+        offset: int,
+        fresh: FreshBytes,
+    ) -> None:
+        room = room_of(parameter if shard is None else shard.data)
         self.trained = parameter.requires_grad
         self.parameter = parameter
         self.state_bytes = state_bytes
-        self.weight = PlacedParameter(parameter, link, offset, room, fresh)
+        self.weight = PlacedParameter(parameter, shard, link, offset, room, fresh)
         self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0, fresh)
         self._link, self._fresh = link, fresh
         self._states: dict[str, PlacedState] = {}
@@ -62,7 +71,7 @@ class ParameterPlaces:
             if key in self._states:
                 self._states[key].state = state or {}  # another one, after load_state_dict
                 continue
-            if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or not placeable(tensor):
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or not placeable(local(tensor)):
                 continue
             if (end := self._next + room_of(tensor)) <= self.end:
                 room = room_of(tensor)
@@ -86,11 +95,12 @@ class PlacedGroups:
 
     Args:
         link: to the host, which no one else uses.
-        optimizers: those whose states are placed.
+        optimizers: those whose states are placed. shards: by id of a parameter, its shard, if FSDP2 has sharded it.
     """
 
-    def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, link: Link, optimizers: Sequence[Optimizer], shards: Mapping[int, Shard]) -> None:
         self.link = link
+        self.shards = shards
         self.fresh = FreshBytes(link)
         self.optimizers = tuple(optimizers)
         self.places: dict[int, ParameterPlaces] = {}
@@ -123,12 +133,15 @@ class PlacedGroups:
             or (parameter.requires_grad, state) > (known.trained, known.state_bytes)
         ]
         base = rounded(self.link.capacity, ALIGNMENT)  # so that each lies in bytes that were secured at once
-        sizes = [size for p, state in new for size in (room_of(p), room_of(p) * p.requires_grad, state)]
+        shards = [self.shards.get(id(parameter)) for parameter, _ in new]
+        rooms = [room_of(p if shard is None else shard.data) for (p, _), shard in zip(new, shards, strict=True)]
+        pairs = zip(new, rooms, strict=True)
+        sizes = [size for (p, state), room in pairs for size in (room, room * p.requires_grad, state)]
         *firsts, end = itertools.accumulate(sizes, initial=base)
         if new:
             self.link.reserve(end, [*zip(firsts, sizes, strict=True)])
-        for parameter, state in new:
-            self.places[id(parameter)] = places = ParameterPlaces(parameter, state, self.link, base, self.fresh)
+        for (parameter, state), shard in zip(new, shards, strict=True):
+            self.places[id(parameter)] = places = ParameterPlaces(parameter, shard, state, self.link, base, self.fresh)
             base = places.end
         self._plan = plan
 
@@ -170,6 +183,7 @@ class PlacedGroups:
         for places in self.places.values():
             for tensor in (places.weight, places.gradient, *self.states(places.parameter)):
                 tensor.rest(resident=True)
+                tensor.use_device()  # the caller's optimizer changes it, and a later plan must not take the host's copy
 
     def hand_over(self) -> None:
         """Give the caller everything after a backward, before the update."""

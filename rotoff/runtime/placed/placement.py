@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from ...core.sequence import UPDATES, Op, OpKind, Value
 from ...errors import ExecutionError
 from ...tensors.tree import tensor_leaves
 from ..links.base import Link
+from ..sharded import Shard
 from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
@@ -42,13 +43,13 @@ class Placement:
     gradients, updates: what the caller finds in ``parameter.grad``, and the running update.
 
     Args:
-        link: to the host, which no one else uses.
+        link: to the host, which no one else uses. shards: by id of a parameter, its shard, if FSDP2 has sharded it.
     """
 
-    def __init__(self, link: Link, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, link: Link, optimizers: Sequence[Optimizer], shards: Mapping[int, Shard]) -> None:
         self.link = link
         self.optimizers = tuple(optimizers)
-        self._groups = PlacedGroups(link, self.optimizers)
+        self._groups = PlacedGroups(link, self.optimizers, shards)
         self.updates = GroupUpdates(self._groups)
         self.gradients = CallersGradients(self._groups)
         self._rest: tuple[Op, ...] = ()  # operations after ``B 1`` that have not run yet
@@ -181,6 +182,11 @@ class Placement:
                 elif op.kind is not OpKind.WAIT:
                     tensor.release()
 
+    def arrived(self, parameter: torch.Tensor) -> None:
+        """A gradient has come in a step without a plan: it goes to the host, if the parameter is sharded."""
+        if id(parameter) in self._groups.shards and (places := self._groups.places.get(id(parameter))) is not None:
+            places.gradient.release()
+
     def tensors(self, v: Value) -> list[PlacedTensor]:
         """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
         return self._groups.tensors(v)
@@ -203,7 +209,8 @@ class Placement:
 
     def is_whole(self, k: int) -> bool:
         """Whether each parameter of group k has a gradient."""
-        return all(self._groups.places[id(p)].gradient.get() is not None for p in self._groups.updatable(k))
+        coming = (p for p in self._groups.updatable(k) if p.requires_grad)
+        return all(self._groups.places[id(p)].gradient.get() is not None for p in coming)
 
     @property
     def waits(self) -> bool:

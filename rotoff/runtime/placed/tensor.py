@@ -18,17 +18,28 @@ import torch
 from torch import nn
 
 from ...errors import ExecutionError
-from ...tensors.storage import View, bytes_of, in_shared_memory, rounded, storage_key, uses_of, version_of
+from ...tensors.storage import (
+    View,
+    bytes_of,
+    in_place_of,
+    in_shared_memory,
+    local,
+    rounded,
+    storage_key,
+    uses_of,
+    version_of,
+)
 from ...tensors.tree import tensor_leaves
 from ..links.base import Link, Ticket
+from ..sharded import Shard
 
 ALIGNMENT = 64  # bytes; kernels may take another path, and round otherwise, on tensors that begin elsewhere
 BLOCKS = 16  # of a checksum, which shows that numbers have moved from one to another
 
 
 def room_of(tensor: torch.Tensor) -> int:
-    """The bytes that a tensor takes where it is placed."""
-    return rounded(tensor.nbytes, ALIGNMENT)
+    """The bytes that a tensor, or this process's part of it, takes where it is placed."""
+    return rounded(local(tensor).nbytes, ALIGNMENT)
 
 
 def placeable(tensor: torch.Tensor | None) -> bool:
@@ -134,7 +145,7 @@ class PlacedTensor(ABC):
     def look(self) -> bool:
         """Update this object to the tensor that the caller has now; returns whether it can be moved."""
         tensor = self.get()
-        if not placeable(tensor) or tensor is None or tensor.nbytes > self._room:
+        if tensor is None or not self._fits(tensor):
             self.settle()
             self.device, self._valid = None, False
             return False
@@ -151,6 +162,9 @@ class PlacedTensor(ABC):
             assert self.host is not None
             self.put(self.host)
         return True
+
+    def _fits(self, tensor: torch.Tensor) -> bool:
+        return placeable(tensor) and tensor.nbytes <= self._room
 
     def _leave_kept(self) -> None:
         """Take other host bytes if the caller has kept the tensor over these, whose numbers must stay."""
@@ -292,9 +306,10 @@ class PlacedTensor(ABC):
         return (hash((_sums([self.device])[0], version_of(tensor))),)
 
     def _have_host(self, like: torch.Tensor) -> torch.Tensor:
-        if self.host is None or View.of(self.host) != View.of(like):
+        view = View.of(like)._replace(offset=0)
+        if self.host is None or View.of(self.host) != view:
             storage = self._link.host_bytes(self._offset, like.nbytes).untyped_storage()
-            self.host = View.of(like).on(storage)
+            self.host = view.on(storage)
             self._address = self.host.data_ptr()
         return self.host
 
@@ -322,11 +337,16 @@ def offload(tensors: Iterable[PlacedTensor]) -> None:
     for one, device in zip(going, devices, strict=True):
         one._leave_kept()
         one._have_host(device)
-    sources = [bytes_of(device.untyped_storage())[: device.nbytes] for device in devices]
+    sources = [_bytes_in(device) for device in devices]
     ticket = going[0]._link.copy_out(sources, [one._offset for one in going])
     for one in going:
         one._leaving = one._out = ticket
         one._valid, one._same = True, None
+
+
+def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    return bytes_of(tensor.untyped_storage())[begin : begin + tensor.nbytes]
 
 
 def settle(tensors: Iterable[PlacedTensor]) -> None:
@@ -381,25 +401,27 @@ def checksum_bytes(block: int) -> int:
 
 
 class PlacedParameter(PlacedTensor):
-    """A parameter's own numbers.
+    """A parameter's own numbers, or all that FSDP2 gathers of its `shard`.
 
     empty: a tensor of its geometry on the device, without bytes, for forwards that begin while it is on the host. It is
     made when the parameter leaves, since PyTorch takes the bytes first.
     """
 
-    def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
+    def __init__(
+        self, parameter: nn.Parameter, shard: Shard | None, link: Link, offset: int, room: int, fresh: FreshBytes
+    ) -> None:
         super().__init__(link, offset, room, fresh)
-        self._parameter = parameter
+        self._parameter, self._shard = parameter, shard
         self.empty: torch.Tensor | None = None
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
         super().rest(resident, on_both)
-        if self.on_host and self.device is None:
+        if self.on_host and self.device is None and self._shard is None:
             self.make_empty()
 
     def release(self) -> None:
         super().release()
-        if self.shown is None and self.on_host:  # and no forward runs
+        if self.shown is None and self.on_host and self._shard is None:  # and no forward runs
             self.make_empty()
 
     def make_empty(self) -> torch.Tensor:
@@ -412,10 +434,13 @@ class PlacedParameter(PlacedTensor):
         return empty
 
     def get(self) -> torch.Tensor:
-        return self._parameter
+        return self._parameter if self._shard is None else self._shard.data
 
     def put(self, tensor: torch.Tensor) -> None:
-        self._parameter.data = tensor
+        if self._shard is None:
+            self._parameter.data = tensor
+        else:
+            self._shard.put(tensor)
 
     @property
     def may_change_uncounted(self) -> bool:
@@ -437,16 +462,21 @@ class PlacedGradient(PlacedTensor):
         self.apart: torch.Tensor | None = None
         self._marker: torch.Tensor | None = None  # see `mark`
 
+    def _fits(self, tensor: torch.Tensor) -> bool:
+        """Those of shards that FSDP2 gathers at once are parts of one tensor."""
+        part = tensor.is_contiguous() and tensor.numel() > 0 and tensor.nbytes <= self._room
+        return super()._fits(tensor) or (part and local(self._parameter) is not self._parameter)
+
     def get(self) -> torch.Tensor | None:
         if self.apart is None and not self.marked:
-            return self._parameter.grad
+            return None if (gradient := self._parameter.grad) is None else local(gradient)
         return self.apart
 
     def put(self, tensor: torch.Tensor) -> None:
         if self.apart is not None:
             self.apart = tensor
         elif tensor.device == self._parameter.device:
-            self._parameter.grad = tensor.detach()
+            self._parameter.grad = in_place_of(self._parameter.grad, tensor)
         else:
             self.apart, self._parameter.grad = tensor, None
 
@@ -510,8 +540,13 @@ class PlacedGradient(PlacedTensor):
         """After a backward that has updated the parameter: put NaN into ``parameter.grad``, in no memory. It shows
         that the gradient is gone, and whether the caller clears it before the next backward."""
         if self._parameter.grad is None:
-            self._marker = self._parameter.new_full((), math.nan).expand_as(self._parameter)
-            self._parameter.grad = self._marker
+            whole: Any = self._parameter
+            here = local(whole)
+            nothing = here.new_full((), math.nan).expand_as(here)
+            if here is not whole:
+                sizes = {"shape": whole.shape, "stride": whole.stride()}
+                nothing = type(whole).from_local(nothing, whole.device_mesh, whole.placements, run_check=False, **sizes)
+            self._marker = whole.grad = nothing
 
     @property
     def marked(self) -> bool:
@@ -540,7 +575,7 @@ class PlacedState(PlacedTensor):
 
     def get(self) -> torch.Tensor | None:
         found = self.state.get(self._key)
-        return found if isinstance(found, torch.Tensor) else None
+        return local(found) if isinstance(found, torch.Tensor) else None
 
     def put(self, tensor: torch.Tensor) -> None:
-        self.state[self._key] = tensor.detach()
+        self.state[self._key] = in_place_of(self.state[self._key], tensor)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...tensors.tree import leaves
+from ..sharded import dispatching
 from .moving import move_state
 
 
@@ -63,7 +64,8 @@ class Chunks:
             part.state = defaultdict(dict, {stand_ins.get(key, p): known.get(p, {}) for key, p in own.items()})
         self._under_way |= own.keys()
         try:
-            own_step(part, *self._arguments[0], **self._arguments[1])
+            with dispatching():
+                own_step(part, *self._arguments[0], **self._arguments[1])
         finally:
             for key, p in own.items() if stand_ins else ():
                 used = stand_ins.get(key, p)

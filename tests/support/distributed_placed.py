@@ -1,0 +1,243 @@
+"""Run by `ranks` in each of two processes: training under FSDP2 and a `device_limit`, compared with FSDP2 alone; prints
+a line that `test_distributed_placed` reads."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from allocated import peak_bytes
+from distributed_steps import whole
+from ranks import say
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.optim import SGD, AdamW, Optimizer
+
+import rotoff
+
+WIDTH, BLOCKS, ROWS = 48, 8, 96
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = 4 * WIDTH) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.scale = nn.Parameter(torch.ones(1))  # of which one process has nothing
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Adapted(Block):
+    """A frozen block with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.a, self.b = nn.Linear(WIDTH, 8, bias=False), nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.b(self.a(x))
+
+
+class Whole(nn.Module):
+    """Its root has parameters of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def stacked(kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
+    return nn.Sequential(*[kind() for _ in range(BLOCKS)])
+
+
+def frozen_below() -> nn.Sequential:
+    net = stacked()
+    net[:4].requires_grad_(False)
+    return net
+
+
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+# by name: the model, arguments of fully_shard, the optimizer
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., Optimizer]]] = {
+    "adamw": (stacked, {}, partial(AdamW, lr=1e-2)),
+    "momentum": (stacked, {}, partial(SGD, lr=0.01, momentum=0.9)),
+    "uneven": (partial(stacked, partial(Block, WIDTH, 151)), {}, partial(AdamW, lr=1e-2)),
+    "root": (Whole, {}, partial(AdamW, lr=1e-2)),
+    "adapters": (partial(stacked, Adapted), {}, partial(AdamW, lr=1e-2)),
+    "frozen": (frozen_below, {}, partial(AdamW, lr=1e-2)),
+    "mixed": (stacked, {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
+    "unsharded": (stacked, {"reshard_after_forward": False}, partial(AdamW, lr=1e-2)),
+    "foreach": (stacked, {}, partial(AdamW, lr=1e-2, foreach=True)),
+}
+
+
+class Trained:
+    """A model, its optimizer and what training it has shown. updates: when rotoff updates; None: FSDP2 alone."""
+
+    def __init__(self, name: str, updates: str | None) -> None:
+        make, how, optimizer = MODELS[name]
+        torch.manual_seed(0)
+        net = make()
+        for block in getattr(net, "blocks", net):
+            fully_shard(block, **how)
+        self.planned = None
+        if updates is not None:
+            self.planned = rotoff.Checkpointable(net, process_group=True, cache_directory=None)
+        self.model = fully_shard(net if self.planned is None else self.planned, **how)
+        self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.updates, self.seen = updates, list[torch.Tensor]()
+        self.generator = torch.Generator().manual_seed(dist.get_rank())
+        if updates is not None:
+            self.limit(1 << 40)
+
+    def limit(self, limit: int) -> None:
+        assert self.planned is not None
+        self.planned.compute_sequence(device_limit=limit, optimizer=self.optimizer, updates=self.updates)
+
+    def limit_further(self) -> int:
+        """Plan for half of what can be saved; returns the limit."""
+        assert self.planned is not None
+        self.limit(1 << 40)
+        most = self.planned.keep_all_memory
+        try:
+            self.limit(1000)
+        except rotoff.InfeasibleError as error:
+            self.limit((error.min_mem_limit + most) // 2)
+        return int(self.planned.mem_limit or 0)
+
+    def batch(self) -> torch.Tensor:
+        return torch.randn(ROWS, WIDTH, generator=self.generator)
+
+    def backward(self, x: torch.Tensor) -> None:
+        loss = self.model(x).float().square().mean()
+        loss.backward()
+        self.seen.append(loss.detach())
+
+    def step(self, x: torch.Tensor | None = None) -> None:
+        self.backward(self.batch() if x is None else x)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def result(self) -> list[torch.Tensor]:
+        states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
+        kept = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
+        return [*self.seen, *(whole(t.detach()).clone() for t in (*self.model.parameters(), *kept))]
+
+
+# -- loops around a step
+
+
+def plainly(one: Trained) -> None:
+    one.step()
+
+
+def clipped(one: Trained) -> None:
+    one.backward(one.batch())
+    one.seen.append(whole(nn.utils.clip_grad_norm_(one.model.parameters(), 0.01)))
+    one.optimizer.step()
+    one.optimizer.zero_grad(set_to_none=False)
+
+
+def accumulated(one: Trained) -> None:
+    one.backward(one.batch())
+    one.seen += [whole(p.grad).clone() for p in one.model.parameters() if p.grad is not None]
+    one.backward(one.batch())
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+def synced_last(one: Trained) -> None:
+    one.model.set_requires_gradient_sync(False)
+    one.backward(one.batch())
+    one.model.set_requires_gradient_sync(True)
+    one.backward(one.batch())
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+
+
+def evaluated(one: Trained) -> None:
+    one.step()
+    one.model.eval()
+    with torch.no_grad():
+        one.seen.append(one.model(one.batch()).clone())
+    one.model.train()
+
+
+def checkpointed(one: Trained) -> None:
+    """Saved, trained, and loaded again."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    model, optimizer = get_state_dict(one.model, one.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=Path(folder[0]))
+    one.step()
+    model, optimizer = get_state_dict(one.model, one.optimizer)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=Path(folder[0]))
+    set_state_dict(one.model, one.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    one.step()
+
+
+LOOPS: dict[str, Callable[[Trained], None]] = {
+    "plainly": plainly,
+    "clipped": clipped,
+    "accumulated": accumulated,
+    "synced_last": synced_last,
+    "evaluated": evaluated,
+    "checkpointed": checkpointed,
+}
+
+
+def train(one: Trained, loop: str) -> Iterator[None]:
+    for _ in range(4):
+        LOOPS[loop](one)
+        yield
+
+
+def private_bytes(one: Trained) -> int:
+    """Bytes of parameters, gradients and states that lie in memory, and not over a file's pages."""
+    states = [t for state in one.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    found = [*one.model.parameters(), *(p.grad for p in one.model.parameters() if p.grad is not None), *states]
+    storages = {
+        t.untyped_storage()._cdata: t.untyped_storage() for t in (getattr(t, "_local_tensor", t) for t in found)
+    }
+    return sum(storage.nbytes() for storage in storages.values() if storage.resizable())
+
+
+def main(model: str, loop: str, updates: str) -> None:
+    plain, one = Trained(model, None), Trained(model, updates)
+    for n, _ in enumerate(zip(train(plain, loop), train(one, loop), strict=True)):
+        if n == 0:
+            limit = one.limit_further()
+    got, expected = one.result(), plain.result()
+    equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
+    x = one.batch()
+    batch = 0 if model == "mixed" else x.nbytes  # the model gets one that FSDP2 has cast
+    peaks = [private_bytes(one) + batch + peak_bytes(lambda: one.step(x)) for _ in range(3)]
+    assert one.planned is not None
+    predicted, plans = one.planned.get_expected_memory(), [None, None]
+    dist.all_gather_object(plans, f"{one.planned.sequence} {limit}")
+    within = min(peaks) <= predicted <= limit
+    close = predicted <= max(peaks) * 1.05
+    moves = any(op.of for op in one.planned.sequence)
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, (equal, plans[0] == plans[1], within, close, moves, (predicted, limit, *peaks)))
+    if dist.get_rank() == 0:
+        same = [all(part) for part in list(zip(*said, strict=True))[:5]]
+        say("equal={} same_plan={} within={} close={} moves={}".format(*same))
+        say(f"{[part[-1] for part in said]}")
+    one.planned.close()
