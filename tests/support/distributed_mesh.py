@@ -3,8 +3,6 @@ states and batch included, for `test_mesh`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from allocated import peak_bytes
 from models import Residual

@@ -192,6 +192,7 @@ class FakeStep(RecordedReads):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     is_mode = True  # what fake tensors run is below
+    lingers = False
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
