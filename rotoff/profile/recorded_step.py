@@ -120,6 +120,8 @@ class RecordedStep(Verified):
             did. copies: bytes of each copy of what was overwritten.
     """
 
+    lingers = True  # whether threads hold tensors of collectives for a moment longer than FSDP2 does, as those of gloo
+
     def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
         super().__init__(known)
         self._patient = patient
@@ -334,7 +336,9 @@ class RecordedStep(Verified):
             self._queued = True
             Variable._execution_engine.queue_callback(_AtEnd(self))
             self.returned = {content for content in self.handed_out if content.alive()}
-        for key in [key for key, p in self._shards.items() if p.grad is not None]:  # FSDP calls no hook of theirs
+        with torch._C.DisableTorchFunction():  # a mode of the caller's would be asked for each
+            reduced = [key for key, p in self._shards.items() if p.grad is not None]
+        for key in reduced:  # FSDP calls no hook of theirs
             self._accumulated(self._shards.pop(key))
         with self.region(OWN):
             self.fill(stage, self._from_host(stage))

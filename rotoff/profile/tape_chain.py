@@ -293,6 +293,31 @@ class TapeChain:
             most[waiting] = max(most.get(waiting, 0), gradients)
         return most
 
+    @cached_property
+    def charging_first_runs(self) -> Chain:
+        """The chain with the transients of first runs where these are larger. In a first run the model's code holds
+        more than what a stage makes again."""
+        stages = []
+        for i, (stage, run) in enumerate(zip(self.chain.stages, self.runs, strict=True), start=1):
+
+            def more(stays: frozenset[int], transient: int, run: StageRun = run, i: int = i) -> int:
+                return max(transient, run.first_peak(stays, self.handed[i - 1]) - self.trace.size(stays))
+
+            forms = tuple(
+                replace(form, forward_transient_bytes=more(kept, form.forward_transient_bytes))
+                for form, kept in zip(stage.forms, self.forms[i - 1][1:], strict=True)
+            )
+            assert stage.checkpoint_transient_bytes is not None
+            stages.append(
+                replace(
+                    stage,
+                    forward_transient_bytes=more(self.forms[i - 1][0], stage.forward_transient_bytes),
+                    checkpoint_transient_bytes=more(self.handed[i], stage.checkpoint_transient_bytes),
+                    forms=forms,
+                )
+            )
+        return replace(self.chain, stages=tuple(stages))
+
     def contents(self, v: Value, machine: Machine) -> frozenset[int]:
         """Return what a value of an activation is made of."""
         return self.forms[v.stage - 1][machine.form[v.stage]] if v.saved else self.handed[v.stage]

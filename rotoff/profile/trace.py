@@ -50,8 +50,8 @@ class Ran:
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
     before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation
     before, times `factor`, plus `term`. at: its position. module: in whose call it runs. operator: its name.
-    draws: whether it draws random numbers. gathered: bytes of parameters that FSDP2 has gathered meanwhile; where it
-    runs again, they are among the gradients.
+    draws: whether it draws random numbers. gathered: bytes of parameters that FSDP2 has gathered in the first run
+    alone; where it runs again, they are among the gradients.
     """
 
     reads: tuple[int, ...]
@@ -190,6 +190,8 @@ def trace_of(step: RecordedStep) -> Trace:
         for content in contents
     )
     peaks, gathered = _peaks(step, many)
+    if step.lingers:
+        peaks, gathered = [sum(both) for both in zip(peaks, gathered, strict=True)], [0] * many
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..core.simulator import simulate
-from ..errors import OptionError
+from ..errors import MeasureError, OptionError
 from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..solver import keep_all
@@ -73,7 +73,7 @@ class Mesh:
         """Within, a fake process group of these ranks is the default one, whose collectives do nothing.
 
         Raises:
-            OptionError: if there is a default one already.
+            OptionError: if there is a default one already. MeasureError: also if the mesh does not divide the model.
         """
         if not self.sizes:
             yield None
@@ -92,6 +92,11 @@ class Mesh:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
         try:
             yield Sharding(init_device_mesh("cpu", shape, mesh_dim_names=(*self.sizes,)))
+        except MeasureError as error:
+            if "tp" not in self.sizes:
+                raise
+            cure = "must divide the numbers of heads, those of keys and values, too, and the widths of layers"
+            raise MeasureError(f"{error}; tp={self.sizes['tp']} {cure}") from error
         finally:
             dist.destroy_process_group()
 

@@ -20,7 +20,6 @@ from ..profile.estimate.devices import Device
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .estimate import estimated
 from .question import Question
-from .whole_device import charging_first_runs
 
 SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
 
@@ -120,7 +119,7 @@ def planned_pipeline(
     args, named = tree_map(lambda leaf: _first(leaf, micro_batches), (sample, kwargs))
     device, usable, mem_limit = question.device, question.usable, question.mem_limit
     profile = estimated(model, args, named, device)
-    chain = charging_first_runs(profile.chains[-1])  # where nothing stays on the device past the next stage
+    chain = profile.chains[-1].charging_first_runs  # where nothing stays on the device past the next stage
     beside = chain.input_bytes - profile.batch_bytes
     chain = replace(chain, input_bytes=profile.batch_bytes)
     pieces = cut(chain, ranks * chunks)

@@ -252,6 +252,8 @@ def _most(request: Request, grown: Growth, with_batch: bool) -> int | None:
     def needs(count: int) -> int:
         profile = grown.at(count)
         more = profile.batch_bytes - grown.profile.batch_bytes if with_batch else 0
+        if profile.borders_stay:  # a stage for each block, for which plans take long
+            return min_mem_limit(profile.chains[0].charging_first_runs, request.mode) - profile.batch_bytes + more
         return least_limit(profile, request) + more
 
     return largest_within(request.mem_limit, needs)

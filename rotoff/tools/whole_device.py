@@ -29,12 +29,12 @@ from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..profile.optimizer_probe import OptimizerProbe
-from ..profile.tape_chain import StageRun, TapeChain
+from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups, members_of, movable_of
 from ..profile.tape_profile import TapeProfile
 from ..runtime.placed.tensor import room_of
 from ..solver.anneal import Budget
-from ..solver.bounds import min_mem_limit, steady_bound
+from ..solver.bounds import least_compute, min_mem_limit, steady_bound
 from ..solver.placement import RESIDENT, place
 from ..solver.search import Candidate, Problem, best_candidate
 from ..solver.settings import (
@@ -104,7 +104,7 @@ class WholeDevice:
     @cached_property
     def chain(self) -> Chain:
         """The chain, which charges each forward as the first one, if parameters move."""
-        return replace(charging_first_runs(self.found), parameters=self.groups) if self.groups else self.found.chain
+        return replace(self.found.charging_first_runs, parameters=self.groups) if self.groups else self.found.chain
 
     @property
     def updating(self) -> float:
@@ -226,7 +226,8 @@ class WholeDevice:
                 continue
             if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
                 continue
-            bound = steady_bound(chain, limit, "during") if bound is None else bound  # for both, and hardly differs
+            if bound is None:  # for both, and hardly differs; of kernels alone, where collectives may take longer
+                bound = steady_bound(chain, limit, "during") if self.collectives is None else least_compute(chain)
             best = _best(chain, limit, updates, bound, best)
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
             sequence = Sequence(best.ops, resident=list(best.resident))
@@ -306,31 +307,6 @@ def whole_device(
     }
     growth = growth and growth.moving
     return WholeDevice(profile.moving, limit, groups, beside, growth=growth, collectives=profile.collectives), resident
-
-
-def charging_first_runs(found: TapeChain) -> Chain:
-    """The chain with the transients of first runs where these are larger. In a first run the model's code holds more
-    than what a stage makes again."""
-    stages = []
-    for i, (stage, run) in enumerate(zip(found.chain.stages, found.runs, strict=True), start=1):
-
-        def more(stays: frozenset[int], transient: int, run: StageRun = run, i: int = i) -> int:
-            return max(transient, run.first_peak(stays, found.handed[i - 1]) - found.trace.size(stays))
-
-        forms = tuple(
-            replace(form, forward_transient_bytes=more(kept, form.forward_transient_bytes))
-            for form, kept in zip(stage.forms, found.forms[i - 1][1:], strict=True)
-        )
-        assert stage.checkpoint_transient_bytes is not None
-        stages.append(
-            replace(
-                stage,
-                forward_transient_bytes=more(found.forms[i - 1][0], stage.forward_transient_bytes),
-                checkpoint_transient_bytes=more(found.handed[i], stage.checkpoint_transient_bytes),
-                forms=forms,
-            )
-        )
-    return replace(found.chain, stages=tuple(stages))
 
 
 def _master_bytes(parameter: nn.Parameter, state_bytes: int, optimizer: str) -> int:

@@ -7,7 +7,7 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from numbers import Number
@@ -107,7 +107,9 @@ def fake_step(
     cuda = device.capability is not None
     mode = FakeKernels(cuda)
     log = _Log(device)
-    with _CPU, device_variants(device):
+    # a mode is slow, and only needed where the caller has another default
+    default = nullcontext() if torch.get_default_device() == _CPU else _CPU
+    with default, device_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
         with mode:
@@ -192,6 +194,7 @@ class FakeStep(RecordedReads):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     is_mode = True  # what fake tensors run is below
+    lingers = False
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
         super().__init__(Known(), model)
