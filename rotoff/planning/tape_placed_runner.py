@@ -287,7 +287,7 @@ class PlacedRunner:
         if self.placement is not None:
             self.placement.forward_begins()
         self.plan_recorded()
-        self.latest = key = signature((args, kwargs), self.model)
+        self.latest = key = self._key(args, kwargs)
         course = self.planned(key)
         if course is None and self._foretold(key, args, kwargs):
             course = self.planned(key)
@@ -303,6 +303,11 @@ class PlacedRunner:
                 with self.streamed():
                     return self.watched(self.model(*args, **kwargs))
         return self.watched(self.model(*args, **kwargs))
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What tells steps from others; those that add up whole gradients hold more."""
+        key = signature((args, kwargs), self.model)
+        return key if self._shards is None else (key, self._shards.reduces, bool(self._shards.waiting))
 
     def _foretold(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note what a step takes at a size that none has had, if one at another size has made the same operations;
@@ -338,6 +343,7 @@ class PlacedRunner:
         given = tensor_leaves((args, kwargs))
         nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
         nbytes += sum(t.nbytes for t in given if t.is_leaf and t.requires_grad)  # their gradients
+        nbytes += 0 if self._shards is None else self._shards.waiting
         self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
         if self._shards is not None:
             step.parameters, step.arrived = self._shards.parameters, self._placed().arrived
