@@ -62,6 +62,7 @@ from .agreement import (
     own_of,
     together,
 )
+from .distributed import not_answering
 from .options import Options
 from .request import Request
 from .signatures import family_of, signature
@@ -155,6 +156,9 @@ class PlacedRunner:
         self.model, self.optimizers, self.request = model, tuple(optimizers), request
         self._options, self._links, self._before = options, links, before
         self._group, self._shards = group, shards
+        if shards is not None:
+            this = weakref.WeakMethod(self._explained)
+            shards.tell(lambda error: error if (explained := this()) is None else explained(error))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device: torch.device = before.device if before is not None else options.device or device
         self.known: Known = Known() if before is None else before.known
@@ -244,7 +248,7 @@ class PlacedRunner:
         recording = self.recordings.get(key)
         if recording is None or course is not None:
             return None
-        began, ways = time.perf_counter(), common_groups(self._ways(recording), self._group)
+        began, ways = time.perf_counter(), common_groups(partial(self._ways, recording), self._group)
         if ways[0].whole <= self.request.mem_limit:
             chain = ways[0].chain
             everything = replace(compile_sequence(chain, keep_all(chain, "after")), keeps_all=True)
@@ -303,6 +307,13 @@ class PlacedRunner:
                 with self.streamed():
                     return self.watched(self.model(*args, **kwargs))
         return self.watched(self.model(*args, **kwargs))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What a collective within a step raises."""
+        told = not_answering(error, self._group)
+        if self.placement is not None:
+            self.placement.updates.backward_failed(told)
+        return told
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What tells steps from others; those that add up whole gradients hold more."""

@@ -66,6 +66,26 @@ def dispatching() -> AbstractContextManager[object]:
     return found
 
 
+class _Told:
+    """A collective of FSDP2 that says which process it waits for in vain.
+
+    Args:
+        own: FSDP2's. explain: makes the error to raise of the one that it has raised.
+    """
+
+    def __init__(self, own: Any, explain: Callable[[BaseException], BaseException]) -> None:
+        self._own, self.explain = own, explain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._own(*args, **kwargs)
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+
 class Shard:
     """This process's part of one parameter.
 
@@ -141,6 +161,7 @@ class Shards:
             for shard in self.of.values():
                 shard.data, shard.whole_bytes, shard.waiting  # noqa: B018
             self.reduces  # noqa: B018
+            self.tell(lambda error: error)
         except AttributeError as error:
             raise OptionError(
                 f"torch {torch.__version__} keeps the shards of FSDP2 where rotoff does not find them ({error}); give a"
@@ -171,3 +192,10 @@ class Shards:
     def waiting(self) -> int:
         """The bytes of whole gradients that wait for a backward that reduces them."""
         return sum(local(t).nbytes for shard in self.of.values() if (t := shard.waiting) is not None)
+
+    def tell(self, explain: Callable[[BaseException], BaseException]) -> None:
+        """Have the collectives raise what `explain` makes of an error."""
+        for group in self._groups:
+            for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                own = getattr(group, name)
+                setattr(group, name, _Told(own._own if isinstance(own, _Told) else own, explain))
