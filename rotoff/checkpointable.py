@@ -49,6 +49,7 @@ from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
 from .runtime.links.pinned import free_memory
 from .runtime.links.pool import LinkPool
+from .runtime.sharded import Shards
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
 from .tensors.buffers import BufferCopies, Originals, buffers_of
@@ -287,7 +288,8 @@ class Checkpointable(RotorNames, ModuleProxy):
             up_to: the largest input of the training, as the tuple of the model's arguments or the dict of its named
                 ones. It is recorded now; a larger one is logged when it comes.
             device_limit: in place of `mem_limit`, bytes for all that the device holds: parameters, gradients, optimizer
-                states, buffers, the batch and the step. What does not fit stays on the host, for a CPU in a file.
+                states, buffers, the batch and the step. What does not fit stays on the host, for a CPU in a file. In
+                several processes it is for each, whose parameters FSDP2 has sharded.
             optimizer: with `device_limit`, that of the parameters, or a list; a frozen model needs none. Its updates
                 come in ``optimizer.step()``, or with the option ``updates="during"`` within the backward.
             in_flight: how many forwards run before the first backward, as in a pipeline (`attach_schedule` finds it).
@@ -381,15 +383,18 @@ class Checkpointable(RotorNames, ModuleProxy):
         options: dict[str, Any],
     ) -> Checkpointable:
         """`compute_sequence` for a `device_limit`."""
+        optimizers: tuple[Optimizer, ...] = ()
+        shards: Shards | None = None
 
         def limit_here() -> int:
+            nonlocal optimizers, shards
             check_options(mode, mem_slots, policy, options)
+            if self._check:
+                raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
+            optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
             return parse_bytes(device_limit, "device_limit")
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        if self._check:
-            raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
-        optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
         self._measure_up_to(up_to)
         self._steps.settle()
         request = Request(limit, mode, mem_slots, options, here=True, placed=True)

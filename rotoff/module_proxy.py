@@ -93,6 +93,11 @@ class ModuleProxy(nn.Module):
             yield prefix, self
             yield from self._model.named_modules(memo, prefix, remove_duplicate)
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """``torch.distributed.checkpoint`` leaves the attributes that are values here out of names, as `state_dict`
+        does."""
+        return {"": "_model"}
+
 
 def _strip_prefix(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
     inner = prefix + _PREFIX

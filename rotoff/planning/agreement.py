@@ -163,17 +163,21 @@ def alike_cut(profile: TapeProfile, group: Any) -> TapeProfile:
     return TapeProfile(**here | {"batch_bytes": max(nbytes for _, nbytes, _ in told), "begins": begins})
 
 
-def common_groups(ways: list[TapeGroups], group: Any) -> list[TapeGroups]:
-    """Return the groups of a step with the costs of all processes; `ways` itself without a group.
+def common_groups(make: Callable[[], list[TapeGroups]], group: Any) -> list[TapeGroups]:
+    """Return the groups of a step, which `make` returns, with the costs of all processes; as they are without a group.
 
     Raises:
         MeasureError: if the processes have different numbers of stages or groups.
     """
     if group is None:
-        return ways
-    costs = "beside", "marks", "update", "whole", "expected"
-    told = [(one.chain, {name: getattr(one, name) for name in costs}) for one in ways]
-    everyone = from_everyone(lambda: told, "plan", group)
+        return make()
+    costs, ways = ("beside", "marks", "update", "whole", "expected"), list[TapeGroups]()
+
+    def told() -> list[tuple[Chain, dict[str, int]]]:
+        ways.extend(make())
+        return [(one.chain, {name: getattr(one, name) for name in costs}) for one in ways]
+
+    everyone = from_everyone(told, "plan", group)
     chains = _largest_of([[chain for chain, _ in here] for here in everyone])
     most = [{name: max(one[name] for _, one in several) for name in costs} for several in zip(*everyone, strict=False)]
     own = [replace(one, chain=chain, **largest) for one, chain, largest in zip(ways, chains, most, strict=False)]

@@ -8,15 +8,19 @@ exchange is an all-gather, or a broadcast of the first process; an error is exch
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import LimitError, MeasureError, OptionError, RotoffError
+from ..errors import ExecutionError, LimitError, MeasureError, OptionError, RotoffError
 from ..runtime.sharded import Shards, sharded
 
 T = TypeVar("T")
+ANSWER = 5.0  # seconds in which a process of the group answers, once a collective has failed
+TAG = 31_337  # of the message that asks for an answer
 
 
 def agree_on_sample(read: Callable[[], T], group: Any) -> T:
@@ -67,8 +71,8 @@ def shards_of(model: nn.Module, group: Any) -> Shards | None:
         if group is None and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return None
         raise OptionError(
-            "device_limit in several processes is for parameters that FSDP2 shards, and here each process has whole"
-            " ones; call fully_shard on every block and on the Checkpointable before compute_sequence, or give a"
+            "device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block and"
+            " on the Checkpointable before compute_sequence; for whole copies (DDP) and tensor parallel models give a"
             " mem_limit"
         )
     if group is None:
@@ -82,3 +86,24 @@ def shards_of(model: nn.Module, group: Any) -> Shards | None:
             " offload_policy=CPUOffloadPolicy(), and a mem_limit"
         )
     return Shards(model)
+
+
+def not_answering(error: BaseException, group: Any) -> ExecutionError:
+    """What to raise if a collective has failed: it names the processes of the group that have ended, or else those that
+    do not answer."""
+    ended, late = list[str](), list[str]()
+    for peer in range(dist.get_world_size(group)):
+        if peer == dist.get_rank(group):
+            continue
+        try:
+            dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=TAG)
+            arriving = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=TAG)
+            assert arriving is not None
+            arriving.wait(timedelta(seconds=ANSWER))
+        except RuntimeError as reason:
+            (late if "imed out" in str(reason) else ended).append(str(peer))
+    names = " and ".join(ended or late)
+    who = f"process {names} of the group {'has ended' if ended else 'does not answer'}" if names else str(error)
+    return ExecutionError(
+        f"a collective of this step has failed ({who}); see what that process says, and start all of them again"
+    )

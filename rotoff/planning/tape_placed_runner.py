@@ -62,6 +62,7 @@ from .agreement import (
     own_of,
     together,
 )
+from .distributed import not_answering
 from .options import Options
 from .request import Request
 from .signatures import family_of, signature
@@ -155,6 +156,9 @@ class PlacedRunner:
         self.model, self.optimizers, self.request = model, tuple(optimizers), request
         self._options, self._links, self._before = options, links, before
         self._group, self._shards = group, shards
+        if shards is not None:
+            this = weakref.WeakMethod(self._explained)
+            shards.tell(lambda error: error if (explained := this()) is None else explained(error))
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.device: torch.device = before.device if before is not None else options.device or device
         self.known: Known = Known() if before is None else before.known
@@ -244,7 +248,7 @@ class PlacedRunner:
         recording = self.recordings.get(key)
         if recording is None or course is not None:
             return None
-        began, ways = time.perf_counter(), common_groups(self._ways(recording), self._group)
+        began, ways = time.perf_counter(), common_groups(partial(self._ways, recording), self._group)
         if ways[0].whole <= self.request.mem_limit:
             chain = ways[0].chain
             everything = replace(compile_sequence(chain, keep_all(chain, "after")), keeps_all=True)
@@ -287,7 +291,7 @@ class PlacedRunner:
         if self.placement is not None:
             self.placement.forward_begins()
         self.plan_recorded()
-        self.latest = key = signature((args, kwargs), self.model)
+        self.latest = key = self._key(args, kwargs)
         course = self.planned(key)
         if course is None and self._foretold(key, args, kwargs):
             course = self.planned(key)
@@ -303,6 +307,18 @@ class PlacedRunner:
                 with self.streamed():
                     return self.watched(self.model(*args, **kwargs))
         return self.watched(self.model(*args, **kwargs))
+
+    def _explained(self, error: BaseException) -> BaseException:
+        """What a collective within a step raises."""
+        told = not_answering(error, self._group)
+        if self.placement is not None:
+            self.placement.updates.backward_failed(told)
+        return told
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What tells steps from others; those that add up whole gradients hold more."""
+        key = signature((args, kwargs), self.model)
+        return key if self._shards is None else (key, self._shards.reduces, bool(self._shards.waiting))
 
     def _foretold(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note what a step takes at a size that none has had, if one at another size has made the same operations;
@@ -338,6 +354,7 @@ class PlacedRunner:
         given = tensor_leaves((args, kwargs))
         nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
         nbytes += sum(t.nbytes for t in given if t.is_leaf and t.requires_grad)  # their gradients
+        nbytes += 0 if self._shards is None else self._shards.waiting
         self._recorded = _Recorded(key, step, nbytes, tuple(tuple(t.shape) for t in given))
         if self._shards is not None:
             step.parameters, step.arrived = self._shards.parameters, self._placed().arrived

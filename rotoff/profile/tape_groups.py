@@ -252,20 +252,14 @@ def groups_of(
     block = block_bytes(device)
     every, movable = movable_of(model, reads.staying | {*outside}, shards)
     whole = sum(map(room_of, movable))
-    if shards is None:
-        members = sorted(members_of(movable, reads, found.layout.begins, probe).items(), key=lambda one: one[0])
-        parts = [(*of, part) for of, several in members for part in in_parts(several, map(room_of, several), whole)]
-    else:
-        parts = _units(shards, {*map(id, movable)}, found, probe)
     costs, placed, on_host = [], [], []
-    for stages, needs, updated, part in parts:
-        if part:
-            states = tuple(map(probe.state_bytes, part))
-            costs.append(_group_of(part, stages, needs, updated, sum(states), probe, host, block, found, shards))
-            placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
-            here = updated and not is_accelerator(device)
-            taken = [probe.update_bytes([p]) if here else 0 for p in part]
-            on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
+    for stages, needs, updated, part in _parts(movable, reads, found, probe, whole, shards):
+        states = tuple(map(probe.state_bytes, part))
+        costs.append(_group_of(part, stages, needs, updated, sum(states), probe, host, block, found, shards))
+        placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
+        here = updated and not is_accelerator(device)
+        taken = [probe.update_bytes([p]) if here else 0 for p in part]
+        on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
     gradients = sum(local(p).nbytes for p in left if p.requires_grad)
@@ -296,19 +290,30 @@ def groups_of(
     )
 
 
-def _units(
-    shards: Shards, movable: set[int], found: TapeChain, probe: OptimizerProbe
+def _parts(
+    movable: list[nn.Parameter],
+    reads: Reads,
+    found: TapeChain,
+    probe: OptimizerProbe,
+    whole: int,
+    shards: Shards | None,
 ) -> list[tuple[tuple[int, ...], bool, bool, list[nn.Parameter]]]:
-    """Return the stages that read the shards of each unit, whether some of them need a gradient, and are updated, and
-    the parameters. Of a unit without stages of its own, the root, gradients come when the backward ends."""
-    ran, begins, parts = found.trace.ran, found.layout.begins, []
+    """Return the stages that read the parameters of each group, whether some of them need a gradient, whether some are
+    updated, and the parameters. whole: bytes of all. Shards of a unit are one group; of a unit without stages of its
+    own, the root, gradients come when the backward ends."""
+    ran, begins = found.trace.ran, found.layout.begins
+    if shards is None:
+        members = sorted(members_of(movable, reads, begins, probe).items(), key=lambda one: one[0])
+        return [(*of, part) for of, several in members for part in in_parts(several, map(room_of, several), whole)]
+    parts, placed = [], {*map(id, movable)}
     names = [name for name in shards.units if name]
     for name, several in shards.units.items():
         inner = [other for other in names if other.startswith(f"{name}.")]
         own = (op for op in ran if name and is_within(op, [name]) and not is_within(op, inner))
         stages = tuple(sorted({bisect_right(begins, op.at) for op in own})) or (1,)
-        part = [shard.parameter for shard in several if id(shard.parameter) in movable]
-        parts.append((stages, any(p.requires_grad for p in part), any(map(probe.updates, part)), part))
+        part = [shard.parameter for shard in several if id(shard.parameter) in placed]
+        if part:
+            parts.append((stages, any(p.requires_grad for p in part), any(map(probe.updates, part)), part))
     return sorted(parts, key=lambda one: one[0])
 
 

@@ -66,6 +66,26 @@ def dispatching() -> AbstractContextManager[object]:
     return found
 
 
+class _Told:
+    """A collective of FSDP2 that says which process it waits for in vain.
+
+    Args:
+        own: FSDP2's. explain: makes the error to raise of the one that it has raised.
+    """
+
+    def __init__(self, own: Any, explain: Callable[[BaseException], BaseException]) -> None:
+        self._own, self.explain = own, explain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._own(*args, **kwargs)
+        except RuntimeError as error:
+            raise self.explain(error) from error
+
+
 class Shard:
     """This process's part of one parameter.
 
@@ -105,6 +125,12 @@ class Shard:
         """The gathered parameter, with or without bytes; None before it is gathered for the first time."""
         return getattr(self._own, "_unsharded_param", None)
 
+    @property
+    def waiting(self) -> torch.Tensor | None:
+        """The whole gradient that waits for a backward that reduces it, if there is one."""
+        found: torch.Tensor | None = self._own.unsharded_accumulated_grad
+        return found if found is not None or self.gathered is None else self.gathered.grad
+
 
 class Shards:
     """The shards of a model.
@@ -123,15 +149,19 @@ class Shards:
     def __init__(self, root: nn.Module) -> None:
         self.units: dict[str, list[Shard]] = {}
         seen = set[int]()
+        self._groups: list[Any] = []
         try:
             for name, module in sharded(root).items():
-                groups = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+                groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
+                self._groups += groups
                 every = {id(own): own for group in groups for own in group.fsdp_params}
                 self.units[name] = [Shard(own) for key, own in every.items() if key not in seen]
                 seen |= every.keys()
             self.of = {id(shard.parameter): shard for several in self.units.values() for shard in several}
             for shard in self.of.values():
-                shard.data, shard.whole_bytes  # noqa: B018
+                shard.data, shard.whole_bytes, shard.waiting  # noqa: B018
+            self.reduces  # noqa: B018
+            self.tell(lambda error: error)
         except AttributeError as error:
             raise OptionError(
                 f"torch {torch.__version__} keeps the shards of FSDP2 where rotoff does not find them ({error}); give a"
@@ -152,3 +182,20 @@ class Shards:
     def throughout(self) -> int:
         """The bytes that the root gathers before the model's forward, and keeps to the end of the backward."""
         return sum(shard.whole_bytes for shard in self.units[""])
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the next backward reduces gradients (``set_requires_gradient_sync``)."""
+        return all(group.reduce_grads for group in self._groups)
+
+    @property
+    def waiting(self) -> int:
+        """The bytes of whole gradients that wait for a backward that reduces them."""
+        return sum(local(t).nbytes for shard in self.of.values() if (t := shard.waiting) is not None)
+
+    def tell(self, explain: Callable[[BaseException], BaseException]) -> None:
+        """Have the collectives raise what `explain` makes of an error."""
+        for group in self._groups:
+            for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+                own = getattr(group, name)
+                setattr(group, name, _Told(own._own if isinstance(own, _Told) else own, explain))

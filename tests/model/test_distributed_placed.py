@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from ranks import printed  # noqa: E402
+from ranks import printed, torchrun  # noqa: E402
 
 FEW = ("uneven clipped after", "root plainly during")
 # model, loop around the step, when parameters are updated; those of `tests/support/distributed_placed.py`
@@ -29,15 +31,64 @@ FURTHER = (
     "foreach clipped after",
     "adamw accumulated after",
     "adamw evaluated during",
+    "adamw synced_last after",
+    "mixed synced_last during",
+    "root checkpointed during",
 )
 
 
-def case(row: str) -> str:
-    return f"2 distributed_placed {row}"
+REFUSED = "2 distributed_refused"
+ENDED = {row: f"2 distributed_ended {row}" for row in ("1 forward after", "0 backward during")}
+CASES = (*(f"2 distributed_placed {row}" for row in FEW), REFUSED, ENDED["0 backward during"])
+SHARD = (
+    "OptionError: device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block"
+    " and on the Checkpointable before compute_sequence; for whole copies (DDP) and tensor parallel models give a"
+    " mem_limit"
+)
+
+
+def said_in(case: str) -> list[str]:
+    return printed(*(CASES if case in CASES else [case]))[case]
 
 
 @pytest.mark.parametrize("row", [*FEW, *(pytest.param(row, marks=pytest.mark.slow) for row in FURTHER)])
 def test_training_is_that_of_fsdp2_alone(row: str) -> None:
-    rows = FEW if row in FEW else (row,)
-    said = printed(*map(case, rows))[case(row)]
+    said = said_in(f"2 distributed_placed {row}")
     assert said[0] == "equal=True same_plan=True within=True close=True moves=True", said
+
+
+@pytest.mark.parametrize(
+    ("what", "sentences"),
+    [
+        ("whole", (SHARD, SHARD)),
+        ("root_not_sharded", (SHARD, SHARD)),
+        ("without_group", ("OptionError: device_limit with FSDP2 needs one plan for all processes;",) * 2),
+        ("in_one", ("LimitError: process 1 of the group could not", "OptionError: device_limit needs the optimizer")),
+        ("too_small", ("InfeasibleError: the training step with its parameters, gradients",) * 2),
+    ],
+)
+def test_what_is_refused_is_one_sentence_in_all_processes(what: str, sentences: tuple[str, str]) -> None:
+    said = said_in(REFUSED)
+    for rank, sentence in enumerate(sentences):
+        assert any(line.startswith(f"{what} {rank}: {sentence}") for line in said), said
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[] if case in CASES else pytest.mark.slow) for row, case in ENDED.items()]
+)
+def test_a_process_that_ends_is_named_by_the_others(row: str) -> None:
+    (said,) = said_in(ENDED[row])
+    ends, _, updates = row.split()
+    assert said.startswith(
+        f"ExecutionError a collective of this step has failed (process {ends} of the group has ended)"
+    )
+    assert ("a backward that updates parameters ended early; it has updated group" in said) == (updates == "during")
+
+
+@pytest.mark.slow
+def test_the_example_trains_in_a_third_of_the_memory() -> None:
+    small = ["--blocks", "8", "--width", "512", "--rows", "256", "--memory", "110 MiB", "--steps", "2"]
+    lines = torchrun(Path(__file__).parents[2] / "examples" / "sharded.py", *small).splitlines()
+    assert [line[:18].strip() for line in lines[:3]] == ["FSDP2, all memory", "FSDP2, limited", "rotoff, limited"]
+    assert "fails" in lines[1], lines
+    assert lines[-1] == "losses and parameters are equal", lines

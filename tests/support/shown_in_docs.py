@@ -165,6 +165,19 @@ class Block(nn.Module):
 
 
 @contextmanager
+def sharded(folder: Path, names: dict[str, Any]) -> Iterator[None]:
+    from torch.distributed.fsdp import fully_shard
+
+    with _one_process():
+        torch.distributed.init_process_group("gloo")
+        names |= {"torch": torch, "fully_shard": fully_shard, "blocks": [Block() for _ in range(3)]}
+        yield
+        for _ in range(2):
+            names["model"](torch.randn(ROWS, WIDTH)).sum().backward()
+            names["optimizer"].step()
+
+
+@contextmanager
 def tensor_parallel(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import parallel
@@ -201,6 +214,7 @@ PROGRAMS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
         torchvision,
         devices,
         ddp,
+        sharded,
         tensor_parallel,
         pipeline,
     )

@@ -467,6 +467,13 @@ class PlacedGradient(PlacedTensor):
         part = tensor.is_contiguous() and tensor.numel() > 0 and tensor.nbytes <= self._room
         return super()._fits(tensor) or (part and local(self._parameter) is not self._parameter)
 
+    def release(self) -> None:
+        gradient = self.get()
+        if gradient is not None and not gradient.numel():  # of an empty shard, and a part of one tensor with others
+            self.put(torch.empty_like(gradient))
+            return
+        super().release()
+
     def get(self) -> torch.Tensor | None:
         if self.apart is None and not self.marked:
             return None if (gradient := self._parameter.grad) is None else local(gradient)
