@@ -216,9 +216,7 @@ def masks(backend: str, budget: float) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """A line for each method and model."""
-    lines = [
-        "| model | method | takes more than promised by | a smaller wish has a lower peak | gradients | step time |"
-    ]
+    lines = ["| model | method | promised bytes | a smaller wish has a lower peak | gradients | step time |"]
     lines.append("|---|---|---|---|---|---|")
     for model, method in dict.fromkeys((row["model"], row["method"]) for row in rows):
         own = [row for row in rows if (row["model"], row["method"]) == (model, method)]
@@ -227,9 +225,9 @@ def table(rows: list[dict[str, Any]]) -> str:
         takes = [row["peak"] for row in own]
         falls = "" if len(own) == 1 else "yes" if takes == sorted(takes, reverse=True) else "**no**"
         bits = "equal" if all(row["equal"] for row in own) else f"off by up to {max(row['off'] for row in own):.1g}"
-        more = f"{max(over):+.0%}" if over else "promises nothing"
-        times = f"{min(row['time'] for row in own):.2f} to {max(row['time'] for row in own):.2f}"
-        lines.append(f"| {model} | {method} | {more} | {falls} | {bits} | {times} |")
+        kept = "none" if not over else "kept" if max(over) <= 0 else f"exceeded by up to {max(over):.1%}"
+        times = " to ".join(dict.fromkeys(f"{end(row['time'] for row in own):.2f}" for end in (min, max)))
+        lines.append(f"| {model} | {method} | {kept} | {falls} | {bits} | {times} |")
     return "\n".join(lines)
 
 

@@ -11,7 +11,8 @@ import rotoff
 ROOT = Path(__file__).parent.parent
 OUTSIDE = re.compile(r"(?<!!)\[([^\]]*)\]\(\.\./([^)]*)\)")  # links to files of the repository that are no pages
 GROUPS = {
-    "Training": ("Checkpointable", "attach", "detach", "attach_schedule", "RotoffConfig"),
+    "Training": ("Checkpointable", "attach", "detach", "attach_schedule", "RotoffConfig")
+    + ("selective_policy", "SelectivePolicy"),
     "Asking before training": (
         "plan",
         "PlannedSteps",
@@ -47,7 +48,7 @@ nb_execution_raise_on_error = True
 autodoc_mock_imports = ["transformers", "lightning"]  # only their names are needed
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # the signature has them
-autodoc_default_options = {"members": True, "inherited-members": "Module,tuple,Callback,TrainerCallback"}
+autodoc_default_options = {"members": True, "inherited-members": "Module,tuple,dict,Callback,TrainerCallback"}
 
 
 def reference() -> str:

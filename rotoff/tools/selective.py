@@ -40,7 +40,8 @@ class SelectivePolicy(dict[str, Callable[[], Contexts]]):
     Blocks that are not in it run without a checkpoint. Prints as a table.
 
     peak_bytes: the most that a step allocates, in the terms of a `mem_limit`. keep_all_bytes: without checkpoints.
-    overhead: seconds of recompute over those of the step. kept: of each block, the operations whose results are kept.
+    overhead: seconds of recompute over those of the step, without those of the policy's own calls. kept: of each block,
+    the operations whose results are kept.
     """
 
     peak_bytes: int
