@@ -14,7 +14,9 @@ from ranks import printed, torchrun  # noqa: E402
 
 FEW = ("uneven clipped after", "root plainly during")
 # model, loop around the step, when parameters are updated; those of `tests/support/distributed_placed.py`
+SPLIT = "split plainly after"  # FSDP2 of a tensor parallel model, in four processes
 FURTHER = (
+    SPLIT,
     "adamw plainly after",
     "adamw plainly during",
     "momentum plainly during",
@@ -53,7 +55,7 @@ def said_in(case: str) -> list[str]:
 
 @pytest.mark.parametrize("row", [*FEW, *(pytest.param(row, marks=pytest.mark.slow) for row in FURTHER)])
 def test_training_is_that_of_fsdp2_alone(row: str) -> None:
-    said = said_in(f"2 distributed_placed {row}")
+    said = said_in(f"{4 if row == SPLIT else 2} distributed_placed {row}")
     assert said[0] == "equal=True same_plan=True within=True close=True moves=True", said
 
 
