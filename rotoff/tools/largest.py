@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import Estimate
 from ..solver.bounds import largest_operation
 from .estimate import estimated
+from .mesh import Mesh
 from .plan import plan
 from .planned_steps import PlannedSteps, resident_parts
 from .question import HOST_BANDWIDTH, Question, check_positive, options_of, with_options
@@ -72,17 +73,24 @@ class _Asked:
     question: Question
     step_time: float | None
     options: dict[str, Any]
+    ranks: Mesh
 
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), f"build({n})")
         model = with_options(model, self.options)
         try:
-            profile = estimated(model, args, kwargs, self.question.device)
+            with self.ranks.started() as shard:
+                profile = estimated(model, args, kwargs, self.question.device, shard)
         except MeasureError as error:
             cure = "if the model takes no such size, give the largest that it takes as most="
             raise MeasureError(f"size {n}: {error}; {cure}") from error
-        planned = cache(partial(self.question.answer, profile, None, options_of(model)))
+
+        @cache
+        def planned() -> PlannedSteps:
+            found = self.question.answer(profile, None, options_of(model) | self.ranks.options)
+            return replace(found, mesh=self.ranks.planned(profile))
+
         least, resident = self.question.least_bytes(profile)
         limit, taken = self.question.mem_limit, sum(resident.values())
         room = self.question.usable if limit is None else min(limit, self.question.usable - taken)
@@ -133,6 +141,8 @@ def largest(
     stages: StagesOption = None,
     backward_from: BackwardFrom = None,
     forms: bool = True,
+    mesh: str | None = None,
+    link: float | None = None,
 ) -> Largest:
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
@@ -143,8 +153,8 @@ def largest(
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
             the sample (batch, context) or of the model (depth). Make both on the device "meta".
-        device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms: as for
-            `rotoff.plan`.
+        device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms, mesh,
+            link: as for `rotoff.plan`.
         step_time: most estimated seconds of a step, with the updates.
         step: sizes are multiples of it.
         most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
@@ -155,9 +165,11 @@ def largest(
             for `rotoff.plan`.
     """
     _check_sizes(build, step, most)
-    question = Question(find(device), "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
+    ranks = Mesh.of(mesh, link)
+    target = ranks.on(find(device))
+    question = Question(target, "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
     _check_step_time(step_time)
-    asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen)
+    asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen, ranks)
     answers: dict[int, _Answer] = {}
     with Bar("searching") as bar:
 
