@@ -9,8 +9,9 @@ the CPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,17 @@ def is_available(device: torch.device) -> bool:
 def name_of(device: torch.device) -> str:
     """Return the name of an accelerator for people."""
     return str(_module(device).get_device_name(device))
+
+
+def described(device: torch.device) -> dict[str, Any]:
+    """Return the name of an accelerator, its capability, how many there are, and the version of its software."""
+    found = _module(device).get_device_properties(device)
+    figures = {
+        "device": found.name,
+        "capability": [found.major, found.minor],
+        "devices": _module(device).device_count(),
+    }
+    return figures | {"cuda": torch.version.cuda, "allocator": allocator_options()}
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -101,6 +113,29 @@ def finish(device: torch.device) -> None:
         _module(device).synchronize(device)
 
 
+def sleep_on(stream: Stream, device: torch.device, cycles: int) -> None:
+    """Keep `stream` busy for so many cycles of the device's clock."""
+    module = _module(device)
+    with module.stream(stream):
+        module._sleep(cycles)
+
+
+@contextmanager
+def noting_waits(device: torch.device) -> Iterator[list[str]]:
+    """File and line of each wait of the host for the device within the block; torch detects most of them."""
+    module, places = _module(device), list[str]()
+    module.synchronize(device)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            module.set_sync_debug_mode("default")
+            said = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+            places += [f"{warning.filename}:{warning.lineno}" for warning in said]
+
+
 def is_capturing() -> bool:
     """Whether a graph of kernels is being captured, whose launches will be repeated without Python."""
     modules = [torch.get_device_module(kind) for kind in ACCELERATORS]
@@ -122,11 +157,34 @@ def _statistics(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def peaks(device: torch.device, run: Callable[[], object]) -> dict[str, int]:
+    """Return the peak bytes of `run` above those held before. asked: bytes that tensors requested. given: bytes in the
+    allocator's blocks. slack: bytes that its rule for splitting blocks may add to these. reserved: bytes that it took
+    from the device, starting with an empty cache. retries: how often it found none and emptied its cache."""
+    module = _module(device)
+    finish(device)
+    empty_cache(device)
+    before = module.memory_stats(device)
+    module.reset_peak_memory_stats(device)
+    run()
+    finish(device)
+    after = module.memory_stats(device)
+    kinds = {"asked": "requested", "given": "allocated", "reserved": "reserved"}
+    found = {name: after[f"{k}_bytes.all.peak"] - before[f"{k}_bytes.all.current"] for name, k in kinds.items()}
+    retries = after["num_alloc_retries"] - before["num_alloc_retries"]
+    return found | {"slack": after["allocation.large_pool.peak"] << 20, "retries": retries}
+
+
+def memory_of(device: torch.device) -> tuple[int, int]:
+    """Return how many bytes an accelerator has free, and in all."""
+    free, total = _module(device).mem_get_info(device)
+    return int(free), int(total)
+
+
 def free_bytes(device: torch.device) -> int:
     """Return what an accelerator has free, with what the allocator has reserved and not handed out."""
     module = _module(device)
-    free, _ = module.mem_get_info(device)
-    return int(free) + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    return memory_of(device)[0] + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
 
 
 def empty_cache(device: torch.device) -> None:
@@ -150,7 +208,7 @@ BLOCK = 512  # bytes; every request is rounded up to a multiple
 # Options that make blocks larger than these rules say, or the segments that they come out of.
 ENLARGING = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")
 # What the allocator reserves over what it is asked for, at most, as a share and in bytes (`docs/runtime.md`).
-OVER_RESERVED, OVER_RESERVED_EXPANDABLE, OVER_RESERVED_BYTES = 0.45, 0.25, 22 << 20
+OVER_RESERVED, OVER_RESERVED_EXPANDABLE, OVER_RESERVED_BYTES = 0.45, 0.3, 22 << 20
 
 
 def block_bytes(device: torch.device) -> int:

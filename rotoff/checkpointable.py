@@ -21,6 +21,7 @@ from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 
+from .accelerator import empty_cache
 from .core.backward_from import BackwardFrom, output_named, read_backward_from
 from .core.chain import Chain
 from .core.figures import Figures
@@ -202,6 +203,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                     progress(n + 1, many, "step")
                 elif progress is not False:
                     bar((n + 1) / many)
+        empty_cache(self._steps.device_for(tensor_leaves(value)))  # its blocks suit no plan
         return self
 
     def _measured(self, value: Any) -> None:

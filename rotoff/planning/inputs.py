@@ -86,8 +86,10 @@ def check_measurable(model: nn.Module, value: Any) -> None:
 
 
 def refuse_meta(model: nn.Module, value: Any) -> None:
-    """Raise MeasureError if a tensor is on the meta device."""
-    if any(t.is_meta for t in (*model.parameters(), *tensor_leaves(value))):
+    """Raise MeasureError if the model or a tensor of the input is on the meta device. A part of the model may be there,
+    as what ``torch.func.functional_call`` is given for its code."""
+    parameters = [p.is_meta for p in model.parameters()]
+    if (parameters and all(parameters)) or any(t.is_meta for t in tensor_leaves(value)):
         raise MeasureError(
             "the model or its input is on the meta device, where nothing can be measured; give real ones, or use"
             ' rotoff.estimate(model, sample, device="H200") or rotoff.plan, which calculate'

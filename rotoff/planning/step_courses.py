@@ -291,7 +291,9 @@ class StepRunner:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self._group):
             return self._away(plain, args, kwargs)
-        recorded = self._begin(key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill()))
+        recorded = self._begin(
+            key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill(args, kwargs))
+        )
         self._recorded = recorded
         try:
             return together(partial(recorded.step.run, plain, *args, **kwargs), self._group)
@@ -310,12 +312,12 @@ class StepRunner:
         every = (*self.model.parameters(), *self.model.buffers(), *given)
         return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
 
-    def _spill(self) -> Spill:
-        return Spill(self.device_for([]), self.options.host_directory)
+    def _spill(self, *value: Any) -> Spill:
+        return Spill(self.device_for(tensor_leaves(value)), self.options.host_directory)
 
     def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
-        step = _Aside(None, spill=self._spill())
+        step = _Aside(None, spill=self._spill(args, kwargs))
         tape = self.new_tape(self.known)
         with aside(), gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             return plain(*args, **kwargs)
@@ -533,7 +535,7 @@ class StepRunner:
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
-        step = RecordedReads(self.known, self.model, self._spill(), True)
+        step = RecordedReads(self.known, self.model, self._spill(args, kwargs), True)
         step.before_write = before_write
         recorded = self._begin(key, hint, args, kwargs, step)
 

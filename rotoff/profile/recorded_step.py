@@ -139,7 +139,9 @@ class RecordedStep(Verified):
         self.varies = False
         self.complete = False  # whether the backward has ended
         self.parameters = list(model.parameters())
-        self.device = next((p.device for p in self.parameters), torch.device("cpu"))
+        device = next((p.device for p in self.parameters if not p.is_meta), torch.device("cpu"))
+        self._spill = Spill(device) if spill is None else spill
+        self.device = self._spill.device
         # scripted modules take no hooks of a whole call, and a compiler would look into them
         within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
         self._names = {module: name for name, module in model.named_modules() if module not in within}
@@ -156,7 +158,6 @@ class RecordedStep(Verified):
         self._holds: set[int] = set()  # storages that the recording holds
         # by address and segment, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
-        self._spill = Spill(self.device) if spill is None else spill
         self._away: dict[Content, Away] = {}
         self._profile: Log | None = None
         self.thread = 0
@@ -206,10 +207,14 @@ class RecordedStep(Verified):
             pass
 
     def _called(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module], len(self.operations)))
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module].rpartition(".")[0], len(self.operations)))
 

@@ -378,6 +378,8 @@ class TapeStep:
         if self.ended and not self.left_course:  # another backward through the graph: the whole plan again
             self.ended, self._queued, self._next, self._backward = False, False, 0, len(self._layout.begins) + 1
             self._take_link()
+            for one in () if self._as_it_is else range(1, self._backward):
+                tape.empty(one)  # the last B of the one before may have left something
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(lambda: self._end(tape))

@@ -61,6 +61,11 @@ compiled = _load()
 if compiled is not None:
     _library = torch.library.Library("_", "IMPL")
     _library.fallback(_seen, IN_PYTHON)
+    for key in filter(None, map(torch._C._parse_dispatch_key, ("Fake", IN_PYTHON))):
+        # operators of higher order (torch.cond) know no fallbacks: their branches are seen as they run
+        torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
+        for operator in torch._ops._higher_order_ops.values():
+            operator.fallthrough(key)
 
 
 class Below:

@@ -16,6 +16,7 @@ from planned_steps import run_twice, with_sequence
 from torch import nn
 
 import rotoff
+from rotoff import accelerator
 from rotoff.runtime.links.cuda import CudaStreams
 
 pytestmark = pytest.mark.cuda
@@ -229,7 +230,9 @@ def test_auto_takes_what_is_free_where_the_steps_run(monkeypatch: pytest.MonkeyP
     measured.close()
     with_zero_gradients(module.cpu())
     weights, total = sum(p.nbytes for p in module.parameters()), torch.cuda.get_device_properties(0).total_memory
-    free = int(1.45 * (0.5 * everything + 2 * weights)) + (22 << 20)
+    free, wanted = 0, 0.5 * everything + 2 * weights
+    while accelerator.reservable_bytes(free) < wanted:
+        free += 1 << 20
     monkeypatch.setenv("ROTOFF_HOST_MEMORY", "1 MiB")
     gc.collect()
     torch.cuda.empty_cache()

@@ -456,6 +456,27 @@ def test_a_model_on_the_meta_device_is_for_estimates() -> None:
     assert len(estimate(model, x, device="H200")) > 0
 
 
+class Ensemble(nn.Module):
+    """Members that are mapped over the code of one without bytes, as PyTorch's tutorial on ensembles has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.template = nn.Linear(32, 32, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(self.template, {"weight": weight, "bias": bias}, (x,))
+
+        weights, biases = (torch.stack([getattr(one, name) for one in self.members]) for name in ("weight", "bias"))
+        return x + torch.vmap(run)(weights, biases).mean(0).relu()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_of_a_model_may_be_on_the_meta_device(mode: str) -> None:
+    check_step(nn.Sequential(*(Ensemble() for _ in range(3))), torch.randn(64, 32), mode)
+
+
 def test_a_planned_model_says_that_it_was_given_a_meta_tensor() -> None:
     model, x = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.arange(8)
     wrapped = Checkpointable(model).measure(x).compute_sequence("1 GiB")

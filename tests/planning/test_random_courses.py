@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from allocated import peak_bytes
@@ -68,6 +70,26 @@ def test_a_followed_step_that_keeps_everything_frees_what_nothing_saves() -> Non
     run = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     run.compute_sequence(run.keep_all_memory)
     assert most(run, x, range(1)) <= run.get_expected_memory() == run.keep_all_memory
+    run.close()
+
+
+def test_a_second_backward_holds_what_the_plan_charges() -> None:
+    torch.manual_seed(0)
+    plain, x = LayerDrop(6, 0.3), torch.randn(8, 64, 64)
+    plain.layers[:3].requires_grad_(False)
+    model = copy.deepcopy(plain)
+    run = rotoff.Checkpointable(model, cache_directory=None, check=True)
+    torch.manual_seed(1)
+    run.measure(x)
+    run.compute_sequence(run.keep_all_memory)
+    for seed in range(3):
+        for one in (plain, run):
+            torch.manual_seed(seed)
+            loss = one(x).pow(2).sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert p.grad is q.grad or torch.equal(p.grad, q.grad)
     run.close()
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
-from rotoff.profile.estimate.cuda_kernels import cuda_variants
+from rotoff.profile.estimate.cuda_kernels import device_variants
 from rotoff.profile.estimate.devices import find
 
 BYTES = (
@@ -158,7 +158,7 @@ def test_attention_kernel_follows_device_and_switches(
             ran.append(func.__name__)
             return func(*args, **(kwargs or {}))
 
-    with torch._subclasses.FakeTensorMode(), cuda_variants(find(device)), Log():
+    with torch._subclasses.FakeTensorMode(), device_variants(find(device)), Log():
         x = torch.empty(2, 4, 512, width, dtype=dtype, requires_grad=True)
         Attend()(x).sum().backward()
     fused = {f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "flash", "efficient")}

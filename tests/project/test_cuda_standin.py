@@ -155,15 +155,15 @@ def test_a_second_device_is_used_alone(on_standin: Run) -> None:
 WAITING = """
 import os
 import torch
-from rotoff.tools.doctor.training import synchronisations
+from rotoff.accelerator import noting_waits
 
 x = torch.ones(3, device="cuda", requires_grad=True)
 x.register_hook(lambda gradient: gradient.sum().item() and None)
-with synchronisations(x.device) as places:
+with noting_waits(x.device) as places:
     x.sum().backward()  # on autograd's thread for the device
     x.nonzero()
 print(len(places), {place.split(":")[0] for place in places})
-with synchronisations(x.device) as places:
+with noting_waits(x.device) as places:
     (2 * x).sum()
 print(len(places), flush=True)
 x.nonzero()

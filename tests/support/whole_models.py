@@ -211,6 +211,14 @@ row("a Function that draws from Python's generator")(
 # -- modules that run mapped, compiled and scripted
 
 
+row("a branch on data by torch.cond, whose branches are modules", room=1.0)(
+    along(
+        lambda net, x, n: torch.cond(x.sum() > 0, lambda x: net.odd(x) * 2, lambda x: net.odd(x).tanh(), (x,)),
+        odd=lambda: nn.Linear(WIDTH, WIDTH),
+    )
+)
+
+
 class Mapped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model and the file in a hundredth of their bytes."""
     monkeypatch.setattr(model, "SIZES", (TINY,))
     monkeypatch.setattr(machine, "FILE", 1 << 20)
-    monkeypatch.setattr(machine, "COPIED", {"cpu": 1 << 20})
+    monkeypatch.setattr(machine, "COPIED_ON_CPU", 1 << 20)
 
 
 def examined(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

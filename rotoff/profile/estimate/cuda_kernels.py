@@ -2,7 +2,7 @@
 
 PyTorch built without CUDA cannot differentiate a tensor on a GPU, not even a fake one. Nearly all operations make the
 same tensors on both devices. The exceptions check the device in their C++ code: dropout keeps a mask of one byte per
-element, and attention runs in a fused kernel that saves its rows' log-sum-exp. While `cuda_variants` is active, such
+element, and attention runs in a fused kernel that saves its rows' log-sum-exp. While `device_variants` is active, such
 calls on fake tensors run the operations that CUDA would run.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,20 +19,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from .devices import Device
 
 _aten = torch.ops.aten
+_MATH = _aten._scaled_dot_product_attention_math.default
+ADDS_MASK = ContextVar("adds_mask", default=False)  # whether `_MATH` runs, which adds a mask in place to plain tensors
 _FLASH_WIDTH = 256  # the widest head of the flash kernels
 _CUDNN_FIRST = ((9, 0), (10, 0), (10, 3))  # capabilities for which PyTorch prefers cuDNN, if it is above 9.15.0
 _BIAS_ALIGNMENT = 16  # elements; rows of a mask in the memory-efficient kernels
 
 
 @contextmanager
-def cuda_variants(device: Device) -> Iterator[None]:
-    """Run composite operations on fake tensors as on `device`; changes nothing if it is not a CUDA device."""
-    if device.capability is None:
-        yield
-        return
+def device_variants(device: Device) -> Iterator[None]:
+    """Run composite operations on fake tensors as `device` runs them on plain ones."""
     library = torch.library.Library("aten", "IMPL")
+    variants = {_MATH: _math} | ({} if device.capability is None else _variants(device.capability))
     try:
-        for op, variant in _variants(device.capability).items():
+        for op, variant in variants.items():
             library.impl(op.name(), _for_fakes(op, variant), "AutogradCPU")
         yield
     finally:
@@ -45,6 +46,14 @@ def _for_fakes(op: Any, variant: Callable[..., Any]) -> Callable[..., Any]:
         return op.decompose(*args, **kwargs)
 
     return run
+
+
+def _math(*args: Any, **kwargs: Any) -> Any:
+    token = ADDS_MASK.set(True)
+    try:
+        return _MATH.decompose(*args, **kwargs)
+    finally:
+        ADDS_MASK.reset(token)
 
 
 def _variants(capability: tuple[int, int]) -> dict[Any, Callable[..., Any]]:
@@ -63,9 +72,7 @@ def _variants(capability: tuple[int, int]) -> dict[Any, Callable[..., Any]]:
     ) -> Any:
         kind = _attention_kernel(capability, query, key, value, attn_mask, dropout_p)
         if kind == "math":
-            return _aten._scaled_dot_product_attention_math(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )[0]
+            return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         if kind == "flash":
             return _flash(query, key, value, dropout_p, is_causal, scale)
         if kind == "cudnn":

@@ -19,6 +19,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from ...tape.operators import kind_of
 from ...tensors.eager_mode import EagerMode
 from ...tensors.tree import leaves
 
@@ -53,8 +54,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
         kwargs = kwargs or {}
         if FakeTensor not in types and not self._inside:
             return self._of_numbers(func, types, args, kwargs)
-        if func._schema.is_mutable:
-            self._forget(args, kwargs)
+        self._forget(func, args, kwargs)
         return self._dispatched(func, types, args, kwargs)
 
     def _of_numbers(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -70,12 +70,14 @@ class FakeKernels(EagerMode, FakeTensorMode):
         if known and all(t.numel() <= SMALL for t in leaves(result) if isinstance(t, torch.Tensor)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
-            self._forget(args, kwargs)
+            self._forget(func, args, kwargs)
             return return_and_correct_aliasing(func, args, kwargs, result)  # what it has written, not a fake copy
         return result
 
-    def _forget(self, args: Any, kwargs: Any) -> None:
-        for t in leaves((args, kwargs)):
+    def _forget(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Note the real tensors that an operation writes: what they hold is unknown from then on."""
+        writes = kind_of(func).writes
+        for t in leaves([args[n] if n < len(args) else kwargs.get(name) for n, name in writes]):
             if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor):
                 self._unknown[t.untyped_storage()._cdata] = t.untyped_storage()
 

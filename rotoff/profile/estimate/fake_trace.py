@@ -33,7 +33,7 @@ from ..tape_chain import CALL
 from ..trace import number_bytes
 from . import cpu_temporaries
 from .collectives import Collective, collective
-from .cuda_kernels import cuda_variants
+from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
 from .fake import FakeAllocator, fake_copy
 from .fake_kernels import FakeKernels
@@ -109,18 +109,18 @@ def fake_step(
     log = _Log(device)
     # a mode is slow, and only needed where the caller has another default
     default = nullcontext() if torch.get_default_device() == _CPU else _CPU
-    with default, cuda_variants(device):
+    with default, device_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
-        with mode:
-            if shard is not None:
+        if shard is not None:
+            with mode:
                 shard(copied)
         step = FakeStep(copied, mode, log)
         apart = gathering_apart(sharded(copied).values(), step, partial(step.region, GATHERED))
         if cuda:
             step.device = named(0)
         try:
-            with mode, log, log.seeing_resizes():
+            with mode, log, nullcontext() if shard is None else log.seeing_resizes():
                 with apart, step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
                     result = copied(*args, **kwargs)
                 step.check([t for t in tensor_leaves(result) if t.requires_grad])
@@ -140,6 +140,7 @@ def fake_step(
     for op in step.operations:
         for content in (*op.made, *op.written()):
             content.nbytes = log.rounded(content.nbytes)
+    step.hold_shards()
     return step
 
 
@@ -242,6 +243,11 @@ class FakeStep(RecordedReads):
         self._births.note(copy)
         return copy
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor and ADDS_MASK.get():
+            return super().__torch_dispatch__(torch.ops.aten.add_.Tensor, types, args, kwargs).detach()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._births.take_seconds()
         if func in _FACTORS and isinstance(args[1], Number) and args[0].requires_grad and torch.is_grad_enabled():
@@ -282,6 +288,9 @@ class FakeStep(RecordedReads):
     def stop(self) -> None:
         super().stop()
         self.log, self.collectives = self._births.told, self._births.collectives
+
+    def hold_shards(self) -> None:
+        """Put what a rank holds in place of the model's sharded parameters, once the step has ended."""
         self._read_at = with_shards(self, self.model, super().reading.at)
 
     @property

@@ -38,7 +38,7 @@ class Spill:
     """
 
     def __init__(self, device: torch.device, directory: str | os.PathLike[str] | None = None) -> None:
-        self._device, self._directory = device, directory
+        self.device, self._directory = device, directory
         self._file: HostFile | None = None
         self._end = 0
         self._full = False
@@ -52,7 +52,7 @@ class Spill:
         nbytes = storage.nbytes()
         if storage.device.type != "cpu":
             return Away(storage.device, nbytes, bytes_in(storage).cpu(), 0)
-        if self._full or self._device.type != "cpu":
+        if self._full or self.device.type != "cpu":
             return Away(storage.device, nbytes, bytes_in(storage), 0)
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...accelerator import described, is_accelerator, memory_of
 from ...core.sizes import format_bytes
 from ...runtime.links.bandwidth import both_at_once, measure_bandwidth
 from ...runtime.links.host_file import HostFile, choose_directory, filesystem_of
@@ -26,7 +27,7 @@ LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offlo
 MIB = 1 << 20
 PINNED = 2 * SEGMENT_BYTES  # bytes to pin: more than one segment
 FILE = 256 * MIB
-COPIED = {"cuda": 256 * MIB, "cpu": 16 * MIB}  # bytes of one copy
+COPIED, COPIED_ON_CPU = 256 * MIB, 16 * MIB  # bytes of one copy
 MOST = 2e12  # B/s: no link and no page cache is faster
 BESIDE = 0.2, 1.5  # least and most share of a bandwidth that is left while the other direction is busy
 SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
@@ -38,16 +39,8 @@ def versions(device: torch.device) -> Finding:
     figures |= {"system": platform.platform(), "machine": platform.machine()}
     figures |= {"cores": cores(), "device": _processor()}
     said = f"rotoff {__version__}, torch {torch.__version__}, Python {figures['python']}, {figures['system']}"
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        figures |= {
-            "device": properties.name,
-            "capability": [properties.major, properties.minor],
-            "devices": torch.cuda.device_count(),
-            "cuda": torch.version.cuda,
-            "driver": _driver(),
-            "allocator": os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")),
-        }
+    if is_accelerator(device):
+        figures |= described(device) | {"driver": _driver()}
         said += f", CUDA {figures['cuda']}, driver {figures['driver'] or 'unknown'}"
     release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = (".".join(map(str, version)) for version in TESTED)
@@ -70,9 +63,9 @@ def memory(device: torch.device) -> Finding:
     host, room = figures["host"], figures["host_room"]
     free_here = host.get("available") if room is None else room
     said = f"host {format_bytes(free_here)} free of {format_bytes(host['total'])}" if host else "the host does not say"
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return judged(figures, f"{said}; on a CPU this is the memory that a limit is about")
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = memory_of(device)
     figures |= {"device_free": free, "device_total": total}
     held = "other processes hold the rest: end them, or expect times and bytes below to be off"
     more = 'if the machine has more than it reports, set ROTOFF_HOST_MEMORY, such as "100 GiB"'
@@ -86,7 +79,7 @@ def memory(device: torch.device) -> Finding:
 
 def host_bytes(device: torch.device) -> Finding:
     """Check that host memory can be allocated, and how long that takes."""
-    return _pinned(device) if device.type == "cuda" else _file()
+    return _pinned(device) if is_accelerator(device) else _file()
 
 
 def _pinned(device: torch.device) -> Finding:
@@ -143,8 +136,9 @@ def _file() -> Finding:
 
 def bandwidth(device: torch.device) -> Finding:
     """Measure the bandwidth of copies to the host, from it, and both at once."""
-    room = available_bytes() if device.type == "cuda" else None
-    nbytes = COPIED[device.type] if room is None else max(1, min(COPIED[device.type], room // 4))
+    room = available_bytes() if is_accelerator(device) else None
+    nbytes = COPIED if is_accelerator(device) else COPIED_ON_CPU
+    nbytes = nbytes if room is None else max(1, min(nbytes, room // 4))
     links = LinkPool()
     link = links.take(device, 0)
     try:
@@ -170,7 +164,7 @@ def judge_rates(device: torch.device, figures: dict[str, Any]) -> Finding:
         figures,
         said,
         (wrong, ATTENTION, "that cannot be right: run this again on a quiet machine"),
-        (device.type == "cuda" and min(out, back) < SLOW, ATTENTION, cure),
+        (is_accelerator(device) and min(out, back) < SLOW, ATTENTION, cure),
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...accelerator import finish, is_accelerator, memory_of, peaks
 from ...checkpointable import Checkpointable
 from ...errors import InfeasibleError
 from ...profile.allocations import logged, peak_of
@@ -87,15 +88,15 @@ class SmallModel:
         self.device = device
         self.seconds = seconds
         self._threads = torch.get_num_threads()
-        if device.type == "cpu":  # the thread that copies to the file needs a core of its own
+        if not is_accelerator(device):  # the thread that copies to the file needs a core of its own
             torch.set_num_threads(min(self._threads, max(1, threads - 1)))
 
     @cached_property
     def size(self) -> Size:
         """The largest of `SIZES` that the device trains in about `STEP_SECONDS` and in `ROOM` of its free memory."""
-        if self.device.type == "cpu":
+        if not is_accelerator(self.device):
             return SIZES[-1]
-        free, per_second = torch.cuda.mem_get_info(self.device)[0], speed(self.device)
+        free, per_second = memory_of(self.device)[0], speed(self.device)
         fitting = (s for s in SIZES if s.nbytes <= ROOM * free and s.operations <= STEP_SECONDS * per_second)
         return next(fitting, SIZES[-1])
 
@@ -171,10 +172,10 @@ class SmallModel:
 
     def timed(self, run: nn.Module) -> float:
         """Seconds of a step."""
-        self._finish()
+        finish(self.device)
         start = time.perf_counter()
         self.step(run)
-        self._finish()
+        finish(self.device)
         return time.perf_counter() - start
 
     def gradients(self, run: nn.Module) -> list[torch.Tensor]:
@@ -219,14 +220,14 @@ class SmallModel:
             figures["predicted_update"] = sum(group.update_time for group in run.chain.parameters or ())
         for n in range(3):
             torch.manual_seed(n)
-            self._finish()
+            finish(self.device)
             begin = time.perf_counter()
             run(batch).backward()
-            self._finish()
+            finish(self.device)
             middle = time.perf_counter()
             optimizer.step()
             optimizer.zero_grad()
-            self._finish()
+            finish(self.device)
             end = time.perf_counter()
         figures |= {"step": end - begin, "update": end - middle}
         found = [p.detach().cpu().clone() for p in model.parameters()]
@@ -235,34 +236,17 @@ class SmallModel:
         return found, figures
 
     def peak(self, run: nn.Module) -> dict[str, int]:
-        """Peak bytes of one step above those held before. asked: bytes that the model requested. On CUDA also given:
-        bytes in the allocator's blocks; slack: bytes that its rule for splitting blocks may add to these; reserved:
-        bytes that the allocator took from the device, starting with an empty cache; retries: how often it found none
-        and emptied its cache."""
-        if self.device.type == "cpu":
+        """Peak bytes of one step above those held before, and on an accelerator the other figures of `peaks`."""
+        if not is_accelerator(self.device):
             return {"asked": peak_of(logged(lambda: self.step(run), self.device)[1])}
         gc.collect()
-        self._finish()
-        torch.cuda.empty_cache()
-        before = torch.cuda.memory_stats(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self.step(run)
-        self._finish()
-        after = torch.cuda.memory_stats(self.device)
-        kinds = {"asked": "requested", "given": "allocated", "reserved": "reserved"}
-        found = {name: after[f"{k}_bytes.all.peak"] - before[f"{k}_bytes.all.current"] for name, k in kinds.items()}
-        retries = after["num_alloc_retries"] - before["num_alloc_retries"]
-        return found | {"slack": after["allocation.large_pool.peak"] << 20, "retries": retries}
+        return peaks(self.device, lambda: self.step(run))
 
     def close(self) -> None:
         """Release memory, and restore the number of threads."""
         torch.set_num_threads(self._threads)
         if "planned" in vars(self):
             self.planned.close()
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -279,9 +263,9 @@ def speed(device: torch.device) -> float:
     a = torch.randn(1024, 1024, device=device)
     least = float("inf")
     for _ in range(4):
-        torch.cuda.synchronize(device)
+        finish(device)
         start = time.perf_counter()
         _ = a @ a
-        torch.cuda.synchronize(device)
+        finish(device)
         least = min(least, time.perf_counter() - start)
     return 2 * 1024**3 / least

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...accelerator import is_accelerator, noting_waits, sleep_on
 from ...core.sequence import COMPUTES
 from ...core.simulator import Trace
 from ...core.sizes import format_bytes
@@ -59,7 +59,7 @@ def gradients(small: SmallModel) -> Finding:
     """Compare gradients of planned steps with a plain step's: equal bit for bit on a CPU, up to rounding on a GPU."""
     rows: Rows = [{"limit": None, **small.repeated}]
     rows += [row["gradients"] for row in small.steps]
-    bad = [row for row in rows if _differs(row, ROUNDING, small.device.type == "cpu")]
+    bad = [row for row in rows if _differs(row, ROUNDING, not is_accelerator(small.device))]
     limits = ", ".join(f"{row['share']:.0%}" for row in bad if "share" in row)
     close = "bit for bit"
     if not bad and not all(row["bit_for_bit"] for row in rows[1:]):
@@ -76,7 +76,7 @@ def gradients(small: SmallModel) -> Finding:
 def odd_steps(small: SmallModel) -> Finding:
     """Compare gradients of planned steps with plain ones where copies come late (CUDA), under bfloat16 autocast, and
     where a block of the model is skipped."""
-    cpu = small.device.type == "cpu"
+    cpu = not is_accelerator(small.device)
     kinds: dict[str, Callable[[], AbstractContextManager[Any]]] = {} if cpu else {"late copies": late_copies}
     kinds["bfloat16"] = partial(torch.autocast, small.device.type, torch.bfloat16)
     kinds["a skipped block"] = small.off_course
@@ -100,8 +100,7 @@ def late_copies() -> Iterator[None]:
     copy = CudaStreams.copy
 
     def late(self: CudaStreams, stream: Any, pairs: Any) -> None:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(SLEEP)
+        sleep_on(stream, self.device, SLEEP)
         copy(self, stream, pairs)
 
     CudaStreams.copy = late  # type: ignore[method-assign]
@@ -165,36 +164,20 @@ def step_time(small: SmallModel) -> Finding:
 
 def host_waits(small: SmallModel) -> Finding:
     """Count how often a planned step makes the host wait for the device."""
-    if small.device.type == "cpu":
+    if not is_accelerator(small.device):
         return judged({}, "none possible on a CPU, which is its own host")
     rows: Rows = []
     for mode, run in ((None, small.model), ("joint", small.planned), ("offload", small.planned)):
         if mode is not None:
             small.plan(SHARES[-1], mode)
         small.step(run)
-        with synchronisations(small.device) as places:
+        with noting_waits(small.device) as places:
             run(small.batch).backward()
         rows.append({"mode": mode, "waits": len(places), "places": sorted(set(places))[:5]})
     own, worst = rows[0]["waits"], max(rows[1:], key=lambda row: row["waits"])
     more = f"{worst['waits'] - own} more than in a plain step, at {', '.join(worst['places'])}"
     slower = f"{more}; steps are slower for it: send the file"
     return judged({"rows": rows}, f"{own} in a plain step", (worst["waits"] > own, ATTENTION, slower))
-
-
-@contextmanager
-def synchronisations(device: torch.device) -> Iterator[list[str]]:
-    """File and line of each wait of the host for the device within the block; torch detects most of them."""
-    places: list[str] = []
-    torch.cuda.synchronize(device)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield places
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            said = [warning for warning in caught if "called a synchronizing CUDA operation" in str(warning.message)]
-            places += [f"{warning.filename}:{warning.lineno}" for warning in said]
 
 
 def overlap(small: SmallModel) -> Finding:
