@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -20,11 +20,10 @@ from ..planning.step_planner import make_plan
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import Estimate
 from ..solver.bounds import largest_operation
-from .estimate import estimated
-from .mesh import Mesh
+from .mesh import Mesh, check_positive
 from .plan import plan
 from .planned_steps import PlannedSteps, resident_parts
-from .question import HOST_BANDWIDTH, Question, check_positive, options_of, with_options
+from .question import HOST_BANDWIDTH, Question, options_of, with_options
 from .size_search import MOST, searched, works
 
 
@@ -73,24 +72,17 @@ class _Asked:
     question: Question
     step_time: float | None
     options: dict[str, Any]
-    ranks: Mesh
 
     def ask(self, n: int) -> _Answer:
         """Whether size n works."""
         model, args, kwargs = read_built(self.build(n), f"build({n})")
         model = with_options(model, self.options)
         try:
-            with self.ranks.started() as shard:
-                profile = estimated(model, args, kwargs, self.question.device, shard)
+            profile = self.question.estimated(model, args, kwargs)
         except MeasureError as error:
             cure = "if the model takes no such size, give the largest that it takes as most="
             raise MeasureError(f"size {n}: {error}; {cure}") from error
-
-        @cache
-        def planned() -> PlannedSteps:
-            found = self.question.answer(profile, None, options_of(model) | self.ranks.options)
-            return replace(found, mesh=self.ranks.planned(profile))
-
+        planned = cache(partial(self.question.answer, profile, None, options_of(model)))
         least, resident = self.question.least_bytes(profile)
         limit, taken = self.question.mem_limit, sum(resident.values())
         room = self.question.usable if limit is None else min(limit, self.question.usable - taken)
@@ -155,21 +147,18 @@ def largest(
             the sample (batch, context) or of the model (depth). Make both on the device "meta".
         device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms, mesh,
             link: as for `rotoff.plan`.
-        step_time: most estimated seconds of a step, with the updates.
-        step: sizes are multiples of it.
+        step_time: most estimated seconds of a step, with the updates. step: sizes are multiples of it.
         most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
             long enough is not checked, since indices on "meta" have no values.
 
     Raises:
-        OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
-            for `rotoff.plan`.
+        OptionError: for sizes that are no whole numbers from 1, or another result of `build`. Others: `rotoff.plan`'s.
     """
     _check_sizes(build, step, most)
-    ranks = Mesh.of(mesh, link)
-    target = ranks.on(find(device))
-    question = Question(target, "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
+    how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link)
+    question = Question(find(device), "joint", mem_limit, *how)
     _check_step_time(step_time)
-    asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen, ranks)
+    asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen)
     answers: dict[int, _Answer] = {}
     with Bar("searching") as bar:
 
