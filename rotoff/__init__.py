@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
     from .tools.pipeline_plan import PlannedRank as PlannedRank
     from .tools.plan import plan as plan
+    from .tools.planned_steps import PlannedMesh as PlannedMesh
     from .tools.planned_steps import PlannedStep as PlannedStep
     from .tools.planned_steps import PlannedSteps as PlannedSteps
     from .tools.schedule import attach_schedule as attach_schedule
@@ -90,7 +91,7 @@ _WHERE = {
         "tools.largest": "Largest first_device largest",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
         "tools.plan": "plan",
-        "tools.planned_steps": "PlannedStep PlannedSteps",
+        "tools.planned_steps": "PlannedMesh PlannedStep PlannedSteps",
         "tools.schedule": "attach_schedule",
         "tools.selective": "SelectivePolicy selective_policy",
     }.items()

@@ -86,7 +86,7 @@ def _cut(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _asked(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    question = ("mem_limit", "device", "optimizer", "master_weights", "host_bandwidth", "mem_slots")
+    question = ("mem_limit", "device", "optimizer", "master_weights", "host_bandwidth", "mem_slots", "mesh", "link")
     return {name: getattr(options, name) for name in (*question, *names)}
 
 
@@ -121,7 +121,7 @@ def _plan(options: argparse.Namespace) -> int:
     from ..tools.plan import plan
 
     model, args, kwargs = _load(options)
-    asked = _asked(options, "modes", "mesh", "link", "pipeline", "microbatches", "schedule", "chunks", "ranks_per_link")
+    asked = _asked(options, "modes", "pipeline", "microbatches", "schedule", "chunks", "ranks_per_link")
     found = plan(model, *args, **asked, **_cut(options), **kwargs)
     shown(options, found)
     return 0 if found.fits else 1
@@ -174,6 +174,8 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
     add("--mem-limit", metavar="SIZE", help="of a step; parameters, gradients and states then stay")
     add("--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam (default) or adamw")
     add("--master-weights", action="store_true", help="count float32 weights and states for half precision")
+    add("--mesh", metavar="AXES", help="plan for each of the ranks of fsdp=N, tp=N or fsdp=N,tp=N, with FSDP2")
+    add("--link", type=float, metavar="B/S", help="that a rank sends to the others (default: the device's)")
     add("--host-bandwidth", type=float, default=40e9, metavar="B/S", help="of the host's memory (default: 40e9)")
 
 
@@ -201,8 +203,6 @@ def add_commands(commands: Any) -> None:
     _add_question(one)
     add = one.add_argument
     add("--modes", type=listed, default=MODES, metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)")
-    add("--mesh", metavar="AXES", help="plan for each of the ranks of fsdp=N, tp=N or fsdp=N,tp=N, with FSDP2")
-    add("--link", type=float, metavar="B/S", help="that a rank sends to the others (default: the device's)")
     add("--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each")
     add("--microbatches", type=int, default=1, metavar="N", help="of a pipeline's batch (default: 1)")
     add("--schedule", default="1F1B", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B")

@@ -20,10 +20,10 @@ from ..planning.step_planner import make_plan
 from ..profile.estimate.devices import Device, find
 from ..profile.estimate.estimate import Estimate
 from ..solver.bounds import largest_operation
-from .estimate import estimated
+from .mesh import Mesh, check_positive
 from .plan import plan
 from .planned_steps import PlannedSteps, resident_parts
-from .question import HOST_BANDWIDTH, Question, check_positive, options_of, with_options
+from .question import HOST_BANDWIDTH, Question, options_of, with_options
 from .size_search import MOST, searched, works
 
 
@@ -78,7 +78,7 @@ class _Asked:
         model, args, kwargs = read_built(self.build(n), f"build({n})")
         model = with_options(model, self.options)
         try:
-            profile = estimated(model, args, kwargs, self.question.device)
+            profile = self.question.estimated(model, args, kwargs)
         except MeasureError as error:
             cure = "if the model takes no such size, give the largest that it takes as most="
             raise MeasureError(f"size {n}: {error}; {cure}") from error
@@ -133,6 +133,8 @@ def largest(
     stages: StagesOption = None,
     backward_from: BackwardFrom = None,
     forms: bool = True,
+    mesh: str | None = None,
+    link: float | None = None,
 ) -> Largest:
     """Find the largest batch, context or depth that trains on a device, without the device and without memory.
 
@@ -143,19 +145,18 @@ def largest(
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
             the sample (batch, context) or of the model (depth). Make both on the device "meta".
-        device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms: as for
-            `rotoff.plan`.
-        step_time: most estimated seconds of a step, with the updates.
-        step: sizes are multiples of it.
+        device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms, mesh,
+            link: as for `rotoff.plan`.
+        step_time: most estimated seconds of a step, with the updates. step: sizes are multiples of it.
         most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
             long enough is not checked, since indices on "meta" have no values.
 
     Raises:
-        OptionError: for sizes that are no whole numbers from 1, or a `build` that returns something else. Others: as
-            for `rotoff.plan`.
+        OptionError: for sizes that are no whole numbers from 1, or another result of `build`. Others: `rotoff.plan`'s.
     """
     _check_sizes(build, step, most)
-    question = Question(find(device), "joint", mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
+    how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link)
+    question = Question(find(device), "joint", mem_limit, *how)
     _check_step_time(step_time)
     asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen)
     answers: dict[int, _Answer] = {}

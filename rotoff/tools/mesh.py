@@ -17,7 +17,6 @@ from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..solver import keep_all
 from .planned_steps import PlannedMesh
-from .question import check_positive
 
 AXES = ("fsdp", "tp")
 
@@ -111,6 +110,15 @@ class Mesh:
         plain = simulate(profile.chain, keep_all(profile.chain))
         waits = 0.0 if calls is None else calls.delay(plain)
         return PlannedMesh(str(self), math.prod(self.sizes.values()), profile.target.between, sent, waits)
+
+
+ONE = Mesh({})  # one rank
+
+
+def check_positive(name: str, given: Any, cure: str) -> None:
+    """Raise OptionError if the option `name` is no number above 0."""
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise OptionError(f"{name} is {given!r}; {cure}")
 
 
 def _told(collective: str) -> str:

@@ -158,6 +158,13 @@ def planned_pipeline(
     )
 
 
+def refuse_alone(**options: int) -> None:
+    """Raise OptionError for options of a pipeline that are not 1."""
+    for name, number in options.items():
+        if number != 1:
+            raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
+
+
 def _refuse_full(resident: Sequence[int], limits: Sequence[int], device: Device, usable: int) -> None:
     for rank, limit in enumerate(limits):
         if limit <= 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +18,8 @@ from ..planning.options import Options, check_module
 from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
-from .estimate import estimated
 from .mesh import Mesh
-from .pipeline_plan import PlannedPipeline, planned_pipeline
+from .pipeline_plan import PlannedPipeline, planned_pipeline, refuse_alone
 from .planned_steps import PlannedSteps
 from .question import HOST_BANDWIDTH, Question, growth_of, options_of, with_options
 
@@ -71,33 +69,21 @@ def plan(
         schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
 
     Raises:
-        OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones. Also for a mesh
-            in a process that has a process group, or that does not divide what it splits.
-        LimitError: if `mem_limit` is not a number of bytes, or nothing fits the device.
-        MeasureError: if the model cannot be estimated.
+        OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
+        LimitError: if `mem_limit` is no number of bytes, or nothing fits. MeasureError: if nothing can be estimated.
     """
-    ranks = Mesh.of(mesh, link, pipeline)
-    asked = Question(ranks.on(find(device)), modes, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights)
+    how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
+    asked = Question(find(device), modes, mem_limit, *how)
     _check(model, kwargs)
     model = with_options(model, Options(stages, backward_from, forms).chosen)
     if pipeline is not None:
         return planned_pipeline(model, sample, kwargs, asked, pipeline, microbatches, schedule, chunks, ranks_per_link)
-    for name, number in (("microbatches", microbatches), ("chunks", chunks), ("ranks_per_link", ranks_per_link)):
-        if number != 1:
-            raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
-    return _planned(model, sample, kwargs, asked, ranks)
-
-
-def _planned(
-    model: nn.Module, sample: tuple[Any, ...], kwargs: dict[str, Any], asked: Question, ranks: Mesh
-) -> PlannedSteps:
+    refuse_alone(microbatches=microbatches, chunks=chunks, ranks_per_link=ranks_per_link)
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         bar(0.0, "tracing the model")
-        with ranks.started() as shard:
-            profile = estimated(model, sample, kwargs, asked.device, shard)
-            grown = growth_of(model, sample, kwargs, asked.device, profile, shard)
-        found = asked.answer(profile, grown, options_of(model) | ranks.options, bar)
-        return replace(found, mesh=ranks.planned(profile))
+        profile = asked.estimated(model, sample, kwargs)
+        grown = growth_of(model, sample, kwargs, asked, profile)
+        return asked.answer(profile, grown, options_of(model), bar)
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:

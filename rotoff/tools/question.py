@@ -28,6 +28,7 @@ from ..solver.settings import Setting
 from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
 from .estimate import estimated
+from .mesh import ONE, Mesh, check_positive
 from .planned_steps import MARGIN, WAYS_ON, PlannedStep, PlannedSteps, resident_parts, usable_bytes
 from .size_search import largest_within
 from .whole_device import EFFORT, OPTIMIZER_STATES, WholeDevice, attaching, whole_device
@@ -51,6 +52,7 @@ class Question:
     mem_slots: int = 50
     host_bandwidth: float = HOST_BANDWIDTH
     master_weights: bool = False
+    ranks: Mesh = ONE
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_STATES:
@@ -59,6 +61,7 @@ class Question:
         check_positive("host_bandwidth", self.host_bandwidth, "give bytes per second above 0")
         limit = None if self.mem_limit is None else parse_bytes(self.mem_limit)
         read = {"modes": parse_modes(self.modes), "mem_limit": limit, "mem_slots": parse_slots(self.mem_slots)}
+        object.__setattr__(self, "device", self.ranks.on(self.device))
         for name, value in read.items():
             object.__setattr__(self, name, value)
 
@@ -66,6 +69,11 @@ class Question:
     def usable(self) -> int:
         """Bytes of the device for training."""
         return usable_bytes(self.device.memory_bytes)
+
+    def estimated(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
+        """The estimated profile of `model` on a rank."""
+        with self.ranks.started() as shard:
+            return estimated(model, args, kwargs, self.device, shard)
 
     def whole(self, profile: Estimate, growth: Growth | None = None) -> tuple[WholeDevice, dict[str, int]]:
         """What training a model of this profile takes on the device, and its resident bytes by name."""
@@ -110,6 +118,7 @@ class Question:
             LimitError: if no `mem_limit` was asked for, and nothing fits the device.
         """
         whole, resident = self.whole(profile, growth)
+        options = {**options, **self.ranks.options}
         limit, asked = self.room(resident), self.mem_limit is not None
         own: list[PlannedStep] = []
         make = whole.of_step(profile, limit, growth) if asked else whole
@@ -138,6 +147,7 @@ class Question:
             steps=(*steps, *own, *placed),
             bound_time=bound,
             notes=self._notes(profile),
+            mesh=self.ranks.planned(profile),
         )
 
     def _in_modes(
@@ -186,12 +196,6 @@ class Question:
         )
 
 
-def check_positive(name: str, given: Any, cure: str) -> None:
-    """Raise OptionError if the option `name` is no number above 0."""
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
-        raise OptionError(f"{name} is {given!r}; {cure}")
-
-
 def with_options(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
     """`model` as a `Checkpointable` with `options`; itself if there are none.
 
@@ -216,12 +220,7 @@ def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
 
 
 def growth_of(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    target: Device,
-    profile: Estimate,
-    shard: Callable[[nn.Module], object] | None = None,
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], question: Question, profile: Estimate
 ) -> Growth | None:
     """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits. None
     if the sample has no batch, or the model does something else there."""
@@ -229,7 +228,7 @@ def growth_of(
     if not (batch := batch_of(args, kwargs)):
         return None
     step = min_mem_limit(profile.chain, "joint")
-    count = max(2 * batch, batch * usable_bytes(target.memory_bytes) // max(1, step))
+    count = max(2 * batch, batch * question.usable // max(1, step))
 
     def larger(many: int) -> Estimate:
         def resized(t: Any) -> Any:
@@ -238,7 +237,7 @@ def growth_of(
             return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
 
         args, kwargs = rebuild([resized(leaf) for leaf in leaves])
-        return estimated(model, args, kwargs, target, shard)
+        return question.estimated(model, args, kwargs)
 
     try:
         return Growth.of(larger, profile, batch, count)

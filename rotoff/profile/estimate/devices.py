@@ -32,8 +32,8 @@ class Device:
         capability: CUDA's (major, minor), which determines the kernels of attention; None if it is not a CUDA device.
         launch_time: the least seconds of an operation.
         compute_efficiency, memory_efficiency, link_efficiency: the assumed share of each peak.
-        interconnect: B/s that a device sends to others of its host; None if that takes the link to the host.
         source: of the numbers.
+        interconnect: B/s that a device sends to others of its host; None if that takes the link to the host.
 
     Raises:
         OptionError: if a number is not above 0, or a type is unknown.
@@ -51,8 +51,8 @@ class Device:
     compute_efficiency: float = 0.5
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
-    interconnect: float | None = None
     source: str = field(default="", compare=False)
+    interconnect: float | None = None
 
     def __post_init__(self) -> None:
         names = ("memory_bytes", "memory_bandwidth", "d2h_bandwidth", "h2d_bandwidth")

@@ -112,15 +112,15 @@ def fake_step(
     with default, device_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
-        with mode:
-            if shard is not None:
+        if shard is not None:
+            with mode:
                 shard(copied)
         step = FakeStep(copied, mode, log)
         apart = gathering_apart(sharded(copied).values(), step, partial(step.region, GATHERED))
         if cuda:
             step.device = named(0)
         try:
-            with mode, log, log.seeing_resizes():
+            with mode, log, nullcontext() if shard is None else log.seeing_resizes():
                 with apart, step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
                     result = copied(*args, **kwargs)
                 step.check([t for t in tensor_leaves(result) if t.requires_grad])
@@ -140,6 +140,7 @@ def fake_step(
     for op in step.operations:
         for content in (*op.made, *op.written()):
             content.nbytes = log.rounded(content.nbytes)
+    step.hold_shards()
     return step
 
 
@@ -287,6 +288,9 @@ class FakeStep(RecordedReads):
     def stop(self) -> None:
         super().stop()
         self.log, self.collectives = self._births.told, self._births.collectives
+
+    def hold_shards(self) -> None:
+        """Put what a rank holds in place of the model's sharded parameters, once the step has ended."""
         self._read_at = with_shards(self, self.model, super().reading.at)
 
     @property
