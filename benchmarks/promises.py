@@ -238,7 +238,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, len(MODELS), figsize=(12, 3.8), sharey=True, layout="constrained")
+    figure, panels = pyplot.subplots(1, len(MODELS), figsize=(12, 4), sharey=True, layout="constrained")
     styles = dict(zip(OURS, (("#D55E00", "s"), ("#0072B2", "o"), ("#009E73", "^")), strict=True))
     styles |= {f"compile, {AOT}": ("#999999", "v"), f"compile, {INDUCTOR}": ("#000000", "x")}
     for axis, name in zip(panels, MODELS, strict=True):
@@ -251,7 +251,8 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.set(title=name, xlabel="asked, of keeping everything")
         axis.grid(alpha=0.3)
     panels[0].set_ylabel("peak, of keeping everything")
-    panels[-1].legend(frameon=False, fontsize=8)
+    named = dict(one for axis in panels for one in zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=len(named), frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -260,7 +261,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--scale", type=int, default=4, help="of the batches (%(default)s)")
     parser.add_argument("--rounds", type=int, default=7, help="pairs of steps that are timed (%(default)s)")
-    parser.add_argument("--backends", nargs="*", default=[AOT], help=f"of torch.compile ({AOT}, {INDUCTOR})")
+    parser.add_argument("--backends", nargs="*", default=[AOT, INDUCTOR], help="of torch.compile (%(default)s)")
     parser.add_argument("--masks", nargs="*", default=[AOT, INDUCTOR], help="the same, of the four dropouts")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
