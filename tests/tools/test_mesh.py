@@ -163,7 +163,7 @@ def test_options_that_are_refused() -> None:
 
 
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 512}
+SMALL |= {"num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096}
 LARGE = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64}
 LARGE |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}  # Qwen3-32B
 
