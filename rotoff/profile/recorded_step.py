@@ -102,6 +102,16 @@ def within_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook`, but not where PyTorch compiles a call of the module, as `torch.cond` does."""
+
+    def run(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return run
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
@@ -181,10 +191,10 @@ class RecordedStep(Verified):
 
     def __enter__(self) -> RecordedStep:
         self._start()
-        self._hooks = [module.register_forward_pre_hook(self._called, prepend=True) for module in self._names]
-        self._hooks += [module.register_forward_hook(self._returned) for module in self._names]
+        self._hooks = [module.register_forward_pre_hook(_eager(self._called), prepend=True) for module in self._names]
+        self._hooks += [module.register_forward_hook(_eager(self._returned)) for module in self._names]
         # while its parameters are there
-        self._hooks += [module.register_forward_hook(self._left, prepend=True) for module in self._units]
+        self._hooks += [module.register_forward_hook(_eager(self._left), prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
         this = weakref.ref(self)  # or the parameters would keep a step whose graph is dropped
 
@@ -213,8 +223,6 @@ class RecordedStep(Verified):
             pass
 
     def _called(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module], len(self.operations)))
         self._begun.setdefault(self._names[module], []).append((len(self.operations), self.position))
@@ -224,8 +232,6 @@ class RecordedStep(Verified):
         self.calls.setdefault(name, []).append((*self._begun[name].pop(), len(self.operations), self.position))
 
     def _left(self, module: nn.Module, args: Any, result: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         self.enter(len(self.segments))
         self.segments.append(Segment(self._names[module].rpartition(".")[0], len(self.operations)))
 
