@@ -46,7 +46,7 @@ def test_prices_that_are_wrong_give_less(seed: int, wrong: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scipy.optimize, "linprog", solver)
         value = program.value()
-    assert value <= found["least"]
+    assert value <= found["least"] + 1e-7 * max(1, abs(found["least"]))  # rows of HiGHS's own solution hold to 1e-7
     if not wrong:
         assert value == pytest.approx(found["least"], rel=1e-6, abs=1e-6)
 

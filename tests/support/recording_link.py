@@ -46,10 +46,11 @@ class TouchingTape(Tape):
 
     def _run(self, number: int, have: dict[Content, torch.UntypedStorage], needed: set[Content]) -> None:
         op = self.operations[number]
-        read = [have[content] for content in op.contents()]
+        before, read = set(have), [have[content] for content in op.contents()]
+        overwritten = [have[r.content] for r in op.references if r.into is not None and r.content not in needed]
         super()._run(number, have, needed)
-        made = [have[content] for content in (*op.made, *op.written()) if content in have]
-        self._link.access(f"{op.operator} again", read, made)
+        made = [have[content] for content in (*op.made, *op.written()) if content in have and content not in before]
+        self._link.access(f"{op.operator} again", read, [*made, *overwritten])
 
     def unpack(self, packed: Any) -> torch.Tensor:
         tensor = super().unpack(packed)
