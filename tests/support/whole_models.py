@@ -320,7 +320,7 @@ def of_lengths(n: int) -> Call:
     return (drawn(n, 64, longest, 16).requires_grad_(), longest - torch.arange(64) % (n + 2)), {}
 
 
-row("packed sequences of other lengths", call=of_lengths, room=0.4)(Packed)
+UNSEEN.append(Row("packed sequences of other lengths", Packed, of_lengths, room=0.4))
 
 
 @adds("hooks of nodes of the graph", has={"calls": int}, again=lambda net: setattr(net, "calls", 0))
