@@ -14,25 +14,21 @@ from ..version import __version__
 from .estimate.devices import Device
 
 
-def provenance(
-    model: nn.Module, value: Any, device: torch.device | Device, held: nn.Module | None = None
-) -> dict[str, Any]:
+def provenance(model: nn.Module, value: Any, device: torch.device | Device) -> dict[str, Any]:
     """Return the model, the shapes of its input, the device and the versions that a chain was measured or estimated
     with.
 
     Args:
         device: on which the model was measured, or the `Device` for which it was estimated.
-        held: what the device has of the model, whose bytes count.
     """
-    held = model if held is None else held
-    parameters = list(held.parameters())
+    parameters = list(model.parameters())
     estimated = isinstance(device, Device)
     return {
         "model": f"{type(model).__module__}.{type(model).__qualname__}",
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum(p.numel() for p in parameters),
         "parameter_bytes": sum(p.nbytes for p in parameters),
         "trained_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
-        "buffer_bytes": sum(b.nbytes for b in held.buffers()),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers()),
         "inputs": [{"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in flatten(value)[0]],
         "device": device.name if isinstance(device, Device) else device_name(device),
         "times": "estimated from operation counts and the device's data sheet" if estimated else "measured",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -138,13 +139,13 @@ class WholeDevice:
             none = ((0, 0),) * len(self.groups)
             groups = TapeGroups(self.found, self.chain, (), (), none, self.beside, 0, 0, 0, 0, torch.device("cpu"))
             levels = groups.levels(sequence, during=True)
-        if self.collectives is None:
+        if not self.profile.borders_stay:
             return levels
-        # a backward's shards of gradients are there when the whole ones have gone
-        late = {i: sum(g.grad_bytes for g in self.groups if min(g.stages) == i) for i in range(1, len(self.chain) + 1)}
-        return [
-            level - (late[op.stage] if op.kind is OpKind.B else 0) for op, level in zip(sequence, levels, strict=True)
-        ]
+        # FSDP2's shards of gradients are there when the whole ones have gone; the last ones come together
+        late = Counter[int]()
+        for group in self.groups:
+            late[min(group.stages)] += group.grad_bytes if min(group.stages) > 1 else 0
+        return [level - late[op.stage] * (op.kind is OpKind.B) for op, level in zip(sequence, levels, strict=True)]
 
     # -- rows
 
@@ -226,8 +227,9 @@ class WholeDevice:
                 continue
             if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
                 continue
-            if bound is None:  # for both, and hardly differs; of kernels alone, where collectives may take longer
-                bound = steady_bound(chain, limit, "during") if self.collectives is None else least_compute(chain)
+            if bound is None:  # for both, and hardly differs; with a stage for each of many blocks it takes long
+                own = self.profile.borders_stay
+                bound = least_compute(chain) if own else steady_bound(chain, limit, "during")
             best = _best(chain, limit, updates, bound, best)
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
             sequence = Sequence(best.ops, resident=list(best.resident))
@@ -297,12 +299,12 @@ def whole_device(
     beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
     beside += masters(outside) + probe.update_bytes(outside) + probe.unplaced_bytes(every)
     groups = tuple(group(stages, part) for stages, part in parts)
-    meta = profile.meta
+    gradients = sum(p.nbytes for p in trained)
     resident = {
-        "parameters": meta["parameter_bytes"],
-        "buffers": meta["buffer_bytes"],
-        "gradients": meta["trained_bytes"],
-        f"{optimizer} states": OPTIMIZER_STATES[optimizer] * meta["trained_bytes"] + masters(trained),
+        "parameters": sum(p.nbytes for p in every),
+        "buffers": profile.meta["buffer_bytes"],
+        "gradients": gradients,
+        f"{optimizer} states": OPTIMIZER_STATES[optimizer] * gradients + masters(trained),
         "batch": profile.batch_bytes,
     }
     growth = growth and growth.moving

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from distributed_mesh import Net, case
 from models import Residual
 from ranks import printed
 
+from rotoff.cli import main
 from rotoff.tools.mesh import Mesh
 
 WIDTH, BLOCKS = 64, 3
@@ -130,6 +133,32 @@ def test_what_does_not_fit_a_rank_is_placed() -> None:
     assert row.host_bytes > 0 and row.peak_bytes <= 0.94 * card.memory_bytes
     assert "process_group=True" in found.best.setting
     assert row.largest_batch is not None and row.largest_batch >= 64
+
+
+@pytest.mark.slow
+def test_more_ranks_have_room_for_a_larger_batch() -> None:
+    card = rotoff.Device("card", 96 * 2**20, 1e11, {"float32": 1e12}, 1e10, 1e10)
+
+    def size(mesh: str) -> int:
+        with torch.device("meta"):
+            model = nn.Sequential(*(Residual(512) for _ in range(4)))
+            return rotoff.largest(
+                lambda n: (model, torch.empty(n, 512)), device=card, mesh=mesh, step=64, most=4096
+            ).size
+
+    assert 0 < size("fsdp=2") < size("fsdp=8")
+
+
+@pytest.mark.slow
+def test_the_shell_plans_for_a_mesh(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "my_model.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n\ndef build():\n"
+        "    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), torch.empty(256, 64)\n"
+    )
+    assert main(["plan", f"{script}:build", "--mesh", "fsdp=4", "--link", "1e9", "--modes", "remat", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["mesh"]
+    assert (told["axes"], told["ranks"], told["link"]) == ("fsdp=4", 4, 0.8e9)
 
 
 REFUSED = {

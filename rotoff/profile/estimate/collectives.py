@@ -91,11 +91,6 @@ class Collectives:
         last = waiting + sum(one.seconds for one in calls[seen:])
         return cls(tuple(every), tuple(forward), tuple(backward), last, shared)
 
-    @property
-    def seconds(self) -> float:
-        """Seconds in which the link works beside the kernels."""
-        return sum(one.seconds for one in self.every if one.beside)
-
     def delay(self, trace: Trace) -> float:
         """Return the seconds by which the collectives make a step longer: kernels wait for them."""
         link = _Link([span[1:] for lane in ("d2h", "h2d") for span in trace.spans(lane)] if self.shared else [])

@@ -99,7 +99,7 @@ def estimate_profile(
         step=step,
         target=device,
         name=type(model).__name__,
-        meta=provenance(model, (args, kwargs), device, step.model),
+        meta=provenance(model, (args, kwargs), device),
     )
 
 

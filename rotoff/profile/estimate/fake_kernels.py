@@ -31,6 +31,8 @@ _PLAIN = {int, float, bool, complex, str, type(None), torch.dtype, torch.device,
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 SMALL = 2**16  # elements
 QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
+# returns its argument, and on fake tensors a copy
+WAITS = frozenset([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else [])
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -51,6 +53,8 @@ class FakeKernels(EagerMode, FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUERIES:
             return args[0].device
+        if func in WAITS:
+            return args[0]
         kwargs = kwargs or {}
         if FakeTensor not in types and not self._inside:
             return self._of_numbers(func, types, args, kwargs)
