@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,6 +45,7 @@ def plan(
     ranks_per_link: int = 1,
     mesh: str | None = None,
     link: float | None = None,
+    cache_directory: str | os.PathLike[str] | bool | None = None,
     **kwargs: Any,
 ) -> PlannedSteps | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
@@ -52,7 +54,8 @@ def plan(
     fit; then the time that no plan can beat. Parameters, gradients and states may move, too, without a `mem_limit`.
 
     Args:
-        model, sample, kwargs: as for `rotoff.estimate`. stages, backward_from, forms: as for `Checkpointable`.
+        model, sample, kwargs: as for `rotoff.estimate`.
+        stages, backward_from, forms, cache_directory: as for `Checkpointable`; the last keeps nothing here.
         mem_limit: bytes of one step, as for `Checkpointable`; at most what resident bytes and a margin leave.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
