@@ -127,6 +127,11 @@ def _refuse_capture() -> None:
         )
 
 
+def _dropped(parameter: torch.Tensor) -> None:
+    """Nobody reads the gradients of a sample, and all of them together may not fit."""
+    parameter.grad = None
+
+
 class _Loss(torch.autograd.Function):
     """A loss whose gradient takes the bytes of a whole one, until it is used, and lies as an expanded one, which
     kernels copy."""
@@ -536,7 +541,7 @@ class StepRunner:
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
         key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
         step = RecordedReads(self.known, self.model, self._spill(args, kwargs), True)
-        step.before_write = before_write
+        step.before_write, step.arrived = before_write, _dropped
         recorded = self._begin(key, hint, args, kwargs, step)
 
         beside = 0

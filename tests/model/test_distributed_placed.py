@@ -88,8 +88,8 @@ def test_a_process_that_ends_is_named_by_the_others(row: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_example_trains_in_a_third_of_the_memory() -> None:
-    small = ["--blocks", "8", "--width", "512", "--rows", "256", "--memory", "110 MiB", "--steps", "2"]
+def test_the_example_trains_where_fsdp2_fails() -> None:
+    small = ["--blocks", "10", "--width", "512", "--rows", "128", "--memory", "160 MiB", "--steps", "2"]
     lines = torchrun(Path(__file__).parents[2] / "examples" / "sharded.py", *small).splitlines()
     assert [line[:18].strip() for line in lines[:3]] == ["FSDP2, all memory", "FSDP2, limited", "rotoff, limited"]
     assert "fails" in lines[1], lines
