@@ -25,7 +25,7 @@ GROUPS = {
         "estimate",
         "stages",
     )
-    + ("PlannedPipeline", "PlannedRank", "Device", "devices", "register_device"),
+    + ("PlannedMesh", "PlannedPipeline", "PlannedRank", "Device", "devices", "register_device"),
     "Planning": ("solve", "sweep", "Sweep", "Row", "keep_all", "min_mem_limit", "lower_bound", "simulate", "Machine"),
     "Chains and plans": ("Chain", "Stage", "Form", "ParameterGroup", "Sequence", "Op", "OpKind", "Value", "parse")
     + ("Trace", "parse_bytes", "format_bytes"),
