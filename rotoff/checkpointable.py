@@ -391,8 +391,9 @@ class Checkpointable(RotorNames, ModuleProxy):
             check_options(mode, mem_slots, policy, options)
             if self._check:
                 raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
+            nbytes = parse_bytes(device_limit, "device_limit")
             optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
-            return parse_bytes(device_limit, "device_limit")
+            return nbytes
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         self._measure_up_to(up_to)

@@ -54,22 +54,20 @@ def plan(
     fit; then the time that no plan can beat. Parameters, gradients and states may move, too, without a `mem_limit`.
 
     Args:
-        model, sample, kwargs: as for `rotoff.estimate`.
-        stages, backward_from, forms, cache_directory: as for `Checkpointable`; the last keeps nothing here.
+        model, sample, kwargs: as for `rotoff.estimate`. stages, backward_from, forms: as for `Checkpointable`.
         mem_limit: bytes of one step, as for `Checkpointable`; at most what resident bytes and a margin leave.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
         modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
-        master_weights: whether the optimizer holds float32 copies of parameters in half precision, and its states in
-            float32. PyTorch's own optimizers hold states of the parameters' types, and no copies.
+        master_weights: whether parameters in half precision have copies and states in float32; PyTorch's have not.
         pipeline: number of ranks of a pipeline, each with such a device and `mem_limit`. The result has a row for each,
             and the step time with bubbles. Tensors of the sample are split into `microbatches` (first dimension).
+            schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of a rank. ranks_per_link: that share one.
         mesh: ranks that share the training, "fsdp=8" or "fsdp=8,tp=2", each with such a device and this sample. PyTorch
             shards: ``fully_shard`` the model's blocks, modules with a number as their name, and a model of transformers
-            its tensor parallel plan. Rows are for each rank, and plain PyTorch is FSDP2.
-        link: B/s that a rank can send to the others (default: the device's ``interconnect``).
-        schedule: "GPipe", "1F1B" or "Interleaved1F1B". chunks: stages of each rank. ranks_per_link: that share one.
+            its tensor parallel plan. Rows are for each rank, and plain PyTorch is FSDP2. link: B/s that a rank can send
+            to the others (default: the device's ``interconnect``). cache_directory: nothing is kept.
 
     Raises:
         OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
@@ -85,8 +83,7 @@ def plan(
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         bar(0.0, "tracing the model")
         profile = asked.estimated(model, sample, kwargs)
-        grown = growth_of(model, sample, kwargs, asked, profile)
-        return asked.answer(profile, grown, options_of(model), bar)
+        return asked.answer(profile, growth_of(model, sample, kwargs, asked, profile), options_of(model), bar)
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import rotoff
 
 WIDTH, BLOCKS, ROWS = 48, 6, 96
-ATTEMPTS = 10  # steps whose bytes are looked at: a thread of gloo may hold what it has summed up for a moment
+ATTEMPTS = 40  # steps whose bytes are looked at: a thread of gloo may hold what it has summed up for a moment
 
 
 class Block(nn.Module):

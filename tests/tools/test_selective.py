@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import rotoff
-from benchmarks.grid import models
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from grid import models
 
 Draw = Callable[[], torch.Tensor]
 
