@@ -370,13 +370,13 @@ class Both(nn.Module):
 
 
 def test_options_of_the_wrapper_are_options_of_plan_and_no_arguments_of_the_model() -> None:
-    model, x = Both(), torch.empty(512, 64)
+    model, x, how = Both(), torch.empty(512, 64), {"modes": "remat", "device": "V100"}
     wrapped = rotoff.Checkpointable(model, backward_from="loss")
-    found = rotoff.plan(model, x, mem_limit="13 MiB", backward_from="loss", device="V100")
-    assert found.min_mem_limits == rotoff.plan(wrapped, x, mem_limit="13 MiB", device="V100").min_mem_limits
-    without = rotoff.plan(model, x, mem_limit="13 MiB", device="V100")
+    found = rotoff.plan(model, x, mem_limit="13 MiB", backward_from="loss", **how)
+    assert found.min_mem_limits == rotoff.plan(wrapped, x, mem_limit="13 MiB", **how).min_mem_limits
+    without = rotoff.plan(model, x, mem_limit="13 MiB", **how)
     assert found.chain.grad_bytes(len(found.chain)) < without.chain.grad_bytes(len(without.chain))
-    tight = rotoff.plan(model, x, mem_limit=found.keep_all_bytes - 1, backward_from="loss", device="V100")
+    tight = rotoff.plan(model, x, mem_limit=found.keep_all_bytes - 1, backward_from="loss", **how)
     assert tight.best is not None and tight.best.setting.endswith("backward_from='loss')")
     with pytest.raises(rotoff.OptionError, match="is a Checkpointable; give backward_from to it alone"):
         rotoff.plan(wrapped, x, backward_from="loss")
