@@ -258,7 +258,7 @@ def main(model: str, loop: str, updates: str) -> None:
         within = all(said)
     plans = said.copy()
     dist.all_gather_object(plans, f"{one.planned.sequence} {limit}")
-    close, moves = predicted <= max(peaks) * 1.05, any(op.of for op in one.planned.sequence)
+    close, moves = predicted <= min(peaks) * 1.05, any(op.of for op in one.planned.sequence)
     dist.all_gather_object(said, (equal, len(set(plans)) == 1, within, close, moves, (predicted, limit, *peaks)))
     if dist.get_rank() == 0:
         same = [all(part) for part in list(zip(*said, strict=True))[:5]]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from ranks import say
+from distributed_failures import said
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,13 +56,4 @@ REFUSED: tuple[Callable[[], None], ...] = whole, root_not_sharded, without_group
 
 def main() -> None:
     for act in REFUSED:
-        try:
-            act()
-            found = "nothing"
-        except Exception as error:
-            found = f"{type(error).__name__}: {error}"
-        everyone: list[str | None] = [None, None]
-        dist.all_gather_object(everyone, found)
-        if dist.get_rank() == 0:
-            for rank, told in enumerate(everyone):
-                say(f"{act.__name__} {rank}: {told}")
+        said(act.__name__, act)
