@@ -78,7 +78,8 @@ class PlannedMesh:
             for name, (calls, nbytes, seconds) in self.sent.items()
         ]
         head = f"{f'collectives, at {format_bytes(self.link)}/s':<41} {'':>4} {'sent':>11} {'':>11} {'s':>9}"
-        return "\n".join([head, *rows, f"{'of these, plain PyTorch waits for':<69} {self.waits:>9.4g}"])
+        waits = f"{'of these, plain PyTorch waits for':<69} {self.waits:>9.4g}"
+        return "\n".join([head, *rows, waits, "rotoff runs a device_limit with FSDP2 on CPUs alone so far"])
 
 
 TABLE_HEAD = f"{'':<41} {'fits':>4} {'peak':>11} {'host':>11} {'step s':>9} {'overhead':>9} {'batch':>8}  moves"
