@@ -113,7 +113,7 @@ class PlannedSize(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Recorded:
+class Recorded:
     """A step that is recorded, until its backward has ended."""
 
     step: RecordedReads
@@ -196,7 +196,7 @@ class StepRunner:
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
         self.group, self._check = group, check
         self._courses: OrderedDict[Any, list[Course]] = OrderedDict()
-        self._recorded: _Recorded | None = None
+        self._recorded: Recorded | None = None
         self._rates: dict[torch.device, LinkRates] = {}
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
@@ -348,10 +348,10 @@ class StepRunner:
             self._recorded = None
             raise
 
-    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, patient: bool = False) -> _Recorded:
+    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, patient: bool = False) -> Recorded:
         given, step = tensor_leaves((args, kwargs)), self._recorder(self._spill(args, kwargs), patient)
         shapes = tuple(tuple(t.shape) for t in given)
-        return _Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
+        return Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
 
     def _recorder(self, spill: Spill, patient: bool) -> RecordedReads:
         """What records a step; its parameters lie where it reads them, or are lent."""
@@ -411,7 +411,7 @@ class StepRunner:
             raise MeasureError(APART)
         return self.latest
 
-    def _learn(self, recorded: _Recorded) -> Course:
+    def _learn(self, recorded: Recorded) -> Course:
         """Return the course of a recorded step."""
         units = sharded(self.model)
         profile = TapeProfile(

@@ -22,7 +22,7 @@ from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.reads import RecordedReads
-from ..profile.tape_groups import TapeGroups, groups_of, waiting_plan, without_gradients
+from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan, without_gradients
 from ..profile.tape_profile import TapeProfile
 from ..report.summary import in_words
 from ..runtime.execution_plan import compile_sequence
@@ -37,13 +37,13 @@ from ..runtime.tape_step import TapeStep
 from ..solver import keep_all
 from ..solver.search import parse_host_limit
 from ..tape.tape import Tape
-from ..tensors.storage import local, storage_key
+from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
 from .agreement import agree_on_placed, alike_cut, common_groups, own_of
 from .distributed import not_answering
 from .request import Request
 from .signatures import signature
-from .step_courses import Course, StepRunner
+from .step_courses import Course, Recorded, StepRunner
 from .tape_placed_planner import Found, PlacedStepPlan, check_updates, compiled, plan, read_optimizers
 
 logger = logging.getLogger("rotoff")
@@ -203,8 +203,17 @@ class PlacedRunner(StepRunner):
     def _took(self, key: Any, course: Course, step: TapeStep) -> None:
         super()._took(key, course, step)
         assert isinstance(step, PlacedStep)
-        if not step.lending.reached <= self._staying:
-            self._staying |= step.lending.reached
+        self._stay(step.lending)
+
+    def _learn(self, recorded: Recorded) -> Course:
+        if isinstance(recorded.step, RecordedLent):
+            self._stay(recorded.step.lending)
+        return super()._learn(recorded)
+
+    def _stay(self, lending: Lending) -> None:
+        """What the model's code keeps of parameters beyond its forward stays on the device."""
+        if not lending.reached <= self._staying:
+            self._staying |= lending.reached
             for one in self:
                 one.plan = None
 
@@ -220,7 +229,7 @@ class PlacedRunner(StepRunner):
                 step is planned in that limit; else that is a warning.
         """
         run, request, placement = partial(plain, *args, **kwargs), self.request, self.placement
-        held = [*self.model.parameters(), *tensor_leaves((args, kwargs))]
+        held = [*stored(self.model.parameters()), *tensor_leaves((args, kwargs))]
         saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
         if placement is None or request is None or saves or not placement.between_steps:
             with self.streamed():

@@ -28,6 +28,7 @@ from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled
+from ..tensors.storage import stored
 from .allocations import Event, Log, check_allocator, region
 
 END = "end"
@@ -153,7 +154,7 @@ class RecordedStep(Verified):
         self.elsewhere: set[Content] = set()  # what is made on another device than that of the step
         self.varies = False
         self.complete = False  # whether the backward has ended
-        self.parameters = list(model.parameters())
+        self.parameters = list(stored(model.parameters()))
         device = next((p.device for p in self.parameters if not p.is_meta), torch.device("cpu"))
         self._spill = Spill(device) if spill is None else spill
         self.device = self._spill.device

@@ -25,7 +25,7 @@ from ..runtime.sharded import Shards
 from ..runtime.tape_placed import Lending, PlacedTape
 from ..tape.contents import checksum_room
 from ..tape.tape import Known
-from ..tensors.storage import local, rounded, storage_key
+from ..tensors.storage import local, rounded, storage_key, stored
 from .optimizer_probe import OptimizerProbe
 from .reads import Reads, RecordedReads
 from .recorded_step import OWN
@@ -41,12 +41,12 @@ class RecordedLent(PlacedTape, RecordedReads):
         super().__init__(known, lending, model, *how)
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._lending.forward():
+        with self.lending.forward():
             return super().run(forward, *args, **kwargs)
 
     def __enter__(self) -> RecordedLent:
-        self._own = self._lending.keys()
-        self._lending.around = partial(self.region, OWN)
+        self._own = self.lending.keys()
+        self.lending.around = partial(self.region, OWN)
         super().__enter__()
         return self
 
@@ -350,12 +350,12 @@ def movable_of(
     if shards is not None:
         placed = [p for p, shard in zip(shards.parameters, shards.of.values(), strict=True) if placeable(shard.data)]
         return [*shards.parameters, *shards.beside(model)], placed
-    every = list({id(p): p for p in model.parameters()}.values())
+    every = list({id(p): p for p in stored(model.parameters())}.values())
     by_storage: dict[int, list[int]] = {}
     for tensor in (*every, *model.buffers()):
         by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
     left = {*staying, *(one for several in by_storage.values() if len(several) > 1 for one in several)}
-    left |= {id(p) for module in model.modules() if _compiled(module) for p in module.parameters()}
+    left |= {id(p) for module in model.modules() if _compiled(module) for p in stored(module.parameters())}
     return every, [p for p in every if id(p) not in left and may(p)]
 
 

@@ -37,7 +37,7 @@ from ..core.sequence import UPDATES, Op, OpKind, Value
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
-from ..tensors.storage import in_shared_memory, uses_of
+from ..tensors.storage import in_shared_memory, is_wrapper, uses_of
 from .placed.groups import ParameterPlaces
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor, offload, prefetch
@@ -224,8 +224,12 @@ class Lending:
                 if not isinstance(holder, (dict, list)) or not holder:
                     continue
                 for key, value in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
-                    if isinstance(value, torch.Tensor) and (other := others.get(id(value))) is not None:
+                    if not isinstance(value, torch.Tensor):
+                        continue
+                    if (other := others.get(id(value))) is not None:
                         holder[key] = other
+                    elif is_wrapper(value):
+                        _exchange_parts(value, others)
 
     def keys(self) -> dict[int, int]:
         """Return, by storage of what takes its place, the id of each parameter."""
@@ -306,6 +310,16 @@ def _is_alone(places: ParameterPlaces) -> bool:
     return uses_of(places.parameter) <= 3  # it, `device`, and that call's
 
 
+def _exchange_parts(wrapper: Any, others: Mapping[int, Any]) -> None:
+    """Put other tensors, given by id, in their places in a tensor that wraps some."""
+    for name in wrapper.__tensor_flatten__()[0]:
+        part = getattr(wrapper, name)
+        if (other := others.get(id(part))) is not None:
+            setattr(wrapper, name, other)
+        elif is_wrapper(part):
+            _exchange_parts(part, others)
+
+
 class Filled(TorchDispatchMode):
     """A forward without a plan: operations find the parameters that are lent."""
 
@@ -363,13 +377,13 @@ class PlacedTape(Tape):
 
     def __init__(self, known: Known | None, lending: Lending, *more: Any) -> None:
         super().__init__(known, *more)
-        self._lending = lending
+        self.lending = lending
         self.last_key = -1
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        read = self._lending.read_by(args, kwargs or {})
+        read = self.lending.read_by(args, kwargs or {})
         if read and self.ahead >= 0 and self.key == self.last_key:  # only saved tensors were to come before the stage
             self._come_to()
         if read and isinstance(func, torch._ops.OpOverload) and kind_of(func).view:
@@ -379,26 +393,26 @@ class PlacedTape(Tape):
                 pass  # it asks for the bytes
         if read:
             with torch._C._DisableTorchDispatch():
-                self._lending.fill(read, alone=True)
+                self.lending.fill(read, alone=True)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def content_of(self, t: torch.Tensor) -> Content:
         storage = t.untyped_storage()
-        if self._lending.is_own(storage):  # on the host, where it does not change
+        if self.lending.is_own(storage):  # on the host, where it does not change
             return self._contents.setdefault(storage._cdata, self._resident(storage, t))
         return super().content_of(t)
 
     def _resident(self, storage: torch.UntypedStorage, t: torch.Tensor) -> Content:
-        lent = self._lending.shown(storage)
+        lent = self.lending.shown(storage)
         if lent is None:
             return super()._resident(storage, t)
         lent.version = version_of(lent.parameter)  # it may have written
-        return self._lending.weight(lent, storage)
+        return self.lending.weight(lent, storage)
 
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
         written = super()._written(*of)
         for _, t in written:
-            if (lent := self._lending.shown(t.untyped_storage())) is not None:
+            if (lent := self.lending.shown(t.untyped_storage())) is not None:
                 lent.place.use_device()  # it is the parameter that changes
         return written
 
@@ -407,7 +421,7 @@ class PlacedTape(Tape):
         if not isinstance(packed, Slot) or packed.reference is not None:
             return packed
         with torch._C._DisableTorchDispatch():
-            if self._lending.shown(t.untyped_storage()) is not None:
+            if self.lending.shown(t.untyped_storage()) is not None:
                 slot = Slot(self, packed.stage, packed.at, witness_of(t))
                 slot.tensor = Away(self.content_of(t), t)  # type: ignore[assignment]
                 return slot

@@ -42,10 +42,7 @@ struct BelowAutograd {
   c10::impl::ExcludeDispatchKeyGuard guard{ABOVE};
 };
 
-// From Python: two errors, and the types of plain tensors.
-inline std::string CHANGED, LOST;
-inline void* plain_types[2];
-void* type_of(void* object);
+inline std::string CHANGED, LOST;  // errors, from Python
 int64_t checksum(const Storage& storage);
 
 inline std::string changed_text(c10::IntArrayRef shape) {
@@ -415,10 +412,7 @@ inline bool is_plain(const Tensor& t) {
                                    DispatchKey::Functionalize, KEY});
   if (!t.defined()) return false;
   auto* impl = t.unsafeGetTensorImpl();
-  if (impl->key_set().has_any(odd) || !impl->has_storage() || impl->layout() != at::kStrided || impl->is_meta())
-    return false;
-  void* object = impl->pyobj_slot()->load_pyobj();
-  return !object || type_of(object) == plain_types[0] || type_of(object) == plain_types[1];
+  return !impl->key_set().has_any(odd) && impl->has_storage() && impl->layout() == at::kStrided && !impl->is_meta();
 }
 
 // A number of the model's code that torch has made a tensor of: Python sees the number.

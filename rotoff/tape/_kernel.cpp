@@ -289,11 +289,8 @@ PyObject* tape_content(PyObject* self, PyObject* args) {
 }
 
 PyObject* tape_pack(PyObject* self, PyObject* object) {
-  auto* type = type_of(object);
-  if (type != plain_types[0] && type != plain_types[1])
-    return PyObject_CallMethod(self, "take_apart", "(O)", object);
   const auto t = tensor_of(object);
-  if (!is_plain(t)) return Py_NewRef(object);
+  if (!is_plain(t)) return PyObject_CallMethod(self, "take_apart", "(O)", object);
   auto is_kept = [keep = PyTape::of(self).keep.get()](int op, int out) {
     if (keep == Py_False || keep == Py_True) return keep == Py_True;
     auto pair = checked(Py_BuildValue("(ii)", op, out));
@@ -513,18 +510,16 @@ void make_types(PyObject* module) {
 
 PyObject* checksum_in_python = nullptr;
 
-// start(Tensor, Parameter, CHANGED, LOST, checksum): sees operations from now on, where a tape records. Returns whether
+// start(CHANGED, LOST, checksum): sees operations from now on, where a tape records. Returns whether
 // the key is free, without which nothing is done.
 PyObject* start(PyObject*, PyObject* args) {
   const char *changed, *lost;
-  if (!PyArg_ParseTuple(args, "OOssO", &plain_types[0], &plain_types[1], &changed, &lost, &checksum_in_python))
+  if (!PyArg_ParseTuple(args, "ssO", &changed, &lost, &checksum_in_python))
     return nullptr;
   auto& dispatcher = c10::Dispatcher::singleton();
   if (dispatcher.hasBackendFallbackForDispatchKey(KEY) || dispatcher.hasBackendFallbackForDispatchKey(IN_PYTHON) ||
       !dispatcher.getAllOpNamesForDispatchKey(KEY).empty())
     return Py_NewRef(Py_False);
-  Py_IncRef(static_cast<PyObject*>(plain_types[0]));
-  Py_IncRef(static_cast<PyObject*>(plain_types[1]));
   Py_IncRef(checksum_in_python);
   CHANGED = changed;
   LOST = lost;
@@ -539,8 +534,6 @@ PyMethodDef functions[] = {{"start", method<start>, METH_VARARGS, nullptr}, {}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernel", nullptr, -1, functions};
 
 }  // namespace
-
-void* rotoff::type_of(void* object) { return Py_TYPE(static_cast<PyObject*>(object)); }
 
 int64_t rotoff::checksum(const Storage& storage) {
   const auto gil = PyGILState_Ensure();

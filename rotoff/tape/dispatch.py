@@ -30,7 +30,7 @@ def _load() -> Any:
     """Return the compiled module, or None: tapes are in Python and modes then, and the log says why."""
     try:
         module = importlib.import_module(f".{module_name(torch.__version__)}", __package__)
-        if module.start(torch.Tensor, torch.nn.Parameter, contents.CHANGED, contents.LOST, contents.checksum):
+        if module.start(contents.CHANGED, contents.LOST, contents.checksum):
             return module
         why = "something else has its place in PyTorch's dispatcher"
     except ImportError as error:

@@ -38,9 +38,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from ..tensors.eager_mode import EagerMode
+from ..tensors.storage import is_wrapper as is_wrapper
 from .contents import (
     LOST,
     RESIDENT,
@@ -69,7 +70,6 @@ from .operators import (
     tensors_of,
 )
 
-is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass  # its own type would narrow too much
 FACTOR, MASK = 0x5851F42D4C957F2D, 2**64 - 1
 Key = int  # of an operation: it, all those before it in its stage, and the sizes of what they read
 
@@ -96,7 +96,7 @@ def taken_apart(t: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
     names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
     parts: dict[str, Any] = {name: getattr(t, name) for name in names}
     for name, part in parts.items():
-        if isinstance(part, torch.Tensor) and part.is_floating_point():  # integers tell what it is, and stay
+        if isinstance(part, torch.Tensor):
             parts[name] = pack(part)
     return type(t), parts, context, t.size(), t.stride()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import MeasureError
 
@@ -35,6 +37,20 @@ def in_place_of(known: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
         return tensor.detach()
     known._local_tensor = tensor.detach()  # type: ignore[attr-defined]
     return known
+
+
+is_wrapper: Callable[[Any], bool] = is_traceable_wrapper_subclass  # its own type would narrow too much
+
+
+def stored(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yield the tensors that have the bytes of `tensors`: those of which a frozen wrapper, such as a quantized
+    parameter, consists, and any other tensor itself."""
+    for tensor in tensors:
+        if local(tensor) is not tensor or tensor.requires_grad or not is_wrapper(tensor):
+            yield tensor
+        else:
+            names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+            yield from stored(getattr(tensor, name) for name in names)
 
 
 STANDS_FOR: dict[int, int] = {}  # storage on the device -> storage on the host of a parameter that is lent to it
@@ -121,12 +137,16 @@ def rounded(nbytes: int, block: int) -> int:
     return -(-nbytes // block) * block
 
 
+def dispatches(t: torch.Tensor) -> bool:
+    """Whether operations on a tensor call its class, as those on a tensor that wraps others."""
+    return type(t).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def is_plain(t: torch.Tensor) -> bool:
-    """Whether a tensor is no more than a geometry of a storage. All others (sparse, nested, quantized, mapped, wrapped)
-    stay as they are."""
-    kind = type(t)
+    """Whether a tensor is no more than a geometry of a storage, for operations. All others (sparse, nested, quantized,
+    mapped, wrapped) stay as they are."""
     return (
-        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        not dispatches(t)
         and t.layout is torch.strided
         and not (t.is_quantized or t.is_nested or t.is_mkldnn or t.is_meta or t._is_zerotensor())
         and not torch._C._functorch.is_functorch_wrapped_tensor(t)

@@ -21,6 +21,7 @@ from ...errors import ExecutionError
 from ...tensors.storage import (
     View,
     bytes_of,
+    dispatches,
     in_place_of,
     in_shared_memory,
     local,
@@ -44,7 +45,7 @@ def room_of(tensor: torch.Tensor) -> int:
 
 def placeable(tensor: torch.Tensor | None) -> bool:
     """Whether a tensor can be placed: it is plain and dense, and fills its storage up to the alignment."""
-    if tensor is None or tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, nn.Parameter):
+    if tensor is None or tensor.layout is not torch.strided or dispatches(tensor):
         return False
     lies_alone = tensor.untyped_storage().nbytes() <= room_of(tensor) and tensor.storage_offset() == 0
     return lies_alone and bool(tensor.numel()) and not (tensor.dtype.is_complex and tensor.is_conj())
