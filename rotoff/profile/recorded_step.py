@@ -10,9 +10,8 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,16 +39,14 @@ ASIDE, BACK = "aside", "back"  # the backward of another step begins, and ends
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """What happens from one call of a module to the next.
 
-    module: its name. first: the number of its first operation. saved: what autograd saves in it.
+    module: its name. first: the number of its first operation.
     """
 
     module: str
     first: int
-    saved: dict[Content, None] = field(default_factory=dict)
 
 
 # tags of operators after which Python, or the shape of a tensor, depends on data
@@ -171,8 +168,8 @@ class RecordedStep(Verified):
         self._copied: list[tuple[StorageWeakRef, int]] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         self._holds: set[int] = set()  # storages that the recording holds
-        # by address and segment, what the backward has read, and the position of its first saved tensor
-        self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
+        # by segment and address, what the backward has read, and the position of its first saved tensor
+        self.fetched: dict[int, dict[int, tuple[Content, int]]] = {}
         self._away: dict[Content, Away] = {}
         self._profile: Log | None = None
         self.thread = 0
@@ -237,7 +234,7 @@ class RecordedStep(Verified):
 
     def leave(self) -> None:
         """Take what the segment that ends has saved off the device."""
-        for content in self.segments[-1].saved:
+        for content in self.saved_contents(self.stage):
             if (storage := content.storage(seen=True)) is not None and content not in self._away:
                 self._away[content] = self._spill.put(storage)
 
@@ -308,7 +305,6 @@ class RecordedStep(Verified):
         if self._new:
             self._holds.add(storage._cdata)
         assert slot.reference is not None
-        self.segments[-1].saved[slot.reference.content] = None
         self._watches.append(weakref.ref(slot, partial(self._dropped, slot.reference.content)))
 
     def _watch_graph(self) -> None:
@@ -349,9 +345,10 @@ class RecordedStep(Verified):
         with self.region(OWN):
             self.fill(stage, self._from_host(stage))
             self.fetch(stage)
+            fetched = self.fetched.setdefault(stage, {})
             for slot in self.live(stage):
                 if slot.own is not None and slot.reference is not None:
-                    self.fetched.setdefault((self.address(slot.own), stage), (slot.reference.content, slot.at))
+                    fetched.setdefault(self.address(slot.own), (slot.reference.content, slot.at))
         with self.region(f"{STAGE}{stage}"):
             pass
 
@@ -399,7 +396,7 @@ class RecordedStep(Verified):
             finally:
                 BUSY.release()
             finish(self.device)
-            self.seconds, self.waits = list(map(_seconds, self.seconds)), list(map(_seconds, self.waits))
+        self.seconds, self.waits = list(map(_seconds, self.seconds)), list(map(_seconds, self.waits))
 
     # -- the log
 
@@ -468,15 +465,12 @@ class RecordedStep(Verified):
             most = max(most, level)
         return most
 
-    def abandoned(self) -> bool:
-        """Whether its graph is gone without a backward, or after one that failed."""
-        within = self._recording or within_backward()
-        return not within and all(slot() is None for slot in self._slots)
-
     @property
     def ended(self) -> bool:
-        """Whether its backward has ended, or will never come."""
-        return self.complete or self.abandoned()
+        """Whether its backward has ended, or will never come: its graph is gone without one, or after one that
+        failed."""
+        within = self._recording or within_backward()
+        return self.complete or (not within and all(slot() is None for slot in self._slots))
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:
         """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""
