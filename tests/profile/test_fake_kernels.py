@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from recorded_steps import recorded_chain
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 import rotoff
 from rotoff.profile.estimate.fake_kernels import FakeKernels
@@ -75,39 +72,6 @@ def test_grouped_matmul_is_estimated_in_float32() -> None:
     measured = recorded_chain(model, x)
     assert chain.stages[1].output_bytes == 12 * 24 * 4
     assert [s.saved_bytes for s in chain.stages] == [s.saved_bytes for s in measured.stages]
-
-
-CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "new": lambda x: x @ x.mT,
-    "other layout": lambda x: x.mT * 2,
-    "scalar": lambda x: x.int() + 1,
-    "other scalar": lambda x: x.int() + 1.0,
-    "view": lambda x: x[1:, 2].T,
-    "views": lambda x: x.split(1, -1),
-    "view of other type": lambda x: x.view(torch.int32),
-    "expanded": lambda x: x[:, :1].expand(2, 3, 4),
-    "in place": lambda x: x.add_(1),
-    "in place on a view": lambda x: x[0].mul_(2),
-    "changed shape": lambda x: x.unsqueeze_(0),
-    "named outputs": lambda x: x.max(-1),
-    "output of no tensor": lambda x: F.conv1d(x, torch.ones(3, 3, 2), stride=2),
-    "conjugate": lambda x: torch.complex(x, x).conj(),
-    "sparse": lambda x: (x.to_sparse().shape, x),
-}
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_repeated_answers_are_those_of_the_first_time(name: str) -> None:
-    def told(mode: FakeTensorMode) -> Any:
-        with mode:
-            x = torch.rand(2, 3, 4)  # drawn: what is made of numbers alone is real
-            found = [t for t in tree_leaves(CALLS[name](x)) if isinstance(t, torch.Tensor)]
-            keys = [torch._C._dispatch_keys(t).raw_repr() for t in found]
-            shared = [t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in found]
-            return [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t is x) for t in found], keys, shared
-
-    mode = FakeKernels()
-    assert told(mode) == told(mode) == told(FakeTensorMode())
 
 
 def test_what_is_written_to_a_tensor_of_numbers_is_that_tensor() -> None:
