@@ -464,12 +464,10 @@ def check(
     model = row.make()
     plain = row.peak(copy.deepcopy(model))
     wrapped = rotoff.Checkpointable(model, cache_directory=None, **row.options)
+    with row.around():
+        loss = wrapped.compute_sequence(2 * plain)(*row.sample()) if row.first else wrapped.measure(*row.sample())
     if row.first:
-        wrapped.compute_sequence(2 * plain)
-        row.peak(wrapped)
-    else:
-        with row.around():
-            wrapped.measure(*row.sample())
+        loss.backward()
     assert not row.over or plain <= wrapped.keep_all_memory <= row.over * plain
     for mode in modes:
         least, most = smallest(wrapped, mode), wrapped.keep_all_memory
