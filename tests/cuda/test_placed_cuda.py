@@ -153,7 +153,7 @@ def placed(
     assert all(p.device.type == "cpu" for p in model.parameters())
     optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
     limit = within(wrapped, optimizer, share, updates)
-    assert wrapped._placed_plan.placed is not None
+    assert wrapped._plan.placed is not None
     return wrapped, optimizer, x, limit
 
 
