@@ -28,14 +28,13 @@ from ..tensors.modules import compiled
 from ..tensors.storage import local, rounded, storage_key
 from .checkpointed import plain_levels
 from .optimizer_probe import OptimizerProbe
-from .reads import Reads, RecordedReads
-from .recorded_step import OWN
+from .recorded_step import OWN, Reads, RecordedStep
 from .tape_chain import Held, TapeChain, is_within
 from .tape_profile import TapeProfile
 from .trace import Trace
 
 
-class RecordedLent(PlacedTape, RecordedReads):
+class RecordedLent(PlacedTape, RecordedStep):
     """The same, with parameters that lie on the host and are lent."""
 
     def __init__(self, known: Known, model: nn.Module, lending: Lending, *how: Any) -> None:

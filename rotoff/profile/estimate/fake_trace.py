@@ -28,7 +28,7 @@ from ...tape.contents import Content, Slot
 from ...tape.tape import Known
 from ...tensors.storage import is_plain, local
 from ...tensors.tree import look_into, tensor_leaves
-from ..reads import Reads, RecordedReads
+from ..recorded_step import Reads, RecordedStep
 from ..tape_chain import CALL
 from ..trace import number_bytes
 from .cuda_kernels import ADDS_MASK, device_variants
@@ -148,7 +148,7 @@ class _Nowhere(Spill):
         return torch.empty(away.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
-class FakeStep(RecordedReads):
+class FakeStep(RecordedStep):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     is_mode = True  # what fake tensors run is below
