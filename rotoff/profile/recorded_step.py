@@ -115,13 +115,12 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class Reads:
-    """Which operations of a step on `device` read parameters, which are given by id.
+    """Which operations of a step read parameters, which are given by id.
 
     at: their positions. staying: those that have to stay on the device: that its operations overwrite, or that autocast
     casts once for several operations. It keeps casts of leaf tensors alone, and what stands for a parameter is none.
     """
 
-    device: torch.device
     at: dict[int, frozenset[int]]
     staying: frozenset[int]
 
@@ -530,7 +529,7 @@ class RecordedStep(Verified):
         for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
             at.setdefault(key, set()).add(position)
         staying = self._overwritten | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
-        return Reads(self.device, {key: frozenset(some) for key, some in at.items()}, frozenset(staying))
+        return Reads({key: frozenset(some) for key, some in at.items()}, frozenset(staying))
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:
         """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""

@@ -242,8 +242,7 @@ def groups_of(
         found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
             parameters that stay on the device, beyond those that must.
     """
-    device = reads.device
-    block = block_bytes(device)
+    device, block = profile.device, block_bytes(profile.device)
     every, movable = movable_of(model, reads.staying | {*outside}, shards)
     whole = sum(map(room_of, movable))
     costs, placed, on_host = [], [], []
