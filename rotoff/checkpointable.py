@@ -52,9 +52,8 @@ from .runtime.links.pool import LinkPool
 from .runtime.sharded import Shards
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
-from .tensors.buffers import BufferCopies, Originals, buffers_of
+from .tensors.buffers import Originals
 from .tensors.caches import caches, switched_off
-from .tensors.rng import Generators
 from .tensors.tree import look_into, tensor_leaves
 from .tensors.undo import undone
 
@@ -218,14 +217,12 @@ class Checkpointable(RotorNames, ModuleProxy):
         args, kwargs = value
         check_measurable(self._model, value)
         given = [*self._model.parameters(), *tensor_leaves(value)]
-        generators = Generators(self._steps.device_for(tensor_leaves(value)))
-        buffers, originals = BufferCopies(buffers_of(self._model)), Originals(given)
-        states, before = generators.copies(), self._model.training
+        originals, before = Originals(given), self._model.training
         torch.clear_autocast_cache()  # of casts that a step before has made
         try:
             with (
                 _as_they_are(given),
-                undone(self._model, value),
+                undone(self._model, value, self._steps.device_for(tensor_leaves(value))),
                 torch.enable_grad(),
                 self._without_caches(kwargs),
                 refusing_torch_func(),
@@ -245,8 +242,6 @@ class Checkpointable(RotorNames, ModuleProxy):
             torch.clear_autocast_cache()
             if not before:
                 self._model.train(before)
-            generators.put(states)
-            buffers.put_back()
             originals.put_back()
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ..core.chain import Chain, Form, LinkRates, Stage
 from ..core.sequence import Sequence
 from ..errors import InfeasibleError, MeasureError
+from ..profile.checkpointed import plain_levels
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
@@ -142,8 +143,8 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
     """
     if group is None:
         return profile
-    cut, trace = alike_cut(profile, group), profile.trace
-    own, plain = cut.chains, (trace.plain_bytes(), trace.plain_resting())
+    cut = alike_cut(profile, group)
+    own, plain = cut.chains, plain_levels(profile.trace)
     everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
     costs = _largest_of([chains for chains, _ in everyone])
     most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)

@@ -22,8 +22,17 @@ from ..core.figures import Figures
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError
 from ..profile.other_size import at_size
-from ..profile.reads import Reads, RecordedReads
-from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
+from ..profile.recorded_step import (
+    ASIDE,
+    BACK,
+    BUSY,
+    Reads,
+    RecordedStep,
+    aside,
+    mark_in_log,
+    stop_complete,
+    within_backward,
+)
 from ..profile.tape_groups import RecordedLent
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
@@ -116,7 +125,7 @@ class PlannedSize(NamedTuple):
 class Recorded:
     """A step that is recorded, until its backward has ended."""
 
-    step: RecordedReads
+    step: RecordedStep
     key: Any
     hint: str
     shapes: tuple[tuple[int, ...], ...]
@@ -353,10 +362,10 @@ class StepRunner:
         shapes = tuple(tuple(t.shape) for t in given)
         return Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
 
-    def _recorder(self, spill: Spill, patient: bool) -> RecordedReads:
+    def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:
         """What records a step; its parameters lie where it reads them, or are lent."""
         if (lending := self._lending()) is None:
-            return RecordedReads(self.known, self.model, spill, patient)
+            return RecordedStep(self.known, self.model, spill, patient)
         return RecordedLent(self.known, self.model, lending, spill, patient)
 
     def _batch_bytes(self, given: list[torch.Tensor]) -> int:

@@ -21,7 +21,7 @@ from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
-from ..profile.reads import RecordedReads
+from ..profile.recorded_step import RecordedStep
 from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan, without_gradients
 from ..profile.tape_profile import TapeProfile
 from ..report.summary import in_words
@@ -171,7 +171,7 @@ class PlacedRunner(StepRunner):
         gradients = sum(t.nbytes for t in given if t.is_leaf and t.requires_grad)
         return super()._batch_bytes(given) + gradients + (0 if self._shards is None else self._shards.waiting)
 
-    def _recorder(self, spill: Spill, patient: bool) -> RecordedReads:
+    def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:
         if self.request is not None:
             read_optimizers(self.optimizers or None, self.model)  # its parameters may have been thawed
         step = super()._recorder(spill, patient)

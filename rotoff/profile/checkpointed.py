@@ -1,4 +1,4 @@
-"""The bytes of a step of which blocks are checkpointed by PyTorch, from the trace of the step that keeps everything.
+"""The bytes of a step without a tape, of which PyTorch may checkpoint blocks, from the trace of one.
 
 `torch.utils.checkpoint` keeps what enters a block until its backward has ended, and what a selective policy keeps until
 the block runs again: at the first tensor that its backward reads, up to the last one that autograd saves in it.
@@ -81,8 +81,12 @@ class CheckpointedStep:
         return self.trace.size({c for _, c in self._saved_in[n] if c is not None and c not in others})
 
     def peak(self, kept: Mapping[int, Collection[int]]) -> int:
-        """Return the most bytes that the step holds, as `Trace.plain_bytes`. kept: of each block that is checkpointed,
-        the operations whose results are kept."""
+        """Return the most bytes that the step holds. kept: of each block that is checkpointed, the operations whose
+        results are kept."""
+        return self.levels(kept)[0]
+
+    def levels(self, kept: Mapping[int, Collection[int]]) -> tuple[int, int]:
+        """Return the most bytes, as `peak`, and those between forward and backward."""
         trace, made, size = self.trace, self.trace.made, self.trace.size
         last = {block: n for n, block in enumerate(self._event_blocks) if block in kept}
 
@@ -112,7 +116,7 @@ class CheckpointedStep:
             holds[one] -= 1
             return 0 if holds[one] or (one[1] is None and made[one[0]].returned) else made[one[0]].nbytes
 
-        most = max(most, level)
+        most, resting = max(most, level), level
         for n, (event, block) in enumerate(zip(trace.backward, self._event_blocks, strict=True)):
             if block is not None and block in kept and block not in done:
                 done.add(block)
@@ -127,7 +131,7 @@ class CheckpointedStep:
                 level -= let_go(instance(event.freed[0], block))
             if block is not None and last.get(block) == n:
                 level -= sum(let_go((c, None)) for c in self.entering[block])
-        return most
+        return most, resting
 
     def _run(
         self, numbers: range, level: int, stays: Collection[int], kept: Collection[int] = ()
@@ -141,11 +145,16 @@ class CheckpointedStep:
             level -= self.trace.size(leave.pop(n, ()))
             if n in kept:
                 continue
-            most = max(most, level + op.peak)
+            most = max(most, level + op.peak + op.gathered)
             level += self.trace.size(op.makes)
             for c in op.makes:
                 if c not in stays and made[c].later is None:
                     leave[max(made[c].dies, made[c].let_go, n + 1)].append(c)
-            level -= sum(made[c].nbytes for c, into in op.writes if into is not None and made[c].op in numbers)
+            level -= self.trace.size(c for c, into in op.writes if into is not None and made[c].op in numbers)
             most = max(most, level)
         return level, most, [c for gone in leave.values() for c in gone]
+
+
+def plain_levels(trace: Trace) -> tuple[int, int]:
+    """Return the most bytes that the model holds without a tape, and those between forward and backward."""
+    return CheckpointedStep(trace, ()).levels({})

@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -95,30 +95,24 @@ class OptimizerProbe:
     def state_bytes(self, parameter: nn.Parameter) -> int:
         """Return the bytes of the tensors that the optimizer keeps for the parameter, each rounded as where it is
         placed. For a frozen one it may have some from earlier training."""
-        known = [t for t in self._known(parameter).values() if isinstance(t, torch.Tensor)]
-        if known or not self.updates(parameter):
-            return sum(self._room_of(t) for t in known if t.numel() > 1)
-        made = (t for t in self._state(parameter).values() if isinstance(t, torch.Tensor) and t.numel() > 1)
-        return sum(self._room_of(_resized(t, parameter)) for t in made)
+        state, of = self._whole_state(parameter)
+        tensors = (of(t) for t in state.values() if isinstance(t, torch.Tensor) and t.numel() > 1)
+        return sum(rounded(room_of(t), block_bytes(self._device)) for t in tensors)
 
     def unplaced_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes of the other tensors that the optimizer keeps for `parameters`, which are not placed: step
         counts, and those in lists or dictionaries."""
-        total = 0
-        for p in parameters:
-            if (state := self._known(p)) or not self.updates(p):
-                total += sum(local(t).nbytes for t in unplaceable(state))
-            else:
-                total += sum(_resized(t, p).nbytes for t in unplaceable(self._state(p)))
-        return total
+        states = map(self._whole_state, parameters)
+        return sum(of(t).nbytes for state, of in states for t in unplaceable(state))
 
-    def _known(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Return the optimizer's state of a parameter; empty if it has none yet."""
+    def _whole_state(self, parameter: nn.Parameter) -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
+        """Return the optimizer's state of a parameter, or that of a small one, and what makes its tensors those of the
+        parameter here."""
         optimizer, _ = self._group.get(id(parameter), (None, None))
-        return {} if optimizer is None else optimizer.state.get(parameter, {})
-
-    def _room_of(self, tensor: torch.Tensor) -> int:
-        return rounded(room_of(tensor), block_bytes(self._device))
+        known = {} if optimizer is None else optimizer.state.get(parameter, {})
+        if not self.updates(parameter) or any(isinstance(t, torch.Tensor) for t in known.values()):
+            return known, local
+        return self._state(parameter), partial(_resized, parameter=parameter)
 
     def on_host(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether the host's processor can update the parameters."""
@@ -192,9 +186,10 @@ class OptimizerProbe:
         name, drew = type(self._group[id(parameter)][0]).__name__, False
         try:
             for _ in range(2):
-                with _unchanged(both) as before:
+                with _unchanged(both) as so_far:
                     own_step(both)
-                    counts, drew = before.changed(), drew or before.drew()
+                    counts, draws = so_far()
+                    drew |= draws
                 for p in apart:
                     one_by_one.param_groups[0]["params"] = [p]
                     with _unchanged(one_by_one):
@@ -317,44 +312,32 @@ def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
 _GENERATORS: tuple[Any, ...] = torch.default_generator, random._inst, np.random.mtrand._rand
 
 
-class _Attributes:
-    """The attributes of an optimizer, beside its groups and states, what they hold, and the generators of all code."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._numbers = self._find()
-        held: dict[int, tuple[Any, Any]] = {}
-        settings = (value for group in optimizer.param_groups for value in group.values() if is_generator(value))
-        for value in (*self._own().values(), *settings, *_GENERATORS):
-            note(value, held)
-        self.held = list(held.values())
-
-    def _own(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self._optimizer).items() if k not in ("param_groups", "state", "defaults")}
-
-    def _find(self) -> dict[str, Any]:
-        return {name: value for name, value in self._own().items() if type(value) in (int, float)}
-
-    def drew(self) -> bool:
-        """Whether a random generator has been drawn from."""
-        return any(is_generator(one) and not is_as_before(one, content) for one, content in self.held)
-
-    def changed(self) -> bool:
-        """Whether an attribute is another number, or a container or tensor in them has changed."""
-        return self._find() != self._numbers or not all(is_as_before(one, content) for one, content in self.held)
-
-
 @contextmanager
-def _unchanged(optimizer: Optimizer) -> Iterator[_Attributes]:
+def _unchanged(optimizer: Optimizer) -> Iterator[Callable[[], tuple[bool, bool]]]:
     """Restore after the block what the optimizer's attributes hold, which its stand-ins share, and the generators of
-    all code."""
-    before = _Attributes(optimizer)
+    all code. Yields what tells whether something of these has changed so far, and whether a generator has."""
+
+    def own() -> dict[str, Any]:
+        return {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", "defaults")}
+
+    def numbers() -> dict[str, Any]:
+        return {name: value for name, value in own().items() if type(value) in (int, float)}
+
+    def so_far() -> tuple[bool, bool]:
+        others = [one for one, content in held.values() if not is_as_before(one, content)]
+        return bool(others) or numbers() != before, any(map(is_generator, others))
+
+    held: dict[int, tuple[Any, Any]] = {}
+    settings = (value for group in optimizer.param_groups for value in group.values() if is_generator(value))
+    for value in (*own().values(), *settings, *_GENERATORS):
+        note(value, held)
+    before = numbers()
     try:
         with bytes_by_default():
-            yield before
+            yield so_far
     finally:
-        for held, content in before.held:
-            put_back(held, content)
+        for one, content in held.values():
+            put_back(one, content)
 
 
 def _options(optimizer: Optimizer) -> str:

@@ -6,7 +6,6 @@ The step has to make the same operations as the other one. Whether they can be m
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -59,7 +58,7 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
         held.setdefault(key, []).append(out)
     logger.info("rotoff: an input of a new size, %s, is planned from fake tensors", list(map(list, shapes)))
     for begins in near.cuts:
-        for key, one in zip(_keys(trace, begins), _keys(near.trace, begins), strict=True):
+        for key, one in zip(trace.keys(begins), near.trace.keys(begins), strict=True):
             if one in known.sure:
                 known.sure.add(key)
             known.held |= {(key, out) for out in held.get(one, ())}
@@ -75,14 +74,3 @@ def _small(trace: Trace) -> int:
 
 def _operations(trace: Trace) -> list[tuple[Any, ...]]:
     return [(op.at, op.module, op.reads, op.writes, op.makes) for op in trace.ran]
-
-
-def _keys(trace: Trace, begins: tuple[int, ...]) -> Iterator[Key]:
-    """Yield the key of each operation, as the tape counts them in the stages that begin there."""
-    key = stage = 0
-    for op in trace.ran:
-        while stage < len(begins) and op.at >= begins[stage]:
-            stage += 1
-            key = stage
-        key = (key * op.factor + op.term) % 2**64
-        yield key

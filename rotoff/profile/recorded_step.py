@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,11 +25,12 @@ from ..errors import MeasureError
 from ..runtime.links.spill import Away, Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
+from ..tape.operators import tensors_of
 from ..tape.tape import Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled
-from ..tensors.storage import stored
+from ..tensors.storage import local, stored
 from .allocations import Event, Log, check_allocator, region
 
 END = "end"
@@ -41,16 +43,14 @@ ASIDE, BACK = "aside", "back"  # the backward of another step begins, and ends
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """What happens from one call of a module to the next.
 
-    module: its name. first: the number of its first operation. saved: what autograd saves in it.
+    module: its name. first: the number of its first operation.
     """
 
     module: str
     first: int
-    saved: dict[Content, None] = field(default_factory=dict)
 
 
 # tags of operators after which Python, or the shape of a tensor, depends on data
@@ -113,6 +113,18 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@dataclass(frozen=True)
+class Reads:
+    """Which operations of a step read parameters, which are given by id.
+
+    at: their positions. staying: those that have to stay on the device: that its operations overwrite, or that autocast
+    casts once for several operations. It keeps casts of leaf tensors alone, and what stands for a parameter is none.
+    """
+
+    at: dict[int, frozenset[int]]
+    staying: frozenset[int]
+
+
 class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
@@ -172,9 +184,17 @@ class RecordedStep(Verified):
         self._copied: list[tuple[StorageWeakRef, int]] = []
         self._borders: list[torch.UntypedStorage] = []  # what is alive when a segment begins, until it is verified
         self._holds: set[int] = set()  # storages that the recording holds
-        # by address and segment, what the backward has read, and the position of its first saved tensor
-        self.fetched: dict[tuple[int, int], tuple[Content, int]] = {}
+        # by segment and address, what the backward has read, and the position of its first saved tensor
+        self.fetched: dict[int, dict[int, tuple[Content, int]]] = {}
         self._away: dict[Content, Away] = {}
+        self._own = {local(p).untyped_storage()._cdata: id(p) for p in self.parameters}
+        # numbers of operations, and ids of parameters that they, or views right before them, read
+        self._reads: set[tuple[int, int]] = set()
+        # positions at which autograd has saved parameters that nothing has read since the operation before
+        self._kept_at: set[tuple[int, int]] = set()
+        self._overwritten: set[int] = set()
+        self._casts: dict[Content, int] = {}
+        self._uses: Counter[Content] = Counter()  # of casts
         self._profile: Log | None = None
         self.thread = 0
         self._queued = False
@@ -238,7 +258,7 @@ class RecordedStep(Verified):
 
     def leave(self) -> None:
         """Take what the segment that ends has saved off the device."""
-        for content in self.segments[-1].saved:
+        for content in self.saved_contents(self.stage):
             if (storage := content.storage(seen=True)) is not None and content not in self._away:
                 self._away[content] = self._spill.put(storage)
 
@@ -256,6 +276,20 @@ class RecordedStep(Verified):
         copy = super()._copy(storage)
         self._copied.append((StorageWeakRef(copy), copy.nbytes()))
         return copy
+
+    def content_of(self, t: torch.Tensor) -> Content:
+        storage = t.untyped_storage()
+        if storage._cdata in self._own and not storage.resizable():  # it lies on the host; nobody changes it unseen
+            return self._contents.setdefault(storage._cdata, self._resident(storage, t))
+        return super().content_of(t)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for t in tensors_of(args, kwargs or {}):  # views, too: they ask for the bytes
+            if self.plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
+                self._reads.add((len(self.operations), key))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         number, still = len(self.operations), []
@@ -280,6 +314,8 @@ class RecordedStep(Verified):
 
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
         written = super()._written(*of)
+        found = (self._own.get(t.untyped_storage()._cdata) for _, t in written)
+        self._overwritten |= {key for key in found if key is not None}
         if self.before_write is not None:
             with self.region(OWN), torch._C._DisableTorchDispatch():
                 for _, t in written:
@@ -292,6 +328,12 @@ class RecordedStep(Verified):
         for content in new:
             if (storage := content.storage(seen=True)) is not None and storage.device not in (self.device, META):
                 self.elsewhere.add(content)
+        for content in op.contents():
+            if content in self._casts:
+                self._uses[content] += 1
+            key = None if content.held is None else self._own.get(content.held._cdata)
+            if key is not None and op.operator is torch.ops.aten._to_copy.default:
+                self._casts |= dict.fromkeys(new, key)
         self._alive += new
         self.seconds.append(self._last)
         self.positions.append(self.position)
@@ -302,6 +344,9 @@ class RecordedStep(Verified):
             self._slots.append(weakref.ref(packed))
             if packed.reference is None:
                 self.packed[position] = None
+                key = self._own.get(t.untyped_storage()._cdata)
+                if key is not None and (len(self.operations), key) not in self._reads:
+                    self._kept_at.add((packed.at, key))
         return packed
 
     def saved(self, slot: Slot, storage: torch.UntypedStorage) -> None:
@@ -309,7 +354,6 @@ class RecordedStep(Verified):
         if self._new:
             self._holds.add(storage._cdata)
         assert slot.reference is not None
-        self.segments[-1].saved[slot.reference.content] = None
         self._watches.append(weakref.ref(slot, partial(self._dropped, slot.reference.content)))
 
     def _watch_graph(self) -> None:
@@ -350,9 +394,10 @@ class RecordedStep(Verified):
         with self.region(OWN):
             self.fill(stage, self._from_host(stage))
             self.fetch(stage)
+            fetched = self.fetched.setdefault(stage, {})
             for slot in self.live(stage):
                 if slot.own is not None and slot.reference is not None:
-                    self.fetched.setdefault((self.address(slot.own), stage), (slot.reference.content, slot.at))
+                    fetched.setdefault(self.address(slot.own), (slot.reference.content, slot.at))
         with self.region(f"{STAGE}{stage}"):
             pass
 
@@ -400,7 +445,7 @@ class RecordedStep(Verified):
             finally:
                 BUSY.release()
             finish(self.device)
-            self.seconds, self.waits = list(map(_seconds, self.seconds)), list(map(_seconds, self.waits))
+        self.seconds, self.waits = list(map(_seconds, self.seconds)), list(map(_seconds, self.waits))
 
     # -- the log
 
@@ -469,15 +514,22 @@ class RecordedStep(Verified):
             most = max(most, level)
         return most
 
-    def abandoned(self) -> bool:
-        """Whether its graph is gone without a backward, or after one that failed."""
-        within = self._recording or within_backward()
-        return not within and all(slot() is None for slot in self._slots)
-
     @property
     def ended(self) -> bool:
-        """Whether its backward has ended, or will never come."""
-        return self.complete or self.abandoned()
+        """Whether its backward has ended, or will never come: its graph is gone without one, or after one that
+        failed."""
+        within = self._recording or within_backward()
+        return self.complete or (not within and all(slot() is None for slot in self._slots))
+
+    @property
+    def reading(self) -> Reads:
+        """What the step has read, once it has ended."""
+        at: dict[int, set[int]] = {}
+        last = len(self.positions) - 1
+        for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
+            at.setdefault(key, set()).add(position)
+        staying = self._overwritten | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
+        return Reads({key: frozenset(some) for key, some in at.items()}, frozenset(staying))
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:
         """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""

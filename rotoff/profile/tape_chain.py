@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, KeysView
+from collections.abc import Collection, Iterable, Iterator, KeysView
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,24 +68,32 @@ class _Uses:
         return crossed
 
 
+def _places(uses: _Uses) -> Iterator[tuple[Ran, Ran, int, list[int]]]:
+    """Yield where the model can be cut: the operations before and after, the position, and what crosses there."""
+    trace, allowed, alive = uses.trace, uses.crossed_once(), list[int]()
+    for before, op in pairwise(trace.ran):
+        alive = [c for c in (*alive, *before.makes) if uses.last[c] > before.at]
+        at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
+        crossing = [c for c in alive if at is not None and uses.last[c] >= at]
+        later = (trace.made[c].later for c in crossing)  # what is overwritten later would be copied
+        if at is not None and crossing and not any(c is not None and uses.at[c] >= at for c in later):
+            yield before, op, at, crossing
+
+
 def _cuts(uses: _Uses, count: int) -> list[int]:
     """Return the positions at which to cut: around every n-th part of all bytes made, where the fewest bytes cross.
     Bytes that also cross the cut before count twice."""
-    trace, allowed = uses.trace, uses.crossed_once()
+    trace, places = uses.trace, {op.at: (at, crossing) for _, op, at, crossing in _places(uses)}
     total = trace.size(range(len(trace.made)))
-    share, cuts = total / max(count, 1), list[int]()
+    share, cuts, returned = total / max(count, 1), list[int](), list[int]()
     last, best, lowest, since, after = 0, 0, 0, 0, 0  # after: bytes made since `best`
-    alive, returned = list[int](), list[int]()
     for before, op in pairwise(trace.ran):
-        alive = [c for c in alive if uses.last[c] > before.at] + [c for c in before.makes if uses.last[c] > before.at]
         made = trace.size(before.makes)
         since, after = since + made, after + made
-        at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
-        crossing = [c for c in alive if at is not None and uses.last[c] >= at]
         returned += [c for c in before.makes if trace.made[c].returned]
+        at, crossing = places.get(op.at, (0, []))
         stays = trace.size(c for c in (*crossing, *returned) if uses.at[c] >= last)
-        large = since >= share / 2 and stays < since * (1 - USELESS)
-        if at is not None and crossing and large and not _overwritten(trace, crossing, at):
+        if crossing and since >= share / 2 and stays < since * (1 - USELESS):
             price = sum(trace.made[c].nbytes * (1 if uses.at[c] >= last else 2) for c in crossing)
             if not best or price <= lowest:
                 best, lowest, after = at, price, 0
@@ -98,42 +106,21 @@ def _cuts(uses: _Uses, count: int) -> list[int]:
     return [*cuts, best] if best and lowest <= since * CROSSING else cuts
 
 
-def _between(uses: _Uses, ends: Callable[[Ran, Ran, list[int]], bool]) -> list[int]:
-    """Return the positions at which the model can be cut, of those between two operations where a stage `ends`, as they
-    and what crosses there say."""
-    trace, allowed = uses.trace, uses.crossed_once()
-    cuts, alive = list[int](), list[int]()
-    for before, op in pairwise(trace.ran):
-        alive = [c for c in (*alive, *before.makes) if uses.last[c] > before.at]
-        at = next((at for at in range(before.at + 1, op.at + 1) if allowed[at]), None)
-        crossing = [c for c in alive if at is not None and uses.last[c] >= at]
-        if at is not None and crossing and ends(before, op, crossing) and not _overwritten(trace, crossing, at):
-            cuts.append(at)
-    return cuts
-
-
 def finest(trace: Trace, only_saved: bool) -> tuple[int, ...]:
     """Return the positions at which stages begin if they end wherever something new crosses, or only what autograd
     saves."""
-    uses, before = _Uses(trace), set[int]()
-
-    def ends(_: Ran, __: Ran, crossing: list[int]) -> bool:
+    uses, before, begins = _Uses(trace), set[int](), [0]
+    for _, _, at, crossing in _places(uses):
         new = {c for c in crossing if c not in before}
-        before.update(new)
-        return bool(new) and (not only_saved or all(trace.latest(c) in uses.saved for c in new))
-
-    return (0, *_between(uses, ends))
+        before |= new
+        if new and (not only_saved or all(trace.latest(c) in uses.saved for c in new)):
+            begins.append(at)
+    return tuple(begins)
 
 
 def is_within(op: Ran, names: Collection[str]) -> str:
     """Return the first of `names` in a call of whose module the operation runs, or ""."""
     return next((name for name in names if op.module == name or op.module.startswith(f"{name}.")), "")
-
-
-def _overwritten(trace: Trace, crossing: Collection[int], at: int) -> bool:
-    """Whether what crosses is overwritten later, which would copy it."""
-    later = (trace.made[c].later for c in crossing)
-    return any(c is not None and trace.ran[trace.made[c].op].at >= at for c in later)
 
 
 class _Cut:
@@ -151,20 +138,20 @@ class _Cut:
         found = enumerate(self.of_stage)
         self.stay = {c for c, i in found if until[c] > i + far or (made[c].returned and i < many)}
         self.handed: list[list[int]] = [[] for _ in range(many + 1)]
-        self.saved: list[dict[int, None]] = [{} for _ in range(many + 1)]
+        self.saved: list[set[int]] = [set() for _ in range(many + 1)]
         for c, i in enumerate(self.of_stage):
             for border in range(i, until[c]) if c not in self.stay else ():
                 self.handed[border].append(c)
         for c, positions in uses.saved.items():
             if c not in self.stay and self.of_stage[c] in map(self._stage, positions):
-                self.saved[self.of_stage[c]][c] = None
+                self.saved[self.of_stage[c]].add(c)
 
     def _stage(self, at: int) -> int:
         return bisect_right(self._begins, at)
 
     def layout(self, firsts: list[int], ends: list[int], forms: list[list[set[int]]]) -> Layout:
         """Return how to find the stages, from operation `firsts` to `ends` each, and their contents."""
-        made, many = self._trace.made, len(firsts)
+        made, many, keys = self._trace.made, len(firsts), self._trace.keys(self._begins)
 
         def key(c: int) -> tuple[int, int]:
             return made[c].op - firsts[self.of_stage[c] - 1], made[c].out
@@ -172,9 +159,7 @@ class _Cut:
         return Layout(
             tuple(self._begins),
             self._trace.end,
-            tuple(
-                _key(self._trace, first, end, i + 1) for i, (first, end) in enumerate(zip(firsts, ends, strict=True))
-            ),
+            tuple(keys[end - 1] for end in ends),
             tuple(tuple((self.of_stage[c], key(c)) for c in self.handed[i]) for i in range(1, many + 1)),
             tuple(tuple(frozenset(map(key, part)) for part in kept) for kept in forms),
             tuple(tuple(key(c) for c in sorted(self.stay) if self.of_stage[c] == i) for i in range(1, many + 1)),
@@ -384,7 +369,7 @@ def chain_of(
     ends = [*firsts[1:], len(trace.ran)]
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
         before = runs[-1].left if runs else ()
-        run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), set(saved[i]), stay, before)
+        run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), saved[i], stay, before)
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
@@ -405,14 +390,8 @@ def begins_of(trace: Trace, stages: int | Collection[str] = STAGES) -> tuple[int
     uses = _Uses(trace)
     if isinstance(stages, int):
         return (0, *_cuts(uses, stages))
-    return (0, *_between(uses, lambda before, op, _: is_within(op, stages) != is_within(before, stages)))
-
-
-def _key(trace: Trace, first: int, end: int, stage: int) -> int:
-    key = stage
-    for op in trace.ran[first:end]:
-        key = (key * op.factor + op.term) % 2**64
-    return key
+    places = _places(uses)
+    return (0, *(at for before, op, at, _ in places if is_within(op, stages) != is_within(before, stages)))
 
 
 def slope(one: tuple[Any, ...], other: tuple[Any, ...]) -> float:

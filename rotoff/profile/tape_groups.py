@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Several
@@ -25,16 +24,17 @@ from ..runtime.sharded import Shards
 from ..runtime.tape_placed import Lending, PlacedTape
 from ..tape.contents import checksum_room
 from ..tape.tape import Known
+from ..tensors.modules import compiled
 from ..tensors.storage import local, rounded, storage_key, stored
+from .checkpointed import plain_levels
 from .optimizer_probe import OptimizerProbe
-from .reads import Reads, RecordedReads
-from .recorded_step import OWN
+from .recorded_step import OWN, Reads, RecordedStep
 from .tape_chain import Held, TapeChain, is_within
 from .tape_profile import TapeProfile
 from .trace import Trace
 
 
-class RecordedLent(PlacedTape, RecordedReads):
+class RecordedLent(PlacedTape, RecordedStep):
     """The same, with parameters that lie on the host and are lent."""
 
     def __init__(self, known: Known, model: nn.Module, lending: Lending, *how: Any) -> None:
@@ -158,7 +158,7 @@ class TapeGroups:
             early = frozenset(v for v in resident if v.of == "w" and v.stage in on_host)
             resident -= early
         trace = self.found.trace
-        alone = replace(trace, saved=(), backward=()).plain_bytes()  # a forward that saves nothing
+        alone = plain_levels(replace(trace, saved=(), backward=()))[0]  # a forward that saves nothing
         kept = sum(group_bytes(self.chain, v) for v in resident)
         return PlacedPlan(
             groups=self.placed,
@@ -177,8 +177,7 @@ class TapeGroups:
 
 def without_gradients(profile: TapeProfile) -> TapeProfile:
     """Return the profile of a step whose parameters' gradients count as those of groups."""
-    events = (event for event in profile.trace.backward if not event.kept)
-    return replace(profile, trace=replace(profile.trace, backward=tuple(events)))
+    return replace(profile, trace=profile.trace.without_gradients())
 
 
 def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:
@@ -243,8 +242,7 @@ def groups_of(
         found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
             parameters that stay on the device, beyond those that must.
     """
-    device = reads.device
-    block = block_bytes(device)
+    device, block = profile.device, block_bytes(profile.device)
     every, movable = movable_of(model, reads.staying | {*outside}, shards)
     whole = sum(map(room_of, movable))
     costs, placed, on_host = [], [], []
@@ -266,7 +264,7 @@ def groups_of(
     updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)
     updating += sum(one.nbytes for one in profile.trace.made if one.returned)
     events = tuple(event for event in profile.trace.backward if not event.kept or event.size > 0)
-    with_gradients = replace(profile.trace, backward=events).plain_bytes()  # which stay
+    with_gradients = plain_levels(replace(profile.trace, backward=events))[0]  # which stay
     arriving = _arriving(profile.trace, found)
     return TapeGroups(
         found,
@@ -277,7 +275,7 @@ def groups_of(
         beside,
         marks=sum(p.requires_grad for p in every) * rounded(8, block),
         update=probe.update_bytes(left),
-        whole=max(resting + sum(one.grad_bytes for one in costs) + profile.trace.plain_bytes(), updating),
+        whole=max(resting + sum(one.grad_bytes for one in costs) + plain_levels(profile.trace)[0], updating),
         expected=max(resting - gradients + with_gradients, updating),
         device=device,
         arriving=arriving,
@@ -355,13 +353,5 @@ def movable_of(
     for tensor in (*every, *model.buffers()):
         by_storage.setdefault(storage_key(tensor), []).append(id(tensor))
     left = {*staying, *(one for several in by_storage.values() if len(several) > 1 for one in several)}
-    left |= {id(p) for module in model.modules() if _compiled(module) for p in stored(module.parameters())}
+    left |= {id(p) for module in model.modules() if compiled(module) for p in stored(module.parameters())}
     return every, [p for p in every if id(p) not in left and may(p)]
-
-
-def _compiled(module: nn.Module) -> bool:
-    """Whether Python does not run the module's code, because it is compiled or scripted."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if isinstance(module, torch.jit.ScriptModule) or getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from ..core.chain import Chain, LinkRates
+from .checkpointed import plain_levels
 from .tape_chain import COARSE, FAR, STAGES, TapeChain, begins_of, chain_of, finest
 from .trace import Trace
 
@@ -92,7 +93,8 @@ class TapeProfile:
     def keep_all_bytes(self, in_flight: int = 1) -> int:
         """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
         followed = self.trace.states if self.varies else 0
-        return self.trace.plain_bytes() + (in_flight - 1) * self.trace.plain_resting() + in_flight * followed
+        most, resting = plain_levels(self.trace)
+        return most + (in_flight - 1) * resting + in_flight * followed
 
     @property
     def strategy(self) -> str:

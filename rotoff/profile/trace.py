@@ -6,8 +6,7 @@ A position counts operations and saved tensors, in the order of the forward. Sta
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,7 @@ import torch
 
 from ..accelerator import block_bytes
 from ..tape.contents import Content
-from ..tape.tape import Operation
+from ..tape.tape import MASK, Key, Operation
 from ..tensors.storage import rounded
 from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
 
@@ -118,41 +117,20 @@ class Trace:
         """What the caller has after the forward, as an open region of autocast, and not in the backward."""
         return frozenset(c for c, one in enumerate(self.made) if one.dies > len(self.ran) and not one.returned)
 
-    def plain_bytes(self) -> int:
-        """Return the most bytes that the model holds without a tape."""
-        return max(self._plain_levels())
+    def keys(self, begins: Several[int]) -> list[Key]:
+        """Return the key of each operation, as a tape counts them in the stages that begin there."""
+        found, key, stage = [], 0, 0
+        for op in self.ran:
+            while stage < len(begins) and op.at >= begins[stage]:
+                stage += 1
+                key = stage
+            key = (key * op.factor + op.term) & MASK
+            found.append(key)
+        return found
 
-    def plain_resting(self) -> int:
-        """Return the bytes that it holds between forward and backward."""
-        return list(self._plain_levels())[2 * len(self.ran) + 1]
-
-    def _plain_levels(self) -> Iterator[int]:
-        """Yield the bytes at the begin, in and after each operation, then between forward and backward, and after each
-        event of that."""
-        kept = {self.latest(saved.content) for saved in self.saved if saved.content is not None}
-        leave: dict[int, list[int]] = {}
-        level = self.beside - self.states
-        yield level
-        for n, op in enumerate(self.ran):
-            level -= self.size(leave.pop(n, ()))
-            yield level + op.peak + op.gathered
-            level += self.size(op.makes)
-            yield level
-            for c in op.makes:
-                if c not in kept:
-                    leave.setdefault(max(self.made[c].dies, self.made[c].let_go), []).append(c)
-        level -= self.size(c for gone in leave.values() for c in gone if not self.made[c].returned)
-        yield level
-        waiting = self.waiting - kept
-        left = Counter(event.freed[0] for event in self.backward if event.freed is not None)
-        for event in self.backward:
-            level += event.size
-            waiting = frozenset() if event.reads is not None else waiting - {event.gone}
-            yield level + self.size(waiting)
-            if event.freed is not None:
-                c = event.freed[0]
-                left[c] -= 1
-                level -= 0 if left[c] or self.made[c].returned else self.made[c].nbytes
+    def without_gradients(self) -> Trace:
+        """Return this of a step whose parameters' gradients count as those of groups."""
+        return replace(self, backward=tuple(event for event in self.backward if not event.kept))
 
     def timed_by(self, other: Trace) -> Trace:
         """Return this with the shorter of the two times of each operation; `other` is the same step again."""
@@ -204,7 +182,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 peaks[n],
                 sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} - number.keys()),
                 step.seconds[n],
-                (other - one) % 2**64,
+                (other - one) & MASK,
                 one,
                 step.positions[n],
                 step.segments[bisect_right(firsts, n) - 1].module,
@@ -278,9 +256,6 @@ def _peaks(step: RecordedStep, many: int) -> tuple[list[int], list[int]]:
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     live: dict[int, int] = {}  # gradients and what kernels take, by address: the numbers of their events
     events: list[Event] = []
-    fetched: dict[int, dict[int, tuple[Content, int]]] = {}  # by segment and address
-    for (ptr, k), one in step.fetched.items():
-        fetched.setdefault(k, {})[ptr] = one
     # by address, what autograd has of the segments that the backward has come to
     owner: dict[int, tuple[Content, int]] = {}
     waiting = {ptr: number[c] for ptr, c in step.handed_at.items() if c in number and c not in step.returned}
@@ -294,7 +269,7 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         if event.begins in (OWN, ASIDE, BACK) or event.ends == OWN:
             in_own = event.begins in (OWN, ASIDE)
         elif event.begins.startswith(STAGE):
-            owner.update(fetched.get(int(event.begins.removeprefix(STAGE)), {}))
+            owner.update(step.fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):
             events.append(Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0)))
         elif event.begins.startswith(GRADIENT):
@@ -302,32 +277,18 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
                 events[n] = replace(events[n], kept=True)
                 events.append(Event(-events[n].size, kept=True))
         elif event.size > 0:
-            if event.ptr in owner:
-                del owner[event.ptr]
+            owner.pop(event.ptr, None)
             if not in_own:
                 live[event.ptr] = len(events)
                 events.append(Event(event.size))
         elif event.size < 0 and event.ptr in waiting:
             events.append(Event(gone=waiting.pop(event.ptr)))
-        elif event.size < 0:
-            events += _released(event.ptr, events, live, owner, number)
+        elif event.size < 0 and event.ptr in live:
+            events.append(Event(-events[live.pop(event.ptr)].size))
+        elif event.size < 0 and event.ptr in owner:
+            content, at = owner.pop(event.ptr)
+            events += [Event(freed=(number[content], at))] if content in number else []
     return events
-
-
-def _released(
-    ptr: int,
-    events: list[Event],
-    live: dict[int, int],
-    owner: dict[int, tuple[Content, int]],
-    number: dict[Content, int],
-) -> list[Event]:
-    """Return the event of a release at `ptr`, if the backward has it."""
-    if ptr in live:
-        return [Event(-events[live.pop(ptr)].size)]
-    if ptr not in owner:
-        return []
-    content, at = owner.pop(ptr)
-    return [Event(freed=(number[content], at))] if content in number else []
 
 
 def _beside(step: RecordedStep) -> int:

@@ -1,32 +1,12 @@
-"""Saves buffers and what a run overwrites, and restores them after a run that must leave no trace."""
+"""Saves what a run overwrites, and restores it after a run that must leave no trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .storage import is_plain, version_of
-
-
-def same_content(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are equal; fake tensors always are."""
-    return isinstance(tensor, FakeTensor) or torch.equal(tensor, other)
-
-
-class BufferCopies:
-    """Copies of `buffers`, each given with its module and name; `put_back` restores them in place."""
-
-    def __init__(self, buffers: Sequence[tuple[nn.Module, str, torch.Tensor]]) -> None:
-        self._saved = [(module, name, one, one.detach().clone(), version_of(one)) for module, name, one in buffers]
-
-    def put_back(self) -> None:
-        with torch.no_grad():
-            for module, name, buffer, content, version in self._saved:
-                put_back(buffer, content, version)
-                module._buffers[name] = buffer
 
 
 class Originals:
@@ -56,17 +36,9 @@ class Originals:
 
 
 def put_back(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
-    if not same_content(tensor, content):
-        as_large_as(tensor, content).copy_(content)
+    """Restore the `content` of a tensor, which may have been resized since, and its version counter."""
+    if not torch.equal(tensor, content):
+        with torch.no_grad():
+            (tensor if tensor.shape == content.shape else tensor.resize_(content.shape)).copy_(content)
     if version_of(tensor) != version:
         torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
-
-
-def as_large_as(tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` with the shape of `content`, which it had before something resized it."""
-    return tensor if tensor.shape == content.shape else tensor.resize_(content.shape)
-
-
-def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
-    """Return every buffer of `model`, with its module and name."""
-    return [(m, name, one) for m in model.modules() for name, one in m._buffers.items() if one is not None]

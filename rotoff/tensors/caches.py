@@ -31,20 +31,7 @@ def switched_off(model: nn.Module, held: Sequence[dict[str, Any]]) -> Iterator[N
     """Switch the `caches` of a model off, for forwards that read the setting there instead of taking it as an argument;
     say so once."""
     held = [attributes for attributes in held if attributes.get("use_cache") is True]
-    if held:
-        _tell(model)
-    for attributes in held:
-        attributes["use_cache"] = False
-    try:
-        yield
-    finally:
-        for attributes in held:
-            attributes["use_cache"] = True
-
-
-def _tell(model: nn.Module) -> None:
-    """Warn, once for each model, that its caches are off."""
-    if model not in _told:
+    if held and model not in _told:
         _told.add(model)
         logger.warning(
             "rotoff: training steps of %s run with use_cache=False, since no training step reads cached keys and"
@@ -52,3 +39,10 @@ def _tell(model: nn.Module) -> None:
             " in the model's configuration, in plain runs, too",
             type(model).__name__,
         )
+    for attributes in held:
+        attributes["use_cache"] = False
+    try:
+        yield
+    finally:
+        for attributes in held:
+            attributes["use_cache"] = True

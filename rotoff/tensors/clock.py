@@ -21,4 +21,4 @@ def mark(device: torch.device) -> Any:
 
 def seconds_between(begin: Any, end: Any) -> float:
     """Return the seconds between two marks that the device has reached."""
-    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3
+    return begin.elapsed_time(end) / 1e3 if hasattr(begin, "elapsed_time") else float(end - begin)

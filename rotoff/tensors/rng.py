@@ -1,31 +1,11 @@
-"""States of the random number generators that a step draws from."""
+"""States of the random number generators of Python and NumPy, from which a step may draw."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
-
-from ..accelerator import generator_of
-
-
-class Generators:
-    """Those of the CPU and of `device`, from which a step may draw."""
-
-    def __init__(self, device: torch.device) -> None:
-        own = generator_of(device)
-        self._own = [torch.default_generator] + ([] if own is None else [own])
-
-    def copies(self) -> list[torch.Generator]:
-        """Return copies of the generators in their present states; they allocate no tensors."""
-        return [generator.clone_state() for generator in self._own]
-
-    def put(self, copies: Sequence[torch.Generator]) -> None:
-        for generator, copy in zip(self._own, copies, strict=True):
-            generator.set_state(copy.get_state())
 
 
 def other_generators() -> tuple[Any, Any]:

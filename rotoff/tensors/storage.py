@@ -53,18 +53,14 @@ def stored(tensors: Iterable[Any]) -> Iterator[Any]:
             yield from stored(getattr(tensor, name) for name in names)
 
 
-STANDS_FOR: dict[int, int] = {}  # storage on the device -> storage on the host of a parameter that is lent to it
-
-
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a key that identifies the tensor's storage; a parameter keeps it while it is lent to the device.
+    """Return a key that identifies the tensor's storage.
 
     Raises:
         MeasureError: if the tensor has no storage, as sparse ones.
     """
     try:
-        key = local(tensor).untyped_storage()._cdata
-        return STANDS_FOR.get(key, key)
+        return local(tensor).untyped_storage()._cdata
     except NotImplementedError:
         raise MeasureError(
             f"the model works on a {str(tensor.layout).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)};"
@@ -107,9 +103,7 @@ class View(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        return self._over(torch.empty(0, dtype=self.dtype, device=storage.device), storage)
-
-    def _over(self, made: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+        made = torch.empty(0, dtype=self.dtype, device=storage.device)
         made.set_(storage, self.offset, self.size, self.stride)
         if self.conj:
             made = made.conj()
@@ -119,11 +113,6 @@ class View(NamedTuple):
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return `storage` as a 1-d uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Return a copy of `storage`."""
-    return bytes_of(storage).clone().untyped_storage()
 
 
 def memory_of(storage: torch.UntypedStorage) -> memoryview:

@@ -1,18 +1,20 @@
-"""Undoes the side effects of a forward that only measures: on counters, lists, caches, and replaced buffers."""
+"""Undoes the side effects of a forward that only measures: on buffers, counters, lists, caches and generators."""
 
 from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from .buffers import as_large_as
+from ..accelerator import generator_of
+from . import buffers
 from .rng import other_generators, put_other_generators
 from .storage import version_of
 
@@ -21,33 +23,28 @@ FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types 
 
 
 @contextmanager
-def undone(model: nn.Module, value: Any = None) -> Iterator[None]:
+def undone(model: nn.Module, value: Any, device: torch.device) -> Iterator[None]:
     """Restore, after the block, the attributes of `model`'s modules, the contents of the containers, objects and
-    tensors in them, the containers and objects in `value`, and the generators of Python and NumPy."""
-    before = _Before(model, value)
+    tensors in them, the containers and objects in `value`, and the generators of the CPU, of `device`, of Python and of
+    NumPy."""
+    drawn = other_generators()
+    own = (one for one in (torch.default_generator, generator_of(device)) if one is not None)
+    states = [(generator, generator.clone_state()) for generator in own]  # which allocates no tensors
+    given: dict[int, tuple[Any, Any]] = {}
+    note(value, given, tensors=False)
+    noted = [given]
+    for module in model.modules():
+        noted.append({})
+        note(vars(module), noted[-1])
+        note_scripted(module, noted[-1])
     try:
         yield
     finally:
-        before.put_back()
-
-
-class _Before:
-    def __init__(self, model: nn.Module, value: Any) -> None:
-        self._drawn = other_generators()
-        self._held: dict[nn.Module, dict[int, tuple[Any, Any]]] = {}
-        for module in model.modules():
-            note(vars(module), held := self._held.setdefault(module, {}))
-            note_scripted(module, held)
-        note(value, self._held.setdefault(model, {}), tensors=False)
-
-    def put_back(self) -> None:
-        self._put_back(self._held)
-        put_other_generators(self._drawn)
-
-    def _put_back(self, modules: Iterable[nn.Module]) -> None:
-        for module in modules:
-            for held, content in self._held.get(module, {}).values():
-                put_back(held, content)
+        for held, content in chain.from_iterable(before.values() for before in noted):
+            put_back(held, content)
+        put_other_generators(drawn)
+        for generator, state in states:
+            generator.set_state(state.get_state())
 
 
 def note(value: Any, before: dict[int, tuple[Any, Any]], tensors: bool = True, depth: int = 0) -> None:
@@ -65,24 +62,20 @@ def note(value: Any, before: dict[int, tuple[Any, Any]], tensors: bool = True, d
 def note_scripted(module: nn.Module, before: dict[int, tuple[Any, Any]]) -> None:
     """Note in `before` the attributes of a scripted module, which lie outside of Python; without those that have a
     graph."""
-    if content := scripted_attributes(module):
-        before[id(module)] = module, {name: v for name, v in content.items() if not getattr(v, "requires_grad", False)}
-
-
-def scripted_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a scripted module that lie outside of Python; none of another module."""
     if not isinstance(module, torch.jit.ScriptModule) or (kind := vars(module).get("_concrete_type")) is None:
-        return {}
+        return
     tables = module._parameters, module._buffers, module._modules
     names = set(kind.get_attributes()).difference(*(table.keys() for table in tables))
-    return {name: getattr(module, name) for name in names}
+    content = {name: getattr(module, name) for name in names}
+    before[id(module)] = module, {name: v for name, v in content.items() if not getattr(v, "requires_grad", False)}
 
 
 def content_of(value: Any) -> Any:
     """Return what `put_back` needs to restore `value`; None if it cannot change or must not be restored."""
     if isinstance(value, torch.Tensor):
-        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_meta
-        return (version_of(value), value.detach().clone()) if plain and not value.requires_grad else None
+        own = not isinstance(value, nn.Parameter) and value.is_leaf
+        dense = value.layout is torch.strided and not value.is_meta
+        return (value.detach().clone(), version_of(value)) if own and dense else None
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     if _is_generator(value):
@@ -136,10 +129,7 @@ def _is_random(value: Any) -> bool:
 def put_back(held: Any, content: Any) -> None:
     """Restore the `content_of` what is `held`."""
     if isinstance(held, torch.Tensor):
-        version, numbers = content
-        if version_of(held) != version:
-            with torch.no_grad():
-                as_large_as(held, numbers).copy_(numbers)
+        buffers.put_back(held, *content)
     elif isinstance(held, np.random.Generator):
         held.bit_generator.state = content
     elif _is_generator(held):
@@ -164,7 +154,7 @@ def put_back(held: Any, content: Any) -> None:
 def is_as_before(held: Any, content: Any) -> bool:
     """Whether a container, generator or tensor holds the `content` that it held before."""
     if isinstance(held, torch.Tensor):
-        return bool(version_of(held) == content[0])
+        return bool(version_of(held) == content[1])
     now = content_of(held)
     if isinstance(held, dict):
         return not _differs(now, content)

@@ -20,14 +20,6 @@ def with_tails(*tails: float) -> rotoff.Chain:
 
 
 CHAIN = with_tails(*TAILS)
-BATCH, WIDTH = 128, 192
-
-
-def tails(chain: rotoff.Chain) -> list[float]:
-    return [stage.tail_time for stage in chain.stages]
-
-
-# -- what the machine says of them
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from recorded_steps import recorded_chain
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 import rotoff
 from rotoff.profile.estimate.fake_kernels import FakeKernels
@@ -77,80 +74,7 @@ def test_grouped_matmul_is_estimated_in_float32() -> None:
     assert [s.saved_bytes for s in chain.stages] == [s.saved_bytes for s in measured.stages]
 
 
-CALLS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "new": lambda x: x @ x.mT,
-    "other layout": lambda x: x.mT * 2,
-    "scalar": lambda x: x.int() + 1,
-    "other scalar": lambda x: x.int() + 1.0,
-    "view": lambda x: x[1:, 2].T,
-    "views": lambda x: x.split(1, -1),
-    "view of other type": lambda x: x.view(torch.int32),
-    "expanded": lambda x: x[:, :1].expand(2, 3, 4),
-    "in place": lambda x: x.add_(1),
-    "in place on a view": lambda x: x[0].mul_(2),
-    "changed shape": lambda x: x.unsqueeze_(0),
-    "named outputs": lambda x: x.max(-1),
-    "output of no tensor": lambda x: F.conv1d(x, torch.ones(3, 3, 2), stride=2),
-    "conjugate": lambda x: torch.complex(x, x).conj(),
-    "sparse": lambda x: (x.to_sparse().shape, x),
-}
-
-
-@pytest.mark.parametrize("name", sorted(CALLS))
-def test_repeated_answers_are_those_of_the_first_time(name: str) -> None:
-    def told(mode: FakeTensorMode) -> Any:
-        with mode:
-            x = torch.rand(2, 3, 4)  # drawn: what is made of numbers alone is real
-            found = [t for t in tree_leaves(CALLS[name](x)) if isinstance(t, torch.Tensor)]
-            keys = [torch._C._dispatch_keys(t).raw_repr() for t in found]
-            shared = [t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in found]
-            return [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device, t is x) for t in found], keys, shared
-
-    mode = FakeKernels()
-    assert told(mode) == told(mode) == told(FakeTensorMode())
-
-
 def test_what_is_written_to_a_tensor_of_numbers_is_that_tensor() -> None:
     with FakeKernels():
         noise = torch.empty(4, 1)
         assert noise.bernoulli_(0.5) is noise and noise.div_(0.5) is noise
-
-
-def kernels() -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    aten = torch.ops.aten
-    x, pointwise, three = torch.randn(4, 32, 16, 16), torch.randn(48, 32, 1, 1), torch.randn(32, 32, 3, 3)
-    plain = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-    around = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    wide, image, first = torch.randn(4, 48, 16, 16), torch.randn(4, 3, 32, 32), torch.randn(16, 3, 3, 3)
-    per = torch.ones(32)
-    q = torch.randn(2, 2, 40, 16)
-    halves = [q.bfloat16() for _ in range(3)]
-    rows = torch.randn(2, 2, 40)
-    return {
-        "pointwise": (aten.convolution.default, (x, pointwise, None, *plain)),
-        "pointwise, other order": (aten.convolution.default, (x[:, :, ::2], pointwise, None, *plain)),
-        "pointwise, backward": (aten.convolution_backward.default, (wide, x, pointwise, None, *plain, [True, True, False])),
-        "three": (aten.convolution.default, (x, three, None, *around)),
-        "three, backward": (aten.convolution_backward.default, (x, x, three, None, *around, [True, True, False])),
-        "first, backward": (
-            aten.convolution_backward.default,
-            (torch.randn(4, 16, 32, 32), image, first, None, *around, [False, True, False]),
-        ),
-        "batch norm, backward": (
-            aten.native_batch_norm_backward.default, (x, x, per, per, per, per, per, True, 1e-5, [True, True, True])
-        ),
-        "roll": (aten.roll.default, (x, [1, 2], [2, 3])),
-        "roll, one dimension": (aten.roll.default, (x, [1], [2])),
-        "layer norm, other order": (
-            aten.native_layer_norm.default, (x.permute(0, 2, 3, 1), [32], per, per, 1e-5)
-        ),
-        "layer norm, backward": (
-            aten.native_layer_norm_backward.default,
-            (torch.randn(64, 32).T.contiguous().T, torch.randn(64, 32), [32], *torch.randn(2, 64, 1), per, per, [True] * 3),
-        ),
-        "attention": (aten._scaled_dot_product_flash_attention_for_cpu.default, (q, q, q)),
-        "attention, backward": (
-            aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (q, q, q, q, q, rows, 0.0, False)
-        ),
-        "attention, bfloat16": (aten._scaled_dot_product_flash_attention_for_cpu.default, tuple(halves)),
-    }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,6 +52,7 @@ def test_saved_tensors_of_unused_graph_are_not_counted() -> None:
         step(wrapped)
         assert peak_bytes(lambda: step(wrapped)) <= wrapped.get_expected_memory()
         assert all(map(torch.equal, step(wrapped), expected))
+        assert rotoff.simulate(wrapped.chain, wrapped.sequence).makespan == wrapped.get_expected_makespan()
     wrapped.close()
 
 
@@ -84,6 +86,47 @@ def test_measuring_changes_no_user_state(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state.values(), model.state_dict().values(), strict=True))
     assert all(p.grad is None or bool((p.grad == 3).all()) for p in model.parameters())
     wrapped.close()
+
+
+class Caching(nn.Module):
+    """Returns its keys unless told not to, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+    def forward(self, x: torch.Tensor, use_cache: bool | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        keys = []
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if self.config.use_cache if use_cache is None else use_cache:
+                keys.append(x.detach() * 2)
+        return x.square().mean(), keys
+
+
+def test_caches_are_off_also_if_everything_is_kept() -> None:
+    model, x = Caching(), torch.randn(2048, 64)
+    wrapped = rotoff.Checkpointable(model).measure(x)
+
+    def one() -> list[torch.Tensor]:
+        loss, keys = wrapped(x)
+        loss.backward()
+        found: list[torch.Tensor] = keys
+        return found
+
+    everything = wrapped.keep_all_memory
+    for limit in (everything, everything // 2):
+        wrapped.compute_sequence(limit)
+        assert one() == []
+        assert peak_bytes(one) <= wrapped.get_expected_memory() <= limit
+    wrapped.close()
+    assert len(model(x)[1]) == 12
+    asked = rotoff.Checkpointable(model).measure(x, use_cache=True)
+    asked.compute_sequence(asked.keep_all_memory)
+    assert len(asked(x, use_cache=True)[1]) == 12
+    assert asked.keep_all_memory > everything
+    asked.close()
 
 
 def test_allocation_log_contains_temporaries_and_marks() -> None:

@@ -139,82 +139,61 @@ def test_a_state_that_needs_more_than_there_is_on_large_parameters_is_tried_on_t
     assert OptimizerProbe([optimizer], torch.device("cpu"), {}).update_bytes([parameter]) < 64 * 64 * 4 * 2 + 256
 
 
-class Counts(Own):
-    where = "state"
+class Odd(Own):
+    """Does something more in its step; a number that this returns changes the parameters."""
 
-    def step(self, closure: Any = None) -> None:
-        if self.where == "state":
-            self.state["of all"]["steps"] = self.state["of all"].get("steps", 0) + 1
-        elif self.where == "list":
-            self.log.append("a step")
-        elif self.where == "tensor":
-            self.count += 1
-        elif self.where == "nested":
-            self.nested["of"]["steps"] += 1
-        elif self.where == "deque":
-            self.recent.append(1)
-        else:
-            self.steps += 1
-        super().step()
-
-
-@pytest.mark.parametrize("where", ["state", "attribute", "list", "tensor", "nested", "deque"])
-def test_an_optimizer_that_counts_its_own_steps_is_refused(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group's update would be a step."""
-    monkeypatch.setattr(Counts, "where", where)
-    parameter = nn.Parameter(torch.randn(4, 4))
-    optimizer = Counts([parameter], lambda p: {})
-    probe = OptimizerProbe([optimizer], torch.device("cpu"), None)
-    with pytest.raises(OptionError, match="Counts keeps a state that belongs to no parameter"):
-        probe.state_bytes(parameter)
-    assert (optimizer.steps, optimizer.log, dict(optimizer.state)) == (0, [], {})
-    assert (optimizer.count.item(), optimizer.nested, len(optimizer.recent)) == (0, {"of": {}}, 0)
-
-
-class Draws(Own):
-    """Rounds stochastically, say; `draw` returns a number, given the parameter's settings."""
-
-    def __init__(self, parameters: Any, draw: Callable[[Any], float], **settings: Any) -> None:
+    def __init__(self, parameters: Any, more: Callable[[Any], Any], **settings: Any) -> None:
         super().__init__(parameters, lambda p: {})
-        self.draw = draw
+        self.more = more
         self.param_groups[0].update(settings)
         vars(self).update(settings)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        found = self.more(self)
+        super().step()
         for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                parameter.sub_(parameter.grad, alpha=self.draw(self.param_groups[0]))
+            parameter.add_(found if isinstance(found, float) else 0.0)
 
 
-DRAWS: dict[str, Callable[[], tuple[Callable[[Any], float], dict[str, Any]]]] = {
-    "torch": lambda: (lambda _: torch.rand(()).item(), {}),
-    "torch, in bits": lambda: (lambda _: torch.randint(2, ()).item(), {}),
-    "python": lambda: (lambda _: random.random(), {}),
-    "numpy": lambda: (lambda _: float(np.random.rand()), {}),
-    "a generator": lambda: (
-        lambda group: torch.rand((), generator=group["generator"]).item(),
-        {"generator": torch.Generator().manual_seed(3)},
+COUNTS = "Odd keeps a state that belongs to no parameter"  # each group's update would be a step
+DRAWS = "Odd draws random numbers in its step.*give a mem_limit instead"
+REFUSED: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
+    "a state": (COUNTS, lambda of: of.state["of all"].update(steps=1 + len(of.state["of all"])), {}),
+    "an attribute": (COUNTS, lambda of: setattr(of, "steps", of.steps + 1), {}),
+    "a list": (COUNTS, lambda of: of.log.append("a step"), {}),
+    "a tensor": (COUNTS, lambda of: of.count.add_(1), {}),
+    "a nested one": (COUNTS, lambda of: of.nested["of"].update(steps=1 + of.nested["of"]["steps"]), {}),
+    "a deque": (COUNTS, lambda of: of.recent.append(1), {}),
+    "torch": (DRAWS, lambda _: torch.rand(()).item(), {}),
+    "torch, in bits": (DRAWS, lambda _: float(torch.randint(2, ())), {}),
+    "python": (DRAWS, lambda _: random.random(), {}),
+    "numpy": (DRAWS, lambda _: float(np.random.rand()), {}),
+    "a generator": (
+        DRAWS, lambda of: torch.rand((), generator=of.generator).item(), {"generator": torch.Generator().manual_seed(3)}
     ),
-    "a generator of numpy": lambda: (lambda group: group["of"].random(), {"of": np.random.default_rng(3)}),
-    "a generator of python": lambda: (lambda group: group["of"].random(), {"of": random.Random(3)}),
-    "draws that change nothing": lambda: (lambda _: 0.01 + 0 * torch.rand(()).item(), {}),
-}
+    "a generator of numpy": (DRAWS, lambda of: float(of.of.random()), {"of": np.random.default_rng(3)}),
+    "a generator of python": (DRAWS, lambda of: of.of.random(), {"of": random.Random(3)}),
+    "draws that change nothing": (DRAWS, lambda _: 0 * torch.rand(()).item(), {}),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_an_optimizer_that_draws_is_refused_for_that(name: str) -> None:
-    draw, settings = DRAWS[name]()
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_counts_its_own_steps_or_draws_is_refused_for_that_and_unchanged(name: str) -> None:
+    sentence, more, settings = REFUSED[name]
     parameter = nn.Parameter(torch.randn(4, 4))
-    probe = OptimizerProbe([Draws([parameter], draw, **settings)], torch.device("cpu"), None)
+    optimizer = Odd([parameter], more, **settings)
+    probe = OptimizerProbe([optimizer], torch.device("cpu"), None)
     before = torch.get_rng_state(), other_generators()
-    with pytest.raises(OptionError, match="Draws draws random numbers in its step.*give a mem_limit instead"):
+    with pytest.raises(OptionError, match=sentence):
         probe.state_bytes(parameter)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert other_generators() == before[1]
+    assert (optimizer.steps, optimizer.log, dict(optimizer.state)) == (0, [], {})
+    assert (optimizer.count.item(), optimizer.nested, len(optimizer.recent)) == (0, {"of": {}}, 0)
 
 
 def test_an_optimizer_that_holds_a_generator_and_does_not_draw_is_not_refused() -> None:
     parameter = nn.Parameter(torch.randn(4, 4))
-    optimizer = Draws([parameter], lambda _: 0.01, generator=torch.Generator(), of=random.Random(1))
+    optimizer = Odd([parameter], lambda _: None, generator=torch.Generator(), of=random.Random(1))
     assert OptimizerProbe([optimizer], torch.device("cpu"), None).state_bytes(parameter) == 0

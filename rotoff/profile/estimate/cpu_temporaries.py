@@ -14,7 +14,6 @@ for each. Fused attention allocates blocks for each thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any
 
@@ -26,53 +25,52 @@ _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-# ("hidden", bytes allocated and freed) or ("output", index of the output allocated)
-Step = tuple[str, int]
 
-
-def steps(func: Any, args: Any, result: Any) -> list[Step] | None:
-    """Return the allocations of an operation in order; None if it has no hidden ones."""
+def temporary_bytes(func: Any, args: Any, result: Any) -> int:
+    """Return the most bytes that a kernel holds, beyond those of its outputs."""
     if func is _aten.convolution.default:
         return _convolution(args, result)
     if func is _aten.convolution_backward.default:
-        return _convolution_backward(args)
+        return _convolution_backward(args, result)
     if func is _aten.native_batch_norm_backward.default:
         grad, x, *_, mask = args
-        if mask[0] and x.is_contiguous() and grad.is_contiguous():
-            return [("output", 0), *(("output", n) for n in (1, 2) if mask[n]), ("hidden", x.nbytes)]
+        return x.nbytes if mask[0] and x.is_contiguous() and grad.is_contiguous() else 0
     if func is _aten.native_layer_norm.default:
-        return [*(("output", n) for n in range(3)), ("hidden", _copy(args[0]))]
+        return _copy(args[0])
     if func is _aten.native_layer_norm_backward.default:
         sums = 2 * args[1].element_size() * prod(args[2]) * torch.get_num_threads()
-        return [*(("output", n) for n in range(3) if args[-1][n]), ("hidden", _copy(args[0]) + _copy(args[1]) + sums)]
-    if func is _aten.roll.default and len(args[2] if len(args) > 2 else ()) > 1:
-        return [("output", 0), ("hidden", result.nbytes)]
-    if func in (_ATTENTION, _ATTENTION_BACKWARD):
-        return [*(("output", n) for n in range(2 if func is _ATTENTION else 3)), ("hidden", _attention(func, args))]
-    return None
+        return _copy(args[0]) + _copy(args[1]) + sums
+    if func is _aten.roll.default:
+        return result.nbytes if len(args[2] if len(args) > 2 else ()) > 1 else 0
+    return _attention(func, args) if func in (_ATTENTION, _ATTENTION_BACKWARD) else 0
 
 
-def _convolution(args: Any, y: torch.Tensor) -> list[Step] | None:
+def _convolution(args: Any, y: torch.Tensor) -> int:
     x, weight = args[0], args[1]
     if not _blocked(x, weight):
-        return None
-    copy = _copy(x)
+        return 0
     if _pointwise(weight, *args[3:]):
-        return [("output", 0), ("hidden", copy)] if copy else None
-    return [
-        (kind, n + copy * (kind == "hidden"))
-        for kind, n in _forward(_padded(x, _PLAIN), _padded_weight(weight), _padded(y))
-    ]
+        return _copy(x)
+    before = 0 if x.shape[1] <= _PLAIN else _padded(x)
+    return _copy(x) + _padded(y) + max(0, before + _padded_weight(weight) - y.nbytes)
 
 
-def _convolution_backward(args: Any) -> list[Step] | None:
-    grad, x, weight = args[:3]
+def _convolution_backward(args: Any, results: Any) -> int:
+    grad, x, weight, *_, mask = args
     if not _blocked(x, weight):
-        return None
-    copy, mask = _copy(x) + _copy(grad), args[-1]
+        return 0
     if _pointwise(weight, *args[4:-1]):
-        return [*(("output", n) for n in range(3) if mask[n]), ("hidden", copy)] if copy else None
-    return [(kind, n + copy * (kind == "hidden")) for kind, n in _backward(grad, x, weight, mask)]
+        return _copy(x) + _copy(grad)
+    outer, inner, middle = _padded(grad), _padded(x), _padded_weight(weight)
+    there, levels = 0, [0]
+    if mask[0]:
+        there = results[0].nbytes
+        levels += [outer + middle + inner, there + inner]
+    if mask[1]:
+        before = 0 if x.shape[1] <= _PLAIN else inner
+        levels += [there + outer + before + middle, there + results[1].nbytes + middle]
+    outputs = sum(t.nbytes for t in results if t is not None)
+    return max(0, max(levels) + _copy(x) + _copy(grad) - outputs)
 
 
 def _copy(tensor: torch.Tensor) -> int:
@@ -110,24 +108,6 @@ def _attention(func: Any, args: Any) -> int:
     return nbytes * torch.get_num_threads() + copy
 
 
-def _forward(x: int, weight: int, y: int) -> Iterator[Step]:
-    yield "hidden", x + weight + y
-    yield "output", 0
-    yield "hidden", y
-
-
-def _backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mask: list[bool]) -> Iterator[Step]:
-    outer, inner, middle = _padded(grad), _padded(x), _padded_weight(weight)
-    if mask[0]:
-        yield "hidden", outer + middle + inner
-        yield "output", 0
-        yield "hidden", inner
-    if mask[1]:
-        yield "hidden", outer + (0 if x.shape[1] <= _PLAIN else inner) + middle
-        yield "output", 1
-        yield "hidden", middle
-
-
 def _blocked(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN runs the convolution in its blocked layout; channels-last needs no copies."""
     return (
@@ -139,14 +119,10 @@ def _blocked(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _block() -> int:
-    return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
-
-
-def _padded(tensor: torch.Tensor, plain: int = 0) -> int:
-    """Return the bytes of the blocked copy of an activation; 0 if it needs none."""
+def _padded(tensor: torch.Tensor) -> int:
+    """Return the bytes of the blocked copy of an activation."""
     channels = tensor.shape[1]
-    return 0 if channels <= plain else tensor.nbytes // channels * _up(channels)
+    return tensor.nbytes // channels * _up(channels)
 
 
 def _padded_weight(weight: torch.Tensor) -> int:
@@ -155,5 +131,5 @@ def _padded_weight(weight: torch.Tensor) -> int:
 
 
 def _up(channels: int) -> int:
-    block = _block()
+    block = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
     return -(-channels // block) * block

@@ -71,19 +71,28 @@ def _variants(capability: tuple[int, int]) -> dict[Any, Callable[..., Any]]:
         enable_gqa: bool = False,
     ) -> Any:
         kind = _attention_kernel(capability, query, key, value, attn_mask, dropout_p)
+        needs = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
+        width = query.size(-1)
         if kind == "math":
             return _MATH(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-        if kind == "flash":
-            return _flash(query, key, value, dropout_p, is_causal, scale)
         if kind == "cudnn":
-            return _cudnn(query, key, value, attn_mask, dropout_p, is_causal, scale)
+            mask = _additive(attn_mask, query.dtype)
+            return _aten._scaled_dot_product_cudnn_attention(
+                query, key, value, mask, needs, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if kind == "flash":
+            if width % 8:  # the kernels need multiples of 8
+                scale = scale if scale is not None else width**-0.5
+                query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
+            result = _aten._scaled_dot_product_flash_attention(
+                query, key, value, dropout_p, is_causal, False, scale=scale
+            )[0]
+            return result[..., :width] if width % 8 else result
         if enable_gqa and key.size(-3) != query.size(-3):
             groups = query.size(-3) // key.size(-3)
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-        bias = _bias(attn_mask, query, key)
-        needs = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
         return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, bias, needs, dropout_p, is_causal, scale=scale
+            query, key, value, _bias(attn_mask, query, key), needs, dropout_p, is_causal, scale=scale
         )[0]
 
     return {_aten.dropout.default: _dropout, attention: sdpa}
@@ -112,13 +121,13 @@ def _attention_kernel(
     if not same or {query.dim(), key.dim(), value.dim()} != {4}:
         return "math"
     half = query.dtype in (torch.float16, torch.bfloat16)
-    masked = mask is not None and mask.requires_grad
+    masked, width = mask is not None and mask.requires_grad, query.size(-1)
     if (
         cuda.cudnn_sdp_enabled()
         and half
         and not masked
         and capability in _CUDNN_FIRST
-        and all(width % 8 == 0 and width <= _cudnn_width(capability) for width in (query.size(-1), value.size(-1)))
+        and all(size % 8 == 0 and size <= (256 if capability == (9, 0) else 128) for size in (width, value.size(-1)))
         and key.size(-2) > 1
         and (query.size(-2) > 1 or dropout_p == 0)
         and (not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled())
@@ -129,7 +138,7 @@ def _attention_kernel(
         and half
         and mask is None
         and capability >= (8, 0)
-        and query.size(-1) == value.size(-1) <= _FLASH_WIDTH
+        and width == value.size(-1) <= _FLASH_WIDTH
     ):
         return "flash"
     if (
@@ -137,43 +146,10 @@ def _attention_kernel(
         and capability >= (5, 0)
         and (query.dtype == torch.float32 or half)
         and not (masked and dropout_p > 0)
-        and query.size(-1) % (8 if half and capability >= (7, 0) else 4) == 0
+        and width % (8 if half and capability >= (7, 0) else 4) == 0
     ):
         return "efficient"
     return "math"
-
-
-def _cudnn_width(capability: tuple[int, int]) -> int:
-    return 256 if capability == (9, 0) else 128
-
-
-def _cudnn(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    needs = any(t.requires_grad for t in (query, key, value)) and torch.is_grad_enabled()
-    result: torch.Tensor = _aten._scaled_dot_product_cudnn_attention(
-        query, key, value, _additive(mask, query.dtype), needs, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return result
-
-
-def _flash(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
-) -> torch.Tensor:
-    width = query.size(-1)
-    if width % 8:  # the kernels need multiples of 8
-        scale = scale if scale is not None else width**-0.5
-        query, key, value = (torch.nn.functional.pad(t, (0, 8 - width % 8)) for t in (query, key, value))
-    result: torch.Tensor = _aten._scaled_dot_product_flash_attention(
-        query, key, value, dropout_p, is_causal, False, scale=scale
-    )[0]
-    return result[..., :width] if width % 8 else result
 
 
 def _additive(mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:

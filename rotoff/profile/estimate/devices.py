@@ -55,17 +55,16 @@ class Device:
     interconnect: float | None = None
 
     def __post_init__(self) -> None:
-        names = ("memory_bytes", "memory_bandwidth", "d2h_bandwidth", "h2d_bandwidth")
-        numbers = {name: getattr(self, name) for name in names}
+        rates = "memory_bytes", "memory_bandwidth", "d2h_bandwidth", "h2d_bandwidth"
+        shares = "compute_efficiency", "memory_efficiency", "link_efficiency"
+        numbers = {name: getattr(self, name) for name in (*rates, *shares)}
         numbers |= {f"flops[{name!r}]": value for name, value in self.flops.items()}
-        for share in ("compute_efficiency", "memory_efficiency", "link_efficiency"):
-            numbers[share] = getattr(self, share)
-            if getattr(self, share) > 1:
-                raise OptionError(f"{share} of device {self.name!r} is {getattr(self, share)!r}; give a share up to 1")
         numbers |= {} if self.interconnect is None else {"interconnect": self.interconnect}
         for what, number in numbers.items():
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not number > 0:
                 raise OptionError(f"{what} of device {self.name!r} is {number!r}; give a number above 0")
+            if what in shares and number > 1:
+                raise OptionError(f"{what} of device {self.name!r} is {number!r}; give a share up to 1")
         unknown = sorted(set(self.flops) - set(_DTYPES))
         if unknown:
             raise OptionError(
@@ -121,12 +120,6 @@ def _key(name: str) -> str:
     return "".join(name.lower().replace("-", "").replace("_", "").split())
 
 
-def _pcie(generation: int) -> float:
-    """Return GB/s of 16 lanes in one direction: 8, 16, 32 GT/s a lane, coded 128b/130b (PCI-SIG base specifications 3.0
-    to 5.0)."""
-    return {3: 8, 4: 16, 5: 32}[generation] * 16 / 8 * 128 / 130
-
-
 def _add(
     name: str,
     gigabytes: float,
@@ -152,7 +145,9 @@ def _rates(float32: float, half: float = 0.0, **others: float) -> dict[str, floa
 # training. If a sheet gives sparse rates, half of them; if it gives those of a board of several devices, a share. Then
 # GB/s to other devices in one direction, half of what sheets print, where all devices of a board are connected.
 # fmt: off
-_3, _4, _5, _C2C = _pcie(3), _pcie(4), _pcie(5), 450.0  # NVLink-C2C to Grace: 900 GB/s in both directions
+# 16 lanes in one direction: 8, 16, 32 GT/s each, coded 128b/130b (PCI-SIG base specifications 3.0 to 5.0)
+_3, _4, _5 = (rate * 16 / 8 * 128 / 130 for rate in (8, 16, 32))
+_C2C = 450.0  # NVLink-C2C to Grace: 900 GB/s in both directions
 _VOLTA = _rates(15.7, float16=125, float64=7.8)
 _A100 = _rates(19.5, 312, tf32=156, float64=9.7)
 _HOPPER = _rates(67, 989.5, tf32=494.5, float8=1979, float64=34)
@@ -201,21 +196,9 @@ _add("MI300X", 192, 5300, _CDNA3, _5, (8, 0), "AMD Instinct MI300X data sheet", 
 _add("MI325X", 256, 6000, _CDNA3, _5, (8, 0), "AMD Instinct MI325X data sheet", 448)
 _add("MI350X", 288, 8000, _rates(144.2, 2306.9, float8=4613.7, float64=72.1), _5, (8, 0),
      "AMD Instinct MI350X data sheet", 537.6)
-# fmt: on
 # Stands for any CPU: two cores of a server and its disk. Bytes are exact, times are guesses.
 register_device(
-    Device(
-        "CPU",
-        16 * 2**30,
-        10e9,
-        {"float32": 100e9, "float64": 50e9},
-        0.5e9,
-        1e9,
-        duplex=False,
-        capability=None,
-        compute_efficiency=1,
-        memory_efficiency=1,
-        link_efficiency=1,
-        source="a guess",
-    )
-)  # fmt: skip
+    Device("CPU", 16 * 2**30, 10e9, {"float32": 100e9, "float64": 50e9}, 0.5e9, 1e9, duplex=False, capability=None,
+           compute_efficiency=1, memory_efficiency=1, link_efficiency=1, source="a guess")
+)
+# fmt: on

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+import platform
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...accelerator import block_bytes
@@ -14,8 +16,7 @@ from ...core.chain import Chain, LinkRates
 from ...runtime.sharded import sharded
 from ...tensors.storage import rounded
 from ...tensors.tree import tensor_leaves
-from ..provenance import provenance
-from ..recorded_step import GRADIENT
+from ...version import __version__
 from ..tape_chain import STAGES
 from ..tape_profile import TapeProfile
 from ..trace import trace_of
@@ -51,14 +52,9 @@ class Estimate(TapeProfile):
         return Collectives.of(step.collectives, step.log, step.positions, begins, self.target.interconnect is None)
 
     @cached_property
-    def moving(self) -> TapeProfile:
+    def moving(self) -> Estimate:
         """The profile of steps whose gradients are those of groups of parameters: they are in no stage."""
-        log = self.step.log
-        gradients = {int(e.begins.removeprefix(GRADIENT)) for e in log if e.begins.startswith(GRADIENT)}
-        self.step.log = [event for event in log if event.ptr not in gradients]
-        trace, self.step.log = trace_of(self.step), log
-        plain = {one.name: getattr(self, one.name) for one in fields(TapeProfile)}
-        return TapeProfile(**{**plain, "trace": trace, "like": tuple(self.chains)})
+        return replace(self, trace=self.trace.without_gradients(), like=tuple(self.chains))
 
 
 def estimate_profile(
@@ -99,7 +95,7 @@ def estimate_profile(
         step=step,
         target=device,
         name=type(model).__name__,
-        meta=provenance(model, (args, kwargs), device),
+        meta=_provenance(model, given, device),
     )
 
 
@@ -107,3 +103,20 @@ def link(device: Device) -> LinkRates:
     """Return the assumed rates of copies."""
     share = device.link_efficiency
     return LinkRates(device.d2h_bandwidth * share, device.h2d_bandwidth * share, device.duplex)
+
+
+def _provenance(model: nn.Module, given: Iterable[torch.Tensor], device: Device) -> dict[str, Any]:
+    """Return what a chain file says about the origin of its numbers: plain JSON."""
+    parameters = list(model.parameters())
+    return {
+        "model": f"{type(model).__module__}.{type(model).__qualname__}",
+        "parameters": sum(p.numel() for p in parameters),
+        "parameter_bytes": sum(p.nbytes for p in parameters),
+        "trained_bytes": sum(p.nbytes for p in parameters if p.requires_grad),
+        "buffer_bytes": sum(b.nbytes for b in model.buffers()),
+        "inputs": [{"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for t in given],
+        "device": device.name,
+        "times": "estimated from operation counts and the device's data sheet",
+        "bytes": "estimated from shapes, without most temporaries inside kernels",
+        "versions": {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

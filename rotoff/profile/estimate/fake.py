@@ -1,7 +1,7 @@
 """Fake copies of a model and its sample (shapes without bytes), and what an allocator would do while they run.
 
 A dispatch mode sees the outputs of every operation. A storage exists from the operation that made it until nothing
-refers to it, which a weak reference reports. Of temporaries inside kernels, `temporaries` knows those that matter.
+refers to it, which a weak reference reports. Of temporaries inside kernels, `cpu_temporaries` knows those that matter.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import copy
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, TypeVar
 
 import torch
@@ -20,11 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from ...accelerator import BLOCK
 from ...errors import MeasureError
 from ...tensors.eager_mode import EagerMode
 from ...tensors.storage import pieces, rounded, uses_of
 from ...tensors.tree import leaves
+from ..allocations import Event
+from .collectives import Collective, collective
+from .cpu_temporaries import temporary_bytes
+from .devices import Device
 from .fake_kernels import QUERIES, FakeKernels
+from .roofline import seconds_of
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -81,32 +88,36 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
     return result
 
 
-class FakeAllocator(EagerMode):
-    """While active, sees the storages that operations make and free.
+class FakeLog(EagerMode):
+    """While active, logs the storages that operations make and free, as the allocator of `device` does, and adds up the
+    seconds of operations.
 
-    Args:
-        block: bytes; sizes are rounded up to a multiple of it, as the device's allocator does.
-        temporaries: given an operation, its arguments and its outputs, returns the allocations inside its kernel in
-            order, as ("hidden", bytes) and ("output", number); None if there are none.
+    told, collectives: what happened so far. seconds: that it took, without rounding.
     """
 
-    def __init__(
-        self, block: int = 1, temporaries: Callable[[Any, Any, Any], list[tuple[str, int]] | None] | None = None
-    ) -> None:
+    def __init__(self, device: Device) -> None:
         super().__init__()
         _engine_references()  # caches the result now, because it runs a backward, which hooks would see
-        self._block = block
-        self._temporaries = temporaries
+        self.told: list[Event] = []
+        self.collectives: list[Collective] = []
+        self._device = device
+        self.seconds = Fraction(0)
         self._numbers: dict[int, int] = {}  # key of a live storage -> number that no other storage gets
         self._watches: dict[int, Any] = {}
         self._count = 0
+
+    @contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        self.told.append(Event(0, begins=name))
+        yield
+        self.told.append(Event(0, ends=name))
 
     def number(self, storage: torch.UntypedStorage) -> int:
         """Return the number of a storage; for one that was not seen being made, a number that no other has."""
         return self._numbers.get(storage._cdata, -storage._cdata)
 
     def rounded(self, nbytes: int) -> int:
-        return rounded(nbytes, self._block)
+        return nbytes if self._device.capability is None else rounded(nbytes, BLOCK)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in QUERIES:
@@ -115,48 +126,40 @@ class FakeAllocator(EagerMode):
         if func is torch.ops.aten.add.Tensor and not kwargs and torch._C._current_graph_task_id() != -1:
             into = _accumulated(args)
             if into is not None:
-                self.ran(torch.ops.aten.add_.Tensor, args, kwargs, into)
+                self._ran(torch.ops.aten.add_.Tensor, args, kwargs, into)
                 return into
         result = func(*args, **kwargs)
-        for kind, number in (self._temporaries(func, args, result) if self._temporaries is not None else None) or ():
-            if kind == "hidden":
-                self.event(self.hidden(number), -number)
-            else:
-                self.note((result[number] if isinstance(result, (tuple, list)) else result).untyped_storage())
         for tensor in _made(func, result):
             for piece in pieces(tensor):
                 self.note(piece.untyped_storage())
-        self.ran(func, args, kwargs, result)
+        beyond = temporary_bytes(func, args, result) if self._device.capability is None else 0
+        if beyond:
+            self.told.append(Event(-beyond, self.hidden(beyond)))
+        self._ran(func, args, kwargs, result)
         return result
 
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Called after each operation."""
-
-    def event(self, number: int, size: int) -> None:
-        """Called when the storage of this number is allocated, and with a negative `size` when it is freed."""
+    def _ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        call = collective(func, args, kwargs, result, self._device, len(self.told))
+        seconds = seconds_of(self._device, func, args, kwargs, result) if call is None else call.seconds
+        self.collectives += [] if call is None else [call]
+        self.seconds += Fraction(0.0 if call is not None and call.beside else seconds)
 
     def hidden(self, size: int) -> int:
         """Note an allocation that is no output, and return its number."""
         self._count += 1
-        self.event(self._count, size)
+        self.told.append(Event(size, self._count))
         return self._count
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """Note a storage, and later its end."""
-        key = storage._cdata
-        if key in self._numbers:
+        key, size = storage._cdata, self.rounded(storage.nbytes())
+        if key in self._numbers or size == 0:
             return
-        size = self.rounded(storage.nbytes())
-        if size == 0:
-            return
-        self._count += 1
-        number = self._count
-        self._numbers[key] = number
-        self.event(number, size)
+        number = self._numbers[key] = self.hidden(size)
 
         def freed(_: Any) -> None:
             del self._numbers[key], self._watches[key]
-            self.event(number, -size)
+            self.told.append(Event(-size, number))
 
         self._watches[key] = weakref.ref(storage, freed)
 

@@ -1,13 +1,9 @@
-"""The mode of an estimate's fake tensors: repeats its answers, and corrects those that PyTorch's kernels do not give.
+"""The mode of an estimate's fake tensors, which corrects answers that PyTorch's kernels do not give.
 
 A `FakeTensorMode` answers most operations as the device would. There are two exceptions. The statistics of norms over
 half precision are half precision on fake CPU tensors, while CUDA always keeps them in float32, and the CPU does if the
 weight is float32. Grouped matrix products (mixtures of experts) are refused for other types than bfloat16, although
 both devices support them.
-
-The blocks of a model ask for the same operations again and again. An operation whose outputs are tensors of its own,
-views of an argument, or arguments is answered from the last one on tensors of the same shapes and types.
-`FakeTensorMode` has such a cache, which is several times slower.
 """
 
 from __future__ import annotations
@@ -16,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from ...tape.operators import kind_of
@@ -24,10 +20,6 @@ from ...tensors.eager_mode import EagerMode
 from ...tensors.tree import leaves
 
 _aten = torch.ops.aten
-# shape, stride, offset and dtype of an output, of which argument it is a view, its device and its attributes
-_Output = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype, int | None, torch.device, dict[str, Any]]
-Answer = tuple[type | None, tuple[int | _Output, ...]]  # an output that is an argument is its number
-_PLAIN = {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 SMALL = 2**16  # elements
 QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
@@ -46,7 +38,6 @@ class FakeKernels(EagerMode, FakeTensorMode):
     def __init__(self, cuda: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._cuda = cuda
-        self._answers: dict[Any, Answer] = {}
         self._inside = False  # an operation of fake tensors, which may be made of others
         self._unknown: dict[int, torch.UntypedStorage] = {}  # of real tensors that fake ones were written to
 
@@ -59,7 +50,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
         if FakeTensor not in types and not self._inside:
             return self._of_numbers(func, types, args, kwargs)
         self._forget(func, args, kwargs)
-        return self._dispatched(func, types, args, kwargs)
+        return self._fake(func, types, args, kwargs)
 
     def _of_numbers(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of an operation without fake tensors: a real one if all is small and known."""
@@ -70,7 +61,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
         )
         if known and given and not _CONTENTS.isdisjoint(func.tags):
             return func(*args, **kwargs)
-        result = self._dispatched(func, types, args, kwargs)
+        result = self._fake(func, types, args, kwargs)
         if known and all(t.numel() <= SMALL for t in leaves(result) if isinstance(t, torch.Tensor)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -85,79 +76,12 @@ class FakeKernels(EagerMode, FakeTensorMode):
             if isinstance(t, torch.Tensor) and not isinstance(t, FakeTensor):
                 self._unknown[t.untyped_storage()._cdata] = t.untyped_storage()
 
-    def _dispatched(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            key = func, torch.get_default_dtype(), self._described(args), self._described(tuple(kwargs.items()))
-            answer = self._answers.get(key)
-        except TypeError:
-            return self._fake(func, types, args, kwargs)
-        if answer is not None:
-            return self._repeated(answer, args)
-        result = self._fake(func, types, args, kwargs)
-        if (answer := self._answer(func, args, kwargs, result)) is not None:
-            self._answers[key] = answer
-        return result
-
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         inside, self._inside = self._inside, True
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self._inside = inside
-
-    def _described(self, value: Any) -> Any:
-        """Return all of an argument that an answer depends on; raise TypeError if that is unknown."""
-        kind = type(value)
-        if kind is FakeTensor and _plain(value) and value.fake_mode is self:
-            layout = value.shape, value.stride(), value.storage_offset(), value.dtype
-            return *layout, value.requires_grad, value.fake_device, torch._C._dispatch_keys(value).raw_repr()
-        if kind is tuple or kind is list:
-            return tuple(map(self._described, value))
-        if kind in _PLAIN:
-            return kind, value
-        raise TypeError
-
-    def _answer(self, func: Any, args: Any, kwargs: Any, result: Any) -> Answer | None:
-        """Return `result` as an answer to equal questions; None if they may have another."""
-        if getattr(func, "namespace", "") != "aten" or not _CONTENTS.isdisjoint(func.tags):
-            return None
-        given = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        of = {t.untyped_storage()._cdata: n for n, t in enumerate(args) if isinstance(t, FakeTensor)}
-        outputs: list[int | _Output] = []
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if type(one) is not FakeTensor or not _plain(one):
-                return None
-            storage = one.untyped_storage()._cdata
-            place = next((n for n, t in enumerate(args) if t is one), None)
-            if place is None and storage in given and storage not in of:
-                return None
-            given.add(storage)
-            layout = tuple(one.shape), one.stride(), int(one.storage_offset()), one.dtype
-            outputs.append((*layout, of.get(storage), one.fake_device, {**vars(one)}) if place is None else place)
-        kind = list if isinstance(result, list) else tuple if isinstance(result, tuple) else None
-        answer = kind, tuple(outputs)
-        again = self._repeated(answer, args)
-        return answer if list(map(_told, leaves(again))) == list(map(_told, leaves(result))) else None
-
-    def _repeated(self, answer: Answer, args: Any) -> Any:
-        kind, outputs = answer
-        if kind is None:
-            return self._output(outputs[0], args)
-        return kind(self._output(one, args) for one in outputs)
-
-    def _output(self, output: int | _Output, args: Any) -> Any:
-        if isinstance(output, int):
-            return args[output]
-        shape, stride, offset, dtype, place, device, attributes = output
-        found = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        if place is not None:
-            with in_kernel_invocation_manager(self):
-                found.set_(args[place].untyped_storage(), offset, shape, stride)
-        # as FakeTensor's constructor does, which is slow
-        fake = torch.Tensor._make_subclass(FakeTensor, found, dispatch_device=True, device_for_backend_keys=device)
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-        vars(fake).update(attributes)
-        return fake
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -177,16 +101,6 @@ class FakeKernels(EagerMode, FakeTensorMode):
         result: Any = super().dispatch(func, types, (*given, *args[2:]), kwargs)
         with self:
             return torch.empty_strided(result.size(), result.stride(), dtype=wanted, device=result.device)
-
-
-def _plain(tensor: FakeTensor) -> bool:
-    return tensor.constant is None and tensor.layout is torch.strided
-
-
-def _told(tensor: torch.Tensor) -> Any:
-    storage = tensor.untyped_storage()
-    keys = torch._C._dispatch_keys(tensor).raw_repr()
-    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device, storage.nbytes(), keys
 
 
 def _mixed(weight: Any) -> bool:

@@ -6,9 +6,11 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from numbers import Number
 from typing import Any
@@ -17,28 +19,22 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from ...accelerator import BLOCK, named
+from ...accelerator import named
 from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
 from ...runtime.links.spill import Away, Spill
-from ...runtime.sharded import gathering_apart, sharded
+from ...runtime.sharded import sharded
 from ...tape.contents import Content, Slot
 from ...tape.tape import Known
-from ...tensors.storage import is_plain
+from ...tensors.storage import is_plain, local
 from ...tensors.tree import look_into, tensor_leaves
-from ..allocations import Event
-from ..reads import Reads, RecordedReads
-from ..recorded_step import GATHERED
+from ..recorded_step import Reads, RecordedStep
 from ..tape_chain import CALL
 from ..trace import number_bytes
-from . import cpu_temporaries
-from .collectives import Collective, collective
 from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
-from .fake import FakeAllocator, fake_copy
+from .fake import FakeLog, fake_copy
 from .fake_kernels import FakeKernels
-from .roofline import Roofline
-from .shards import with_shards
 
 _CPU = torch.device("cpu")  # of all fake tensors
 _FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
@@ -106,7 +102,7 @@ def fake_step(
     """
     cuda = device.capability is not None
     mode = FakeKernels(cuda)
-    log = _Log(device)
+    log = FakeLog(device)
     # a mode is slow, and only needed where the caller has another default
     default = nullcontext() if torch.get_default_device() == _CPU else _CPU
     with default, device_variants(device):
@@ -116,13 +112,11 @@ def fake_step(
             with mode:
                 shard(copied)
         step = FakeStep(copied, mode, log)
-        apart = gathering_apart(sharded(copied).values(), step, partial(step.region, GATHERED))
         if cuda:
             step.device = named(0)
         try:
             with mode, log, nullcontext() if shard is None else log.seeing_resizes():
-                with apart, step, torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack):
-                    result = copied(*args, **kwargs)
+                result = step.run(copied, *args, **kwargs)
                 step.check([t for t in tensor_leaves(result) if t.requires_grad])
                 parts = starts(result, names)
                 if any(isinstance(name, LossAlone) for name in names):
@@ -144,43 +138,6 @@ def fake_step(
     return step
 
 
-class _Log(FakeAllocator):
-    """Logs births and deaths of storages and the regions of a recorded step, and adds up the seconds of operations."""
-
-    def __init__(self, device: Device) -> None:
-        if device.capability is None:
-            super().__init__(temporaries=cpu_temporaries.steps)
-        else:
-            super().__init__(BLOCK)
-        self.told: list[Event] = []
-        self.collectives: list[Collective] = []
-        self._device = device
-        self._roofline = Roofline(device)
-        self._seconds = 0.0
-
-    @contextmanager
-    def region(self, name: str) -> Iterator[None]:
-        self.told.append(Event(0, begins=name))
-        yield
-        self.told.append(Event(0, ends=name))
-
-    def event(self, number: int, size: int) -> None:
-        self.told.append(Event(size, number))
-
-    def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        call = collective(func, args, kwargs, result, self._device, len(self.told))
-        if call is None:
-            self._seconds += self._roofline.time(func, args, kwargs, result)
-        else:
-            self.collectives.append(call)
-            self._seconds += 0.0 if call.beside else call.seconds
-
-    def take_seconds(self) -> float:
-        """Return the seconds of the operations since this was called last."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-
 class _Nowhere(Spill):
     """Keeps how large storages were."""
 
@@ -191,17 +148,17 @@ class _Nowhere(Spill):
         return torch.empty(away.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
-class FakeStep(RecordedReads):
+class FakeStep(RecordedStep):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     is_mode = True  # what fake tensors run is below
     lingers = False
 
-    def __init__(self, model: nn.Module, mode: FakeTensorMode, log: _Log) -> None:
-        super().__init__(Known(), model)
+    def __init__(self, model: nn.Module, mode: FakeTensorMode, log: FakeLog) -> None:
+        super().__init__(Known(), model, _Nowhere(_CPU))
         self.model = model
         self._mode, self._births = mode, log
-        self._spill = _Nowhere(self.device)
+        self.log, self.collectives = log.told, log.collectives
 
     @staticmethod
     def plain(t: torch.Tensor) -> bool:
@@ -213,8 +170,8 @@ class FakeStep(RecordedReads):
     def region(self, name: str) -> AbstractContextManager[object]:
         return self._births.region(name)
 
-    def moment(self) -> float:
-        return 0.0
+    def moment(self) -> Fraction:
+        return self._births.seconds
 
     def address(self, storage: torch.UntypedStorage) -> int:
         return self._births.number(storage)
@@ -249,17 +206,13 @@ class FakeStep(RecordedReads):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._births.take_seconds()
-        if func in _FACTORS and isinstance(args[1], Number) and args[0].requires_grad and torch.is_grad_enabled():
-            self._factor(args[1])
+        grows = torch.is_grad_enabled() and self.device.type == "cpu"
+        if grows and func in _FACTORS and isinstance(args[1], Number) and args[0].requires_grad:
+            self._births.hidden(number_bytes(args[1]))  # autograd saves it as a tensor, which it shows to no hook
         out = super().call(func, args, kwargs)
-        self._last = max(0.0, self._births.take_seconds() - CALL)  # which a chain adds for each operation
+        began, ended = self._last
+        self._last = max(0.0, float(ended - began) - CALL)  # which a chain adds for each operation
         return out
-
-    def _factor(self, number: Number) -> None:
-        """Note a number that autograd saves as a tensor of the CPU, and shows to no hook."""
-        if self.device.type == "cpu":
-            self._births.hidden(number_bytes(number))
 
     def fill(self, stage: int, storages: Mapping[Content, torch.UntypedStorage]) -> None:
         for storage in storages.values():
@@ -267,31 +220,29 @@ class FakeStep(RecordedReads):
         super().fill(stage, storages)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        many = len(self.waits)
         tensor = super().unpack(packed)
-        self._since(many)
         if isinstance(packed, Slot) and tensor.is_meta:
             tensor = FakeTensor(self._mode, tensor, _CPU)
         return tensor
 
-    def _ended(self) -> None:
-        many = len(self.waits)
-        super()._ended()
-        self._since(many)
-
-    def _since(self, many: int) -> None:
-        """Correct the wait that was noted last."""
-        if len(self.waits) > many:
-            seconds = self._births.take_seconds()
-            self.waits[-1] = seconds if many else 0.0
-
-    def stop(self) -> None:
-        super().stop()
-        self.log, self.collectives = self._births.told, self._births.collectives
-
     def hold_shards(self) -> None:
-        """Put what a rank holds in place of the model's sharded parameters, once the step has ended."""
-        self._read_at = with_shards(self, self.model, super().reading.at)
+        """Put what a rank holds in place of the model's sharded parameters, once the step has ended.
+
+        FSDP2 reads those of a module that it sharded wherever that runs. The root gathers once, before the first
+        operation, and reduces its gradients after all backwards.
+        """
+        starts, at = [segment.first for segment in self.segments], dict(super().reading.at)
+        modules = [f"{self.segments[bisect_right(starts, n) - 1].module}." for n in range(len(self.positions))]
+        for name, unit in sharded(self.model).items():  # the innermost comes last
+            within = (p for p, module in zip(self.positions, modules, strict=True) if module.startswith(f"{name}."))
+            at |= dict.fromkeys(map(id, unit.parameters()), frozenset(within if name else self.positions[:1]))
+        held: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for name, p in module._parameters.items():
+                if p is not None and (shard := local(p)) is not p:
+                    one = held.setdefault(id(p), nn.Parameter(shard.detach(), requires_grad=p.requires_grad))
+                    module._parameters[name] = one
+        self._read_at = {id(held[key]) if key in held else key: some for key, some in at.items()}
 
     @property
     def reading(self) -> Reads:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
-from ..tape_profile import TapeProfile
-from ..trace import Event, Made, Ran, Trace
+from ..trace import Trace
 from .estimate import Estimate
 
 
@@ -14,11 +15,11 @@ from .estimate import Estimate
 class Growth:
     """A profile at a batch of `batch`, and `larger`, one of the same operations at a batch of `count`."""
 
-    profile: TapeProfile
+    profile: Estimate
     batch: int
-    larger: TapeProfile
+    larger: Estimate
     count: int
-    _known: dict[int, TapeProfile] = field(default_factory=dict, compare=False)
+    _known: dict[int, Estimate] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, estimated: Callable[[int], Estimate], profile: Estimate, batch: int, count: int) -> Growth | None:
@@ -36,20 +37,16 @@ class Growth:
     @property
     def moving(self) -> Growth:
         """This for steps whose gradients are those of groups of parameters."""
-        assert isinstance(self.profile, Estimate) and isinstance(self.larger, Estimate)
         return Growth(self.profile.moving, self.batch, self.larger.moving, self.count)
 
-    def at(self, count: int) -> TapeProfile:
+    def at(self, count: int) -> Estimate:
         """The profile at a batch of `count`."""
         if count not in self._known:
-            self._known[count] = self._at(count)
+            one, other = self.profile, self.larger
+            line = partial(_on, share=(count - self.batch) / (self.count - self.batch))
+            batch_bytes = line(one.batch_bytes, other.batch_bytes)
+            self._known[count] = replace(other, trace=_between(one.trace, other.trace, line), batch_bytes=batch_bytes)
         return self._known[count]
-
-    def _at(self, count: int) -> TapeProfile:
-        share = (count - self.batch) / (self.count - self.batch)
-        one, other = self.profile, self.larger
-        trace, batch = _between(one.trace, other.trace, share), _on(one.batch_bytes, other.batch_bytes, share)
-        return replace(other, trace=trace, batch_bytes=batch)
 
 
 def _stages(profile: Estimate) -> list[tuple[str, int]]:
@@ -63,31 +60,24 @@ def _shape(trace: Trace) -> object:
     return made, ran, trace.saved, [(event.size > 0, event.freed, event.reads) for event in trace.backward]
 
 
-def _between(one: Trace, other: Trace, share: float) -> Trace:
-    def made(a: Made, b: Made) -> Made:
-        return replace(a, nbytes=_on(a.nbytes, b.nbytes, share))
+def _between(one: Trace, other: Trace, line: Callable[[Any, Any], Any]) -> Trace:
+    def part(a: Any, b: Any, *names: str) -> Any:
+        return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in names})
 
-    def ran(a: Ran, b: Ran) -> Ran:
-        peak, copies = _on(a.peak, b.peak, share), _on(a.copies, b.copies, share)
-        return replace(a, peak=peak, copies=copies, seconds=_seconds(a.seconds, b.seconds, share))
+    def parts(a: Iterable[Any], b: Iterable[Any], *names: str) -> tuple[Any, ...]:
+        return tuple(part(*pair, *names) for pair in zip(a, b, strict=True))
 
-    def event(a: Event, b: Event) -> Event:
-        size = _on(abs(a.size), abs(b.size), share)
-        return replace(a, size=size if a.size > 0 else -size, seconds=_seconds(a.seconds, b.seconds, share))
-
-    return replace(
-        one,
-        made=tuple(map(made, one.made, other.made)),
-        ran=tuple(map(ran, one.ran, other.ran)),
-        backward=tuple(map(event, one.backward, other.backward)),
-        beside=_on(one.beside, other.beside, share),
-        states=_on(one.states, other.states, share),
+    trace: Trace = replace(
+        part(one, other, "beside", "states"),
+        made=parts(one.made, other.made, "nbytes"),
+        ran=parts(one.ran, other.ran, "peak", "copies", "seconds"),
+        backward=parts(one.backward, other.backward, "size", "seconds"),
     )
+    return trace
 
 
-def _on(a: int, b: int, share: float) -> int:
-    return max(0, round(a + share * (b - a)))
-
-
-def _seconds(a: float, b: float, share: float) -> float:
-    return max(0.0, a + share * (b - a))
+def _on(a: Any, b: Any, share: float) -> Any:
+    """Return what is on the line through two numbers, whose sign they have."""
+    found = max(0.0, abs(a) + share * (abs(b) - abs(a)))
+    found = round(found) if isinstance(a, int) else found
+    return -found if a < 0 else found

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...accelerator import ACCELERATORS
 from ...tensors.storage import pieces
-from ...tensors.tree import leaves
+from ...tensors.tree import tensor_leaves
 from .devices import Device
 
 _TYPES = {
@@ -31,35 +31,22 @@ _TYPES = {
 _CONVOLUTIONS = ("convolution", "_cudnn_rnn")  # cuDNN runs these in TF32 by default
 
 
-class Roofline:
-    """Gives the time of operations on `device`."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-
-    def time(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        """Return the seconds of the operation `func`, whose tensors need no contents; 0 for views."""
-        if _only_views(func):
-            return 0.0
-        outputs = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not outputs and not inputs:
-            return 0.0
-        formula = flop_registry.get(func.overloadpacket)
-        operations = formula(*args, **kwargs, out_val=result) if formula is not None else 0
-        peak = self._device.peak(self._type(func, outputs or inputs)) * self._device.compute_efficiency
-        moved = _touched(outputs) + (0 if func in _WRITE_ONLY else _touched(inputs))
-        return max(operations / peak, moved / (self._device.memory_bandwidth * self._device.memory_efficiency)) + (
-            self._device.launch_time
-        )
-
-    def _type(self, func: Any, tensors: list[torch.Tensor]) -> str:
-        found = next((_TYPES[t.dtype] for t in tensors if t.dtype in _TYPES), "float32")
-        if found == "float32" and "tf32" in self._device.flops:
-            name = func.overloadpacket.__name__
-            if name.startswith(_CONVOLUTIONS) or matmuls_in_tf32():
-                return "tf32"
-        return found
+def seconds_of(device: Device, func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Return the seconds that the operation `func` takes on `device`. Its tensors need no contents. 0 for views."""
+    if _only_views(func):
+        return 0.0
+    outputs, inputs = tensor_leaves(result), tensor_leaves((args, kwargs))
+    if not outputs and not inputs:
+        return 0.0
+    formula = flop_registry.get(func.overloadpacket)
+    operations = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+    kind = next((_TYPES[t.dtype] for t in outputs or inputs if t.dtype in _TYPES), "float32")
+    if kind == "float32" and "tf32" in device.flops:
+        in_tf32 = func.overloadpacket.__name__.startswith(_CONVOLUTIONS) or matmuls_in_tf32()
+        kind = "tf32" if in_tf32 else kind
+    moved = _touched(outputs) + (0 if func in _WRITE_ONLY else _touched(inputs))
+    seconds = operations / (device.peak(kind) * device.compute_efficiency)
+    return max(seconds, moved / (device.memory_bandwidth * device.memory_efficiency)) + device.launch_time
 
 
 _aten = torch.ops.aten
