@@ -24,8 +24,6 @@ from rotoff import (
     simulate,
 )
 from rotoff.core.parameters import in_parts
-from rotoff.core.sequence import g, o, w
-from rotoff.core.steady_step import at_rest
 
 STAGES = (Stage("s1", 1, 2, 10_000, 100_000, 1_000_000), Stage("s2", 2, 4, 20_000, 200_000, 2_000_000))
 GROUPS = (ParameterGroup((1,), 40, 40, 80, 3, 5, 7), ParameterGroup((2,), 20, 20, 40, 1, 2, 5))
@@ -95,30 +93,6 @@ def test_what_is_in_flight_between_steps() -> None:
 
 
 # -- between steps
-
-
-@pytest.mark.parametrize(
-    ("text", "device", "host", "arriving"),
-    [
-        ("U 1", "w 1, o 1", "w 2, o 2", ""),
-        ("U 1; offload w 1", "w 1, o 1", "w 1, w 2, o 2", ""),
-        ("offload w 1; U 1", "w 1, o 1", "w 2, o 2", ""),
-        ("drop w 1; H 1; prefetch w 1", "w 1", "w 1, o 1, w 2, o 2", ""),
-        ("wait w 1; drop w 1; H 1; prefetch w 1", "w 1", "w 1, o 1, w 2, o 2", "w 1"),
-        ("prefetch w 1; wait w 1", "w 1", "w 1, o 1, w 2, o 2", ""),
-        ("wait o 1; U 1; offload o 1; free o 1; prefetch o 1", "w 1, o 1", "o 1, w 2, o 2", "o 1"),
-        ("drop w 1; prefetch w 1", "", "w 1, o 1, w 2, o 2", ""),
-    ],
-)
-def test_what_there_is_between_steps(text: str, device: str, host: str, arriving: str) -> None:
-    resident = device.split(", ") if device else []
-    rest = at_rest(CHAIN, Sequence.from_text(text.split("; ")), resident)
-    assert ", ".join(map(str, rest.device)) == device
-    assert ", ".join(map(str, rest.host)) == host
-    assert ", ".join(map(str, rest.arriving)) == arriving
-    assert {**rest.device, **rest.host}[w(2)] == 20
-    assert g(1) not in rest.device
-    assert rest.host.get(o(2)) == 40
 
 
 def test_of_a_frozen_resident_group_the_host_has_a_copy_where_the_step_drops_it() -> None:
