@@ -6,7 +6,7 @@ is counted in plans and random numbers are seeded, so equal inputs give equal se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..core.chain import Chain
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
-from .anneal import RULES, THREADS, Budget, annealed
+from .anneal import THREADS, Problem, Progress, annealed
 from .bounds import host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
@@ -48,43 +48,24 @@ TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hu
 KEPT = 8  # starts
 
 
-@dataclass(frozen=True)
-class PlacedProblem:
-    """The problem: chain, limits in bytes, mode, when updates come."""
-
-    chain: Chain
-    limit: int
-    host_limit: int | None
-    mode: str
-    updates: str
-
-
-def searched(
-    problem: PlacedProblem,
-    budget: Budget,
-    known: list[np.ndarray],
-    progress: Callable[[float, float], None] | None = None,
-) -> list[np.ndarray]:
-    """The best plans found, the best first, which is at least as good as any of `known`; none if none fits."""
+def searched(problem: Problem, progress: Progress | None = None) -> list[np.ndarray]:
+    """The best plans found, the best first, which is at least as good as any known one; none if none fits."""
     chain = problem.chain
     L, K = len(chain), len(chain.parameters)
     heats, weights = TIGHT if _do_not_fit_together(problem) else (HEATS, WEIGHTS)
     shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
     return annealed(
+        problem,
         [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)],
-        [*known, *_starts(problem)],
+        [*problem.known, *_starts(problem)],
         [(heat, heat) for heat in heats],
-        int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats),
-        RULES[problem.mode],
+        int(SHARE[problem.mode] * problem.budget.seconds * EFFORT * shorter) // len(heats),
         weights,
-        chain.compute_time or 1.0,
-        problem.limit,
-        budget.enough(chain),
         progress,
     )
 
 
-def _do_not_fit_together(problem: PlacedProblem) -> bool:
+def _do_not_fit_together(problem: Problem) -> bool:
     """Whether the groups of some stage, which the device updates, cannot all be there at once."""
     together: dict[tuple[int, ...], int] = {}
     for group in problem.chain.parameters:
@@ -94,12 +75,12 @@ def _do_not_fit_together(problem: PlacedProblem) -> bool:
     return max(together.values(), default=0) > problem.limit
 
 
-def sequence_of(problem: PlacedProblem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
+def sequence_of(problem: Problem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
     """The sequence that `plan` stands for."""
     return to_sequence(placer(problem.chain, problem.limit, visits, problem.updates), plan)
 
 
-def least(problem: PlacedProblem) -> Iterator[tuple[Sequence, str]]:
+def least(problem: Problem) -> Iterator[tuple[Sequence, str]]:
     """A plan for the smallest limits, where the search finds nothing, and its source."""
     smallest = remat.smallest_plan(problem.chain, problem.limit, problem.updates) if problem.mode != "offload" else None
     if smallest is not None:
@@ -155,7 +136,7 @@ def _on_host(chain: Chain) -> np.ndarray:
     return np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
 
 
-def _starts(problem: PlacedProblem) -> list[np.ndarray]:
+def _starts(problem: Problem) -> list[np.ndarray]:
     """The best placements by rule, each under the plan for the activations that suits it best, and the best of all with
     other numbers of groups, as long as that is better.
     """
@@ -188,7 +169,7 @@ def _starts(problem: PlacedProblem) -> list[np.ndarray]:
     return plans
 
 
-def _activations(problem: PlacedProblem) -> Iterator[np.ndarray]:
+def _activations(problem: Problem) -> Iterator[np.ndarray]:
     """Plans for the activations alone that keep less and less on the device."""
     chain = problem.chain.without_parameters()
     everything = empty(chain)
@@ -221,7 +202,7 @@ def _activations(problem: PlacedProblem) -> Iterator[np.ndarray]:
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
 
 
-def _placements(problem: PlacedProblem) -> Iterator[tuple[Rule | None, np.ndarray]]:
+def _placements(problem: Problem) -> Iterator[tuple[Rule | None, np.ndarray]]:
     """Everything at home, 78 rules and more, and two in which groups of the same stage are updated one by one, with no
     w, or nothing, of the others on the device.
     """
