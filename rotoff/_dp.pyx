@@ -57,10 +57,18 @@ def _rows(Py_ssize_t L, Py_ssize_t last, Py_ssize_t reach):
 cpdef enum Table:
     BACKWARD
     FORWARD
+    BESIDE
+
+cpdef enum First:
+    ALL
+    CK
+    BARE
 
 
 cdef struct Decision:
-    Py_ssize_t cut, form  # F_all i in this form if `cut` is 0, else F_ck i, F_∅ i+1..cut
+    First first
+    Py_ssize_t k, form
+
 
 cdef struct Row:
     double *cost      # [m] seconds
@@ -72,12 +80,14 @@ cdef class Opt:
     """Opt_BP(i, ℓ, m) of the slides, equation (1), for all m up to N at once; m excludes the input of i.
 
     Table BACKWARD, or C: Opt_BP, from the input of i and δ_j to δ_{i-1}. FORWARD, or W: the same in the forward phase,
-    from stage i to L; there is no δ_L before the loss.
+    from stage i to L; there is no δ_L before the loss. A third choice is not in the slides: a sweep to k − 1, then ā_k
+    is kept without its input, which is made again for B k, so that stage k runs once. BESIDE, or D: C with such an ā_j
+    beside it, and without the seconds of B j.
     """
 
-    cdef readonly Py_ssize_t L, N, last, reach
+    cdef readonly Py_ssize_t L, N, last, reach, bare
     cdef const double[::1] U, u_again, least, delta
-    cdef const double[:, ::1] u_B, M_all, M_B, most
+    cdef const double[:, ::1] u_B, M_all, M_swept, M_B, most
     cdef const int32_t[::1] n_forms, out
     cdef const int32_t[:, ::1] saved
     cdef const int64_t[:, ::1] base    # segment i..j of a table has row base[table, i] + j
@@ -85,37 +95,41 @@ cdef class Opt:
     cdef int32_t[::1] fewest           # [row] slots with which they are finite
     cdef double[::1] nothing
 
-    def __init__(self, slots, Py_ssize_t last, Py_ssize_t reach):
-        """slots: a `rotoff.solver.slots.Slots`. last: the last stage of segments in C. reach: the most stages of one.
-        """
-        self.L, self.N, self.last, self.reach = slots.L, slots.N, last, reach
+    def __init__(self, slots, Py_ssize_t last, Py_ssize_t reach, Py_ssize_t bare):
+        """slots: a `rotoff.solver.slots.Slots`. last: the last stage of segments in C. reach, bare: the most stages of
+        one in C and D."""
+        self.L, self.N, self.last, self.reach, self.bare = slots.L, slots.N, last, reach, bare
         self.U, self.u_again, self.u_B, self.least = slots.U, slots.u_again, slots.u_B, slots.least
-        self.M_all, self.M_B, self.most = slots.M_all, slots.M_B, slots.most
+        self.M_all, self.M_B, self.M_swept, self.most = slots.M_all, slots.M_B, slots.M_swept, slots.most
         self.n_forms, self.out, self.saved, self.delta = slots.n_forms, slots.out, slots.saved, slots.delta
         C, n_C = _rows(self.L, last, reach)
-        self.base = np.stack([C, n_C + np.arange(-1 - self.L, 0)])
-        self.known, self.fewest = np.empty((n_C + self.L, self.N + 1)), np.empty(n_C + self.L, np.int32)
+        D, n_D = _rows(self.L, last, bare)
+        self.base = np.stack([C, n_C + np.arange(-1 - self.L, 0), n_C + self.L + D])
+        self.known, self.fewest = np.empty((n_C + self.L + n_D, self.N + 1)), np.empty(n_C + self.L + n_D, np.int32)
         self.nothing = np.zeros(self.N + 1)
 
     def fill_backward(self, Py_ssize_t j):
-        """C of the segments that end at stage j; those that end before are filled already."""
+        """C and D of the segments that end at stage j; those that end before are filled already."""
         cdef Py_ssize_t i
         with nogil:
             for i in range(j, max(0, j - self.reach), -1):
                 self._fill(BACKWARD, i, j)
+                if j - i < self.bare:
+                    self._fill(BESIDE, i, j)
 
     def fill_forward(self):
-        """W, once C is filled."""
+        """W, once C and D are filled."""
         cdef Py_ssize_t i
         with nogil:
             for i in range(self.L, 0, -1):
                 self._fill(FORWARD, i, self.L)
 
     def choice(self, Table table, Py_ssize_t i, Py_ssize_t j, Py_ssize_t m):
-        """(cost, cut, form) in m slots, as in `Decision`. The cost is infinite if nothing fits."""
+        """(cost, first, k, form) in m slots: F_all i in `form` (ALL), a sweep to a_k (CK), or to ā_k in `form` (BARE).
+        The cost is infinite if nothing fits."""
         cdef double[::1] row = np.empty(self.N + 1)
         cdef Decision best = self._best(table, i, j, m, m, &row[0])
-        return row[m], best.cut, best.form
+        return row[m], best.first, best.k, best.form
 
     cdef void _fill(self, Table table, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
         cdef Py_ssize_t row = self.base[<int>table, i] + j, m = 0
@@ -135,13 +149,21 @@ cdef class Opt:
     cdef Decision _best(self, Table table, Py_ssize_t i, Py_ssize_t j, Py_ssize_t low, Py_ssize_t high,
                         double *row) noexcept nogil:
         """The least seconds at m = low..high into `row`; the decision at `low`, the first of those that cost equal."""
-        cdef Py_ssize_t k, f, m
+        cdef Py_ssize_t k, f, m, first
         cdef double cost, before, delta = 0.0 if table == FORWARD else self.delta[j]
         cdef double keep = self.least[j] - self.least[i - 1] - self.tail(j)  # seconds of keeping all
         cdef Row rest
-        cdef Decision best = Decision(0, 0)
+        cdef Decision best = Decision(ALL, i, 0)
         for m in range(low, high + 1):
             row[m] = INFINITY
+        if table == BESIDE and i == j:
+            # B j with the input just made: the largest of its forms' needs, since the form is not known here
+            first = low
+            for f in range(self.n_forms[i]):
+                first = max(first, _up(self.M_B[i, f]) - self.saved[i, f])
+            for m in range(first, high + 1):
+                row[m] = 0.0
+            return best
         # Opt_2 = u_f(i) + Opt_BP(i+1, ℓ, m − ω_ā^i) + u_b(i)
         for f in range(self.n_forms[i]):
             before = row[low]
@@ -150,14 +172,23 @@ cdef class Opt:
             for m in range(max(low, rest.least, _up(delta + self.M_all[i, f]), _up(self.M_B[i, f])), high + 1):
                 row[m] = min(row[m], cost + rest.cost[m])
             if row[low] < before * (1 - SAME):
-                best = Decision(0, f)
+                best = Decision(ALL, i, f)
         # Opt_1 = min over k of Σ_{q=i..k} u_f(q) + Opt_BP(k+1, ℓ, m − ω_a^k) + Opt_BP(i, k, m), k = s − 1
         for k in range(i, min(j, i + self.reach)):
             before, cost = row[low], self.U[k] - self.U[i - 1]
             self._sweep(row, max(low, _up(delta + self.most[i, k])), high, cost, cost - self.tail(k) + keep,
                         self._row(BACKWARD, i, k, 0), self._row(table, k + 1, j, self.out[k]))
             if row[low] < before * (1 - SAME):
-                best = Decision(k, 0)
+                best = Decision(CK, k, 0)
+        # Σ_{q=i..k} u_f(q) + u_b(k) + D(i, k, m − ω_ā^k) + Opt_BP(k+1, ℓ, m − ω_ā^k)
+        for k in range(i + 1, min(j, i + self.bare) if table != BESIDE else 0):
+            for f in range(self.n_forms[k]):
+                before, cost = row[low], self.U[k] - self.U[i - 1]
+                self._sweep(row, max(low, _up(delta + max(self.most[i, k - 1], self.M_swept[k, f]))), high,
+                            cost + self.u_B[k, f], self.U[k - 1] - self.U[i - 1] + keep,
+                            self._row(BESIDE, i, k, self.saved[k, f]), self._row(table, k + 1, j, self.saved[k, f]))
+                if row[low] < before * (1 - SAME):
+                    best = Decision(BARE, k, f)
         return best
 
     cdef inline void _sweep(self, double *row, Py_ssize_t first, Py_ssize_t high, double cost, double least, Row left,

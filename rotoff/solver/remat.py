@@ -1,8 +1,8 @@
 """Pure recompute: rotor's dynamic program with every need checked, and the plan at the smallest limit.
 
 The recurrences (`_dp.Opt`) are C_A of the NeurIPS 2021 supplement, B.3, with Δ = 0, and its forward phase with v
-= 0. Unlike rotor's, the first sweep carries no δ_L, and keeping all of stage i is checked against δ_j + ā_i + o_F(i)
-and its backward's need.
+= 0. Unlike rotor's, the first sweep carries no δ_L, keeping all of stage i is checked against δ_j + ā_i + o_F(i) and
+its backward's need, and the ā after a swept segment may be kept in the place of its input.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .._dp import Opt, Table
+from .._dp import First, Opt, Table
 from ..core.chain import Chain
 from .arrays import Arrays, arrays
 from .bounds import at_rest_bytes, remat_arrays, remat_needs
@@ -22,6 +22,7 @@ from .slots import Slots, discretize
 
 SLOTS = 500
 REACHES = (10**9, 32, 16)  # most stages made again from one input
+BARE = 16  # most stages made again for an ā that was kept without its input
 # rules of rounding, and the tables' bytes / limit: rounding leaves a part of the limit unused
 INFLATED = (("up", 1.05), ("sums", 1.02))
 FINE = 16  # slots below those of the limit that are tried one by one
@@ -33,11 +34,12 @@ def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[
 
     Most recomputed segments are short, and slots finer than the stages are worth more than long segments.
     """
-    L = len(chain)
+    L, K = len(chain), 1 + max(len(s.forms) for s in chain.stages)
     for most in reaches:
         reach = min(L, most)
         d = np.arange(reach)
-        each = int(((L - d) * d).sum())
+        bare = np.minimum(d, BARE)
+        each = int(((L - d) * (d + K * bare + (d < BARE) * d)).sum())
         slots = min(2 * SLOTS, work // max(1, each))
         if slots >= SLOTS:
             break
@@ -74,7 +76,8 @@ def tables(
     """
     slots = discretize(arrays(chain), chain.link[:2], mem_limit, N, rounding)
     last = slots.L if whole == Table.BACKWARD else slots.L - 1
-    kernel = Opt(slots, last, max(1, min(reach, last)))
+    reach = max(1, min(reach, last))
+    kernel = Opt(slots, last, reach, 0 if whole == Table.BACKWARD else min(BARE, reach))
     for j in range(1, last + 1):
         kernel.fill_backward(j)
     kernel.fill_forward()
@@ -145,12 +148,19 @@ def forwards(kernel: Opt, slots: Slots, whole: Table, m: int) -> list[tuple[int,
     waiting = [(whole, 1, slots.L, m)]
     while waiting:
         table, i, j, m = waiting.pop()
-        _, cut, form = kernel.choice(table, i, j, m)
-        done += first_codes(i, cut, form)
-        if cut:
-            waiting.append((Table.BACKWARD, i, cut, m))
-        if (last := cut or i) < j:
-            waiting.append((table, last + 1, j, m - int(slots.out[cut] if cut else slots.saved[i, form])))
+        if table == Table.BESIDE and i == j:
+            continue
+        _, first, k, form = kernel.choice(table, i, j, m)
+        left = m - int(slots.out[k] if first == First.CK else slots.saved[k, form])
+        if first == First.BARE:
+            done += [*first_codes(i, k - 1), (k, select(form) | DROP)]
+            waiting.append((Table.BESIDE, i, k, left))
+        else:
+            done += first_codes(i, k if first == First.CK else 0, form)
+            if first == First.CK:
+                waiting.append((Table.BACKWARD, i, k, m))
+        if k < j:
+            waiting.append((table, k + 1, j, left))
     return done
 
 
@@ -177,34 +187,32 @@ def smallest_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.n
         if left is None:
             done += first_codes(i, j)
             continue
-        cut, form = _first_fit(c, i, j, left, needs)
-        last = cut or i
-        if cut and form is not None:
-            done += [*first_codes(i, cut - 1), (cut, select(form) | DROP)]
-            waiting += [(i, cut - 1, left), (i, cut - 1, None)]
+        first, k, form = _first_fit(c, i, j, left, needs)
+        if first == First.BARE:
+            done += [*first_codes(i, k - 1), (k, select(form) | DROP)]
+            waiting += [(i, k - 1, left), (i, k - 1, None)]
         else:
-            done += first_codes(i, cut, form or 0)
-            waiting += [(i, cut, left)] if cut else []
-        if last < j:
-            waiting.append((last + 1, j, left - int(c.out[cut] if form is None else c.saved[last, form])))
+            done += first_codes(i, k if first == First.CK else 0, form)
+            waiting += [(i, k, left)] if first == First.CK else []
+        if k < j:
+            waiting.append((k + 1, j, left - int(c.out[k] if first == First.CK else c.saved[k, form])))
     return from_forwards(chain, done)
 
 
-def _first_fit(c: Arrays, i: int, j: int, m: int, needs: np.ndarray) -> tuple[int, int | None]:
-    """(cut, form) of a first choice for i..j that leaves the rest feasible in m bytes: keep ā_i in `form` if the cut is
-    0, else sweep to it and keep its a, or, with a form, its ā without the input, which is made again for its B."""
+def _first_fit(c: Arrays, i: int, j: int, m: int, needs: np.ndarray) -> tuple[First, int, int]:
+    """A first choice for i..j, as in `Opt.choice`, that leaves the rest feasible in m bytes."""
     held, rest = int(c.delta[j]) if j < len(c.out) - 1 else 0, needs[1:, j]
     for x in range(int(c.n_forms[i])):
         if max(held + c.M_all[i, x], c.M_B[i, x]) <= m and (i == j or c.saved[i, x] + rest[i] <= m):
-            return 0, x
+            return First.ALL, i, x
     for k in range(j - 1, i - 1, -1):
         if held + c.M_sweep[i, k] <= m and c.out[k] + rest[k] <= m and needs[i, k] <= m:
-            return k, None
+            return First.CK, k, 0
     for k in range(j - 1, i, -1):
         for x in range(int(c.n_forms[k])):
             kept, before = int(c.saved[k, x]), int(c.out[k - 1])
             again = c.delta[k] + kept + c.M_sweep[i, k - 1]
             operands = max(held + before + c.M_all[k, x], before + c.M_B[k, x])
             if held + c.M_sweep[i, k - 1] <= m and max(again, operands, kept + rest[k], needs[i, k - 1]) <= m:
-                return k, x
+                return First.BARE, k, x
     raise AssertionError("the table of needs said that this segment fits")

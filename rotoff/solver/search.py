@@ -22,7 +22,6 @@ from .plan_codes import MOVE, evaluator, keep_all, select, to_ops, without_forms
 from .reorder import reordered
 
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
-RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
 ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1: of all plans together, then of the best one
 STARTS = 6  # of the search: the fastest proposals, and two that do not fit
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
@@ -154,23 +153,7 @@ def _searched(problem: Problem, progress: Progress | None) -> Candidate | None:
     found += [made] if made is not None else []
     if not found and problem.mode == "joint" and (plan := host_plan(chain, limit)) is not None:
         return _of_sequence(problem, Sequence(host_sequence(chain, plan)), "host")
-    return _fastest([*found, *_of_less(problem, starts)])
-
-
-def _of_less(problem: Problem, starts: list[np.ndarray]) -> Iterator[Candidate]:
-    """For limits near the smallest, where few plans fit: plans found within fewer bytes, and a search from them."""
-    least = min_mem_limit(problem.chain, problem.mode)
-    rungs = [int(least * STEP**n) for n in range(RUNGS)]
-    if problem.mode == "offload" or not least < problem.limit <= STEP * rungs[-1]:
-        return
-    less = max(rung for rung in rungs if rung < problem.limit)
-    for limit in (less, problem.limit):
-        codes = refined(replace(problem, limit=limit, budget=problem.budget.part(LESS_SHARE)), starts)
-        made = None if codes is None else judged(problem.chain, problem.limit, codes, "less", problem.host_limit)
-        if codes is None or made is None:
-            return
-        yield made
-        starts = [codes]
+    return _fastest(found)
 
 
 def _proposals(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:

@@ -34,10 +34,10 @@ class Slots:
     """A chain in N slots of `room` bytes together; by stage, stages i..k or form f, as the kernels name them.
 
     out, saved[i, f]: sizes held. U, least: running sums of u_F, and of u_F and u_B in the fastest form. Real needs,
-    where more than N becomes N + 1: M_all[i, f], M_B[i, f], delta[j]; M_ck[i] of F_ck i; most[i, k] of F_ck i,
-    F_∅ i+1..k; rest[i, k] of F_∅ i+1..k. early[i, k], late[i, k]: the largest of the needs of `most`, less the slots
-    that the link copies in the forwards before it, or after it. clock_F, clock_B, clock: slots copied in running u_F,
-    u_B, and both. beta: slots a second.
+    where more than N becomes N + 1: M_all[i, f], M_B[i, f], delta[j]; M_swept[i, f] of F_all with the input a_{i-1}
+    that a sweep has made; M_ck[i] of F_ck i; most[i, k] of F_ck i, F_∅ i+1..k; rest[i, k] of F_∅ i+1..k. early[i, k],
+    late[i, k]: the largest of the needs of `most`, less the slots that the link copies in the forwards before it, or
+    after it. clock_F, clock_B, clock: slots copied in running u_F, u_B, and both. beta: slots a second.
     """
 
     L: int
@@ -51,6 +51,7 @@ class Slots:
     least: np.ndarray
     M_all: np.ndarray
     M_B: np.ndarray
+    M_swept: np.ndarray
     delta: np.ndarray
     M_ck: np.ndarray
     most: np.ndarray
@@ -97,6 +98,7 @@ def discretize(c: Arrays, rates: tuple[float, float], mem_limit: int, N: int, ro
         M_all=_real(c.M_all, N, room),
         M_B=_real(c.M_B, N, room),
         delta=_real(c.delta, N, room),
+        M_swept=_real(c.M_all + np.concatenate([[0], c.out[:-1]])[:, None], N, room),
         M_ck=np.ascontiguousarray(step.diagonal()),
         most=_real(c.M_sweep, N, room),
         rest=rest,

@@ -28,7 +28,8 @@ def _up(x: float) -> int:
 class Recurrences:
     """Both dynamic programs of one chain at N slots of a limit of `mem_limit` bytes."""
 
-    def __init__(self, chain: Chain, mem_limit: int, N: int, rounding: str) -> None:
+    def __init__(self, chain: Chain, mem_limit: int, N: int, rounding: str, bare: bool = True) -> None:
+        self.bare = bare
         self.chain, self.N, self.L = chain, N, len(chain)
         self.room = mem_limit - chain.input_bytes
         self.beta_F = chain.d2h_bandwidth * N / self.room
@@ -47,6 +48,7 @@ class Recurrences:
         self.C = lru_cache(maxsize=None)(self._C)
         self.OC = lru_cache(maxsize=None)(self._OC)
         self.opt = lru_cache(maxsize=None)(self._opt)
+        self.opt_beside = lru_cache(maxsize=None)(self._opt_beside)
         self.opt_forward = lru_cache(maxsize=None)(self._opt_forward)
 
     def _sizes(self, sizes: list[int], rounding: str) -> list[int]:
@@ -178,7 +180,7 @@ class Recurrences:
         """OC_0(1, 0, 0, 0)."""
         return self.OC(1, 0, 0, 0, 0)
 
-    # -- rotor's Opt, every need checked
+    # -- rotor's Opt, every need checked, and the ā after a swept segment kept in the place of its input
 
     def _opt(self, i: int, j: int, m: int) -> float:
         return self._best(i, j, m, self._held(j), self.opt, self.u_again)
@@ -200,6 +202,33 @@ class Recurrences:
         for k in range(i, j):
             if all(self._need(self._step(i, q) + held) <= m for q in range(i, k + 1)):
                 best = min(best, sum(self.u_F[i : k + 1]) + self.opt(i, k, m) + rest(k + 1, self.a[k]))
+        if not self.bare:
+            return best
+        for k in range(i + 1, j):
+            if any(self._need(self._step(i, q) + held) > m for q in range(i, k)):
+                break
+            for x, form in enumerate(self.forms[k]):
+                size = self.abar[k][x]
+                if self._need(self._all(k, x) + self.chain.output_bytes(k - 1) + held) <= m and size <= m:
+                    seconds = sum(self.u_F[i : k + 1]) + form.backward_time
+                    best = min(best, seconds + self.opt_beside(i, k, m - size) + rest(k + 1, size))
+        return best
+
+    def _opt_beside(self, i: int, j: int, m: int) -> float:
+        """From the input of i, ā_j and δ_j to δ_{i-1}, in m slots beside ā_j, without the seconds of B j."""
+        if i == j:
+            return (
+                0.0 if all(self._need(self._b(i, k)) - self.abar[i][k] <= m for k in range(len(self.forms[i]))) else INF
+            )
+        best = INF
+        for k, form in enumerate(self.forms[i]):
+            if self._need(max(self._all(i, k) + self._held(j), self._b(i, k))) <= m and self.abar[i][k] <= m:
+                rest = self.opt_beside(i + 1, j, m - self.abar[i][k])
+                best = min(best, self.u_F[i] + form.backward_time + rest)
+        for k in range(i, j):
+            if all(self._need(self._step(i, q) + self._held(j)) <= m for q in range(i, k + 1)) and self.a[k] <= m:
+                rest = self.opt(i, k, m) + self.opt_beside(k + 1, j, m - self.a[k])
+                best = min(best, sum(self.u_F[i : k + 1]) + rest)
         return best
 
     def remat(self) -> float:

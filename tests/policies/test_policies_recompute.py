@@ -46,7 +46,7 @@ def test_rotor_is_its_recurrence(chain, part, N):
     limit = int(simulate(chain, keep_all(chain)).peak_bytes * part)
     assume(limit > chain.input_bytes)
     cost, codes = optimum(chain, limit, N)
-    literal = Literal(chain, limit, N, "up").rotor()
+    literal = Literal(chain, limit, N, "up", bare=False).rotor()
     assert cost == pytest.approx(literal, abs=1e-9)
     if codes is not None:
         made = judged(chain, limit, codes, "rotor")

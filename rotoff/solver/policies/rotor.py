@@ -11,8 +11,8 @@ its transients and δ_ℓ; ``F_all i`` of Opt_2 needs ā_i, its transients and �
 transients. Every size is rounded up to a slot, and the answer is Opt_BP(1, L, M) with M = the limit less a_0.
 
 How `solve(mode="remat")` differs: its first sweep carries no δ_L (no gradient exists before the loss); it uses the
-smaller forms of stages; it also rounds running sums, and searches on exact bytes from there. In both, a_L, which the
-machine charges once it is made, is added to every need but stage L's own.
+smaller forms of stages; it also rounds running sums, may keep an ā without its input, and searches on exact bytes from
+there. In both, a_L, which the machine charges once it is made, is added to every need but stage L's own.
 """
 
 from __future__ import annotations
