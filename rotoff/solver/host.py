@@ -59,11 +59,6 @@ def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
     return tuple(ops)
 
 
-def everything_away(chain: Chain) -> HostPlan:
-    """The plan of mode offload at its minimum: every stage runs forward once and keeps all that autograd saves."""
-    return HostPlan((0,) * (len(chain) + 1), (False,) * (len(chain) + 1))
-
-
 def host_step(chain: Chain, plan: HostPlan, updates: str) -> Sequence:
     """`host_sequence` for a chain with parameters: they are copied in for every operation, and none is resident.
 

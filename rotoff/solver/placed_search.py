@@ -15,7 +15,7 @@ from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
 from .anneal import THREADS, Problem, Progress, annealed
-from .bounds import host_plan, min_mem_limit
+from .bounds import HostPlan, host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
     FLAGS,
@@ -29,7 +29,7 @@ from .genes import (
     placer,
     to_sequence,
 )
-from .host import all_moving, everything_away, host_step
+from .host import all_moving, host_step
 from .plan_codes import MOVE, empty, in_columns, keep_all
 
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
@@ -87,11 +87,8 @@ def least(problem: Problem) -> Iterator[tuple[Sequence, str]]:
         if not placer(problem.chain, problem.limit, visits, problem.updates).judge(plan)[1]:
             yield sequence_of(problem, plan, visits), "remat-smallest"
     if problem.mode != "remat":
-        away = (
-            host_plan(problem.chain, problem.limit, problem.updates)
-            if problem.mode == "joint"
-            else everything_away(problem.chain)
-        )
+        everything = HostPlan((0,) * (len(problem.chain) + 1), (False,) * (len(problem.chain) + 1))
+        away = host_plan(problem.chain, problem.limit, problem.updates) if problem.mode == "joint" else everything
         if away is not None:
             yield host_step(problem.chain, away, problem.updates), "host"
 
