@@ -246,15 +246,15 @@ cdef class Joint:
     cdef double[::1] below                  # [at] the least seconds of all states with no more slots of any kind
     cdef State[::1] live                    # those that go on
 
-    def __init__(self, slots, moves, Py_ssize_t reach):
-        """slots, moves: `rotoff.solver.slots.Slots` and `Moves`. reach: most stages of a segment that is made again."""
+    def __init__(self, slots, Py_ssize_t reach):
+        """slots: a `rotoff.solver.slots.Slots`. reach: most stages of a segment that is made again."""
         self.L, self.N, self.X, self.reach = slots.L, slots.N, 1 + slots.saved.shape[1], reach
         self.U, self.u_again, self.u_B, self.least = slots.U, slots.u_again, slots.u_B, slots.least
         self.M_all, self.M_B, self.delta, self.most = slots.M_all, slots.M_B, slots.delta, slots.most
         self.n_forms, self.out, self.saved = slots.n_forms, slots.out, slots.saved
-        self.beta_F, self.beta_B, self.M_ck, self.rest = moves.beta_F, moves.beta_B, moves.M_ck, moves.rest
-        self.clock_F, self.clock_B, self.clock = moves.clock_F, moves.clock_B, moves.clock
-        self.early, self.late = moves.early, moves.late
+        self.beta_F, self.beta_B, self.M_ck, self.rest = slots.beta_F, slots.beta_B, slots.M_ck, slots.rest
+        self.clock_F, self.clock_B, self.clock = slots.clock_F, slots.clock_B, slots.clock
+        self.early, self.late = slots.early, slots.late
         self.base, count = _rows(self.L, self.L - 1, reach)
         self.C_known = np.full((count, (self.N + 1) * (self.N + 2) // 2), np.nan)
         self.start = np.concatenate([[0], np.cumsum(np.arange(self.N + 1, 0, -1) ** 2)])

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ChainError
 from ..io.json_file import load_json, save_json
-from .chain_fields import at_most, bytes_of, check_name, number, read, several
+from .chain_fields import at_most, check_name, clean, number, read, several
 from .parameters import ParameterGroup
 
 FORMAT = "rotoff.chain"
@@ -105,18 +105,15 @@ class Stage:
         where = f"stage {self.name!r}" if self.name else "a stage"
         put = object.__setattr__
         check_name(self.name, "a stage")
-        for name in ("forward_time", "backward_time", "tail_time"):
-            put(self, name, number(getattr(self, name), name, where))
+        put(self, "grad_bytes", _default(self.grad_bytes, self.output_bytes))
+        transient = _default(self.checkpoint_transient_bytes, self.forward_transient_bytes)
+        put(self, "checkpoint_transient_bytes", transient)
+        clean(self, where, ("forward_time", "backward_time", "tail_time"), _STAGE_SIZES)
         if self.tail_time > self.forward_time:
             raise ChainError(
                 f"tail_time of {where} is {self.tail_time}, more than its forward_time of {self.forward_time}; it is"
                 " the end of the forward, so give at most that"
             )
-        for name in ("output_bytes", "saved_bytes", "forward_transient_bytes", "backward_transient_bytes"):
-            put(self, name, bytes_of(getattr(self, name), name, where))
-        put(self, "grad_bytes", bytes_of(_default(self.grad_bytes, self.output_bytes), "grad_bytes", where))
-        transient = _default(self.checkpoint_transient_bytes, self.forward_transient_bytes)
-        put(self, "checkpoint_transient_bytes", bytes_of(transient, "checkpoint_transient_bytes", where))
         forms = enumerate(several(self.forms, "forms", where, "rotoff.Form"), start=1)
         put(self, "forms", tuple(_checked_form(form, k, where) for k, form in forms))
         for k in range(1 + len(self.forms)):
@@ -189,8 +186,7 @@ class Chain:
         for name, alone in zip(BIDIRECTIONAL, self.link[:2], strict=True):
             value = getattr(self, name)
             put(self, name, None if value is None else at_most(value, alone, name))
-        for name in ("input_bytes", "input_grad_bytes"):
-            put(self, name, bytes_of(getattr(self, name), name, "the chain"))
+        clean(self, "the chain", sizes=("input_bytes", "input_grad_bytes"))
         if not isinstance(self.duplex, bool):
             raise ChainError(f"duplex of the chain is {self.duplex!r}; give true or false")
         put(self, "parameters", tuple(several(self.parameters, "parameters", "the chain", "rotoff.ParameterGroup")))
@@ -324,6 +320,8 @@ def check_chain(chain: Any) -> None:
         raise ChainError(f"the chain is {given}; give a rotoff.Chain, such as Chain.load(path)")
 
 
+_FORM_SIZES = ("saved_bytes", "forward_transient_bytes", "backward_transient_bytes")
+_STAGE_SIZES = ("output_bytes", *_FORM_SIZES, "grad_bytes", "checkpoint_transient_bytes")
 _FORM_FIELDS = tuple(one.name for one in fields(Form) if one.name != "extra")
 _STAGE_FIELDS = tuple(one.name for one in fields(Stage) if one.name not in ("forms", "extra"))
 
@@ -358,13 +356,9 @@ def _checked_form(form: Form, k: int, where: str) -> Form:
     where = f"form {k} of {where}"
     if not isinstance(form, Form):
         raise ChainError(f"{where} is {form!r}, not a rotoff.Form")
-    return replace(
-        form,
-        saved_bytes=bytes_of(form.saved_bytes, "saved_bytes", where),
-        backward_time=number(form.backward_time, "backward_time", where),
-        forward_transient_bytes=bytes_of(form.forward_transient_bytes, "forward_transient_bytes", where),
-        backward_transient_bytes=bytes_of(form.backward_transient_bytes, "backward_transient_bytes", where),
-    )
+    made = replace(form)
+    clean(made, where, ("backward_time",), _FORM_SIZES)
+    return made
 
 
 def _default(value: int | None, other: int) -> int:

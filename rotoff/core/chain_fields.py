@@ -61,6 +61,13 @@ def bytes_of(value: Any, name: str, where: str) -> int:
     return whole
 
 
+def clean(one: Any, where: str, times: Iterable[str] = (), sizes: Iterable[str] = ()) -> None:
+    """Make the fields `times` of a frozen object floats, and `sizes` whole numbers."""
+    for names, read_as in ((times, number), (sizes, bytes_of)):
+        for name in names:
+            object.__setattr__(one, name, read_as(getattr(one, name), name, where))
+
+
 def at_most(value: Any, alone: float, name: str) -> float:
     """Check the bidirectional bandwidth of a direction that reaches `alone` while nothing runs in the other one."""
     real = number(value, name, "the chain")

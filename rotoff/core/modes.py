@@ -1,4 +1,4 @@
-"""Checks of options that name one or several modes."""
+"""Checks of options that many functions have: modes, and whole numbers."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def as_tuple(given: Any) -> tuple[Any, ...]:
     """The values of an option; a text, number or dict alone is one value."""
     lone = isinstance(given, (str, Mapping)) or not isinstance(given, Iterable) or getattr(given, "shape", None) == ()
     return (given,) if lone else tuple(given)
+
+
+def whole_number(given: Any, name: str, least: int = 1, most: int | None = None) -> int:
+    """Read an option that is a whole number of at least `least`, and at most `most`; OptionError for anything else."""
+    fits = not isinstance(given, bool) and hasattr(given, "__index__") and least <= given
+    if not fits or (most is not None and given > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise OptionError(f"{name} is {given!r}; give a whole number {allowed}")
+    return int(given)

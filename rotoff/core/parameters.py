@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ..errors import ChainError
-from .chain_fields import bytes_of, check_name, number, read, several
+from .chain_fields import check_name, clean, read, several
 
 PARTS = 3  # more gain little, and plans of more groups take longer to find
 LEAST_PART = 1 / 128
@@ -59,11 +59,8 @@ class ParameterGroup:
         if len(set(stages)) < len(stages):
             raise ChainError(f"stages of {where} is {list(stages)}; name each stage once")
         put(self, "stages", stages)
-        for name in ("bytes", "grad_bytes", "state_bytes", "update_transient_bytes"):
-            put(self, name, bytes_of(getattr(self, name), name, where))
-        put(self, "update_time", number(self.update_time, "update_time", where))
-        if self.host_update_time is not None:
-            put(self, "host_update_time", number(self.host_update_time, "host_update_time", where))
+        times = ("update_time",) if self.host_update_time is None else ("update_time", "host_update_time")
+        clean(self, where, times, ("bytes", "grad_bytes", "state_bytes", "update_transient_bytes"))
         if self.state_bytes and not self.grad_bytes:
             raise ChainError(
                 f"state_bytes of {where} is {self.state_bytes}, but grad_bytes is 0; frozen parameters have no"

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import OptionError
 from .chain import Chain
 from .lanes import Lanes
-from .sequence import COMPUTES, Op, OpKind, Value, a, abar
+from .modes import whole_number
+from .sequence import COMPUTES, OpKind, Value, awaited
 from .simulator import Machine
 from .trace import Trace
 
@@ -53,7 +54,7 @@ def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tu
     if kind not in SCHEDULES:
         raise OptionError(f"schedule is {schedule!r}; it is one of {', '.join(SCHEDULES.values())}")
     for name, number in (("pipeline", ranks), ("microbatches", micro_batches), ("chunks", chunks)):
-        check_count(name, number)
+        whole_number(number, name)
     if chunks > 1 and kind != "interleaved1f1b":
         raise OptionError(f"chunks is {chunks}; {SCHEDULES[kind]} has one stage on each rank")
     if kind == "gpipe":
@@ -67,12 +68,6 @@ def orders(schedule: str, ranks: int, micro_batches: int, chunks: int = 1) -> tu
     if kind != "1f1b" and micro_batches % rounds:
         raise OptionError(f"microbatches is {micro_batches}; with {ranks} ranks give a multiple of {rounds}")
     return tuple(_one_f_one_b(kind, rank, ranks, micro_batches, chunks) for rank in range(ranks))
-
-
-def check_count(name: str, number: Any) -> None:
-    """Raise OptionError unless `number` is a whole number of at least 1."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise OptionError(f"{name} is {number!r}; give a whole number of at least 1")
 
 
 def _one_f_one_b(kind: str, rank: int, ranks: int, micro_batches: int, chunks: int) -> Order:
@@ -149,21 +144,12 @@ def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StageP
         machine.step(op)  # for the bytes alone
         copied = machine.device.get(value, 0) / bandwidth if lane else 0.0
         memory = event.memory + beside
-        work.append(_Work(seconds, _waited(op), lane, value, copied, memory, event.host_memory))
+        work.append(_Work(seconds, awaited(op), lane, value, copied, memory, event.host_memory))
         if n + 1 == turn:
             resting, host = machine.held_bytes - chain.grad_bytes(len(chain)) + beside, machine.host_bytes
     ends = chain.output_bytes(len(chain)), chain.input_grad_bytes
     link = chain.duplex, chain.bidirectional_shares
     return StagePlan(tuple(work[:turn]), tuple(work[turn:]), resting, host, *link, *ends)
-
-
-def _waited(op: Op) -> tuple[Value, ...]:
-    """The values whose copies end before the compute lane goes on after `op`."""
-    if op.kind is OpKind.B:
-        return abar(op.stage), a(op.stage), a(op.stage - 1)
-    if op.kind is OpKind.F_NONE:
-        return (a(op.stage - 1),)
-    return (op.value,) if op.kind in (OpKind.FREE, OpKind.WAIT, OpKind.DROP) else ()
 
 
 class RankTrace(NamedTuple):
@@ -207,7 +193,7 @@ def simulate_pipeline(
     Raises:
         OptionError: for an order in which ranks wait for each other forever, and for `ranks_per_link` below 1.
     """
-    check_count("ranks_per_link", ranks_per_link)
+    whole_number(ranks_per_link, "ranks_per_link")
     return _Run(stages, order, ranks_per_link, send_bandwidth).finish()
 
 
@@ -222,59 +208,49 @@ class _Run:
         many = range(len(order))
         self._rank_of = {task.stage: rank for rank in many for task in order[rank]}
         self._clock, self._busy, self._copying = ([0.0] * len(order) for _ in range(3))
-        self._at = [(0, 0)] * len(order)  # the task, and the operation in it
         self._lanes: dict[int, Lanes] = {}
         self._copies: dict[tuple[int, int, Value], int] = {}
         self._out: dict[tuple[int, int, Value], int] = {}
         self._arrival: dict[Task, float] = {}
         self._parked: dict[Task, int] = {}
         self._held, self._host, self._peak, self._host_peak = ([0] * len(order) for _ in range(4))
-        self._heap = [(0.0, rank) for rank in many if order[rank]]
+        self._programs = [self._program(rank) for rank in many]
+        self._heap = [(0.0, rank) for rank in many]
 
     def finish(self) -> PipelineTrace:
         while self._heap:
             _, rank = heapq.heappop(self._heap)
-            self._advance(rank)
+            due = next(self._programs[rank], None)
+            if isinstance(due, Task):
+                self._parked[due] = rank
+            elif due is not None:
+                heapq.heappush(self._heap, (due, rank))
         if self._parked:
             raise OptionError(f"the order of the pipeline cannot run: {next(iter(self._parked))} waits forever")
         end = max(self._clock, default=0.0)
         rows = zip(self._busy, self._copying, self._peak, self._host_peak, strict=True)
         return PipelineTrace(end, tuple(RankTrace(b, c, end - b - c, peak, host) for b, c, peak, host in rows))
 
-    def _advance(self, rank: int) -> None:
-        """Run the rank's next operation, or let it wait for a neighbour's tensors."""
-        at, n = self._at[rank]
-        task = self._order[rank][at]
-        if n == 0 and not self._ready(task, rank):
-            return
-        stage = self._stages[task.stage]
-        work = stage.backward if task.backward else stage.forward
-        if n == 0 and task.backward:
-            self._held[rank] -= stage.resting_bytes
-            self._host[rank] -= stage.resting_host_bytes
-        if work:
-            self._operate(rank, task, work[n])
-        if n + 1 < len(work):
-            self._at[rank] = at, n + 1
-        else:
-            self._at[rank] = at + 1, 0
+    def _program(self, rank: int) -> Iterator[float | Task]:
+        """Runs the rank's operations one by one. Yields when the next one may run, or the task that waits for a
+        neighbour's tensors."""
+        for task in self._order[rank]:
+            if task.stage != (len(self._stages) - 1 if task.backward else 0):
+                if task not in self._arrival:
+                    yield task
+                if self._arrival[task] > self._clock[rank]:
+                    self._clock[rank] = self._arrival[task]
+                    yield self._clock[rank]
+            stage = self._stages[task.stage]
+            if task.backward:
+                self._held[rank] -= stage.resting_bytes
+                self._host[rank] -= stage.resting_host_bytes
+            for n, work in enumerate(stage.backward if task.backward else stage.forward):
+                if n:
+                    yield self._clock[rank]
+                self._operate(rank, task, work)
             self._ended(task, rank)
-        if self._at[rank][0] < len(self._order[rank]):
-            heapq.heappush(self._heap, (self._clock[rank], rank))
-
-    def _ready(self, task: Task, rank: int) -> bool:
-        """Whether the rank may begin `task` now; if not, it is queued for the time when it may."""
-        if task.stage == (len(self._stages) - 1 if task.backward else 0):
-            return True
-        arrived = self._arrival.get(task)
-        if arrived is None:
-            self._parked[task] = rank
-            return False
-        if arrived > self._clock[rank]:
-            self._clock[rank] = arrived
-            heapq.heappush(self._heap, (arrived, rank))
-            return False
-        return True
+            yield self._clock[rank]
 
     def _operate(self, rank: int, task: Task, work: _Work) -> None:
         end = self._clock[rank] + work.seconds

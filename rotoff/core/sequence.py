@@ -196,6 +196,18 @@ offload, free, prefetch = map(_moves, (OpKind.OFFLOAD, OpKind.FREE, OpKind.PREFE
 wait, drop = map(_moves, (OpKind.WAIT, OpKind.DROP))
 
 
+def awaited(op: Op) -> tuple[Value, ...]:
+    """The values whose copies end before the compute lane goes on after `op`, if they have any."""
+    i = op.stage
+    if op.kind is OpKind.B:
+        return abar(i), a(i), a(i - 1)
+    if op.kind is OpKind.F_NONE:
+        return (a(i - 1),)
+    if op.kind is OpKind.U:
+        return w(i), g(i), o(i)
+    return (op.value,) if op.kind in (OpKind.FREE, OpKind.WAIT, OpKind.DROP) else ()
+
+
 def resident_values(texts: Iterable[str]) -> tuple[Value, ...]:
     """The values that the texts of `Sequence.resident` name.
 

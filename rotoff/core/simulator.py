@@ -45,29 +45,33 @@ _Ran = tuple[str, float, float, int, int]  # lane, start, end, bytes on the devi
 
 
 class _Bytes(dict[Value, int]):
-    """Bytes by value, and their sum."""
+    """Bytes by value, and their sum; of_groups: the sum of those of parameters, their gradients and states."""
 
     def __init__(self, of: Mapping[Value, int]) -> None:
-        super().__init__(of)
-        self.total = sum(self.values())
+        super().__init__()
+        self.total = self.of_groups = 0
+        for v, nbytes in of.items():
+            self[v] = nbytes
 
     def copy(self) -> _Bytes:
         return _Bytes(self)
 
     def __setitem__(self, v: Value, nbytes: int) -> None:
-        self.total += nbytes - self.get(v, 0)
+        self._add(v, nbytes - self.get(v, 0))
         super().__setitem__(v, nbytes)
 
     def __delitem__(self, v: Value) -> None:
-        self.total -= self[v]
+        self._add(v, -self[v])
         super().__delitem__(v)
 
-    def let_go(self, v: Value) -> int:
-        """Forget a value that may be there, and return its bytes."""
-        nbytes = self.get(v, 0)
+    def _add(self, v: Value, nbytes: int) -> None:
+        self.total += nbytes
+        self.of_groups += nbytes if v.of else 0
+
+    def let_go(self, v: Value) -> None:
+        """Forget a value that may be there."""
         if v in self:
             del self[v]
-        return nbytes
 
 
 class Machine:
@@ -95,8 +99,6 @@ class Machine:
         self._whole: set[int] = set()  # groups whose gradient is whole
         self._left: set[int] = set()  # groups whose gradient has been offloaded
         self._updated: set[int] = set()
-        # bytes of parameters, their gradients and states on the device
-        self._parameter_bytes = sum(self.rest.device.values())
         self._ends = [0.0]  # on the compute lane: the start of the first step, then the end of each
         self._clock = {"compute": 0.0}
         self._lanes = Lanes(chain.duplex, chain.bidirectional_shares)
@@ -146,7 +148,7 @@ class Machine:
             if self.next_backward == 0:
                 more = " but updates and moves of parameters" if self.chain.parameters else ""
                 raise self._error(op, f"nothing may follow B 1{more}")
-        before, again = self._parameter_bytes, op.kind in FORWARDS and op.stage in self._done_forward
+        before, again = self.device.of_groups, op.kind in FORWARDS and op.stage in self._done_forward
         if op.kind in FORWARDS:
             ran = self._forward(op, early)
         elif op.kind is OpKind.B:
@@ -157,7 +159,7 @@ class Machine:
             ran = self._update_on_host(op)
         else:
             ran = self._move(op)
-        event = Event(op, *ran, recompute=again, parameter_memory=max(before, self._parameter_bytes))
+        event = Event(op, *ran, recompute=again, parameter_memory=max(before, self.device.of_groups))
         self.events.append(event)
         return event
 
@@ -285,7 +287,6 @@ class Machine:
         self.next_backward = i - 1
         for v, nbytes in begun.items():
             self.device[v] = nbytes
-        self._parameter_bytes += sum(begun.values())
         self._whole.update(v.stage for v in self._readers.whole.get(i, ()))
         return "compute", start, end, memory, host
 
@@ -297,7 +298,7 @@ class Machine:
         memory, host = self._within_limit(op, self.held_bytes + group.update_transient_bytes), self.host_bytes
         start = self._arrived(w(k), g(k), o(k))
         self._clock["compute"] = end = start + group.update_time
-        self._parameter_bytes -= self.device.let_go(g(k))
+        self.device.let_go(g(k))
         for v in (w(k), g(k), o(k)):
             self.host.let_go(v)
         self._updated.add(k)
@@ -347,7 +348,6 @@ class Machine:
                 self._left.add(v.stage)
         elif kind is OpKind.PREFETCH:
             self.device[v] = self.host[v]
-            self._parameter_bytes += self.host[v] if v.of else 0
             self.arriving.add(v)
             lane = "h2d"
             self._copy(lane, v, self.chain.h2d_bandwidth, self._valid.get(v))
@@ -357,8 +357,7 @@ class Machine:
             self.arriving.discard(v)
         elif kind in (OpKind.FREE, OpKind.DROP):
             start, end = self._compute(0.0, [v])
-            size = self.device.let_go(v)
-            self._parameter_bytes -= size if v.of else 0
+            del self.device[v]
         return lane, start, end, memory, host
 
     def _check_move(self, op: Op, v: Value) -> None:

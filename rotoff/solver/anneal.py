@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,7 @@ FLOAT_ERROR = 1e-12  # relative error of a step time
 CLOSE = 1.001  # step time / a bound on it that ends a search shorter than the default: times are off by more
 NEAREST = 0.1
 FOUND = 4  # plans that are returned at most
+Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 COOL_STAGES = 50  # with more stages each is a smaller part of the step, so the start temperatures are lowered
 
 
@@ -90,55 +91,29 @@ def least_compute(chain: Chain) -> float:
     )
 
 
-class Pool:
-    """The plans found so far.
+@dataclass(frozen=True)
+class Problem:
+    """limit, host_limit: bytes. slots: N of the joint dynamic program. known: plans to start from."""
 
-    Args:
-        plans: the first plans.
-        judge: returns the seconds of a plan, and its bytes over both limits.
-        weights: seconds that a byte over the limit costs, in each thread; the first counts for scores.
-    """
+    chain: Chain
+    limit: int
+    host_limit: int | None
+    slots: int
+    budget: Budget
+    updates: str = "during"
+    known: tuple[np.ndarray, ...] = ()
+    mode: str = "joint"
 
-    def __init__(
-        self,
-        plans: Iterable[np.ndarray],
-        judge: Callable[[np.ndarray], tuple[float, int, int]],
-        weights: list[float],
-    ) -> None:
-        self.weights = weights
-        self.excess: list[int] = []  # each plan's bytes over the limit
-        self.plans: list[np.ndarray] = []
-        self.scores: list[
-            tuple[bool, float]
-        ] = []  # whether it exceeds the limit, and seconds with the penalty for that
-        self._judge = judge
-        for plan in plans:
-            self.add(plan)
 
-    def add(self, plan: np.ndarray) -> None:
-        makespan, over, host_over = self._judge(plan)
-        self.plans.append(plan)
-        self.excess.append(over + host_over)
-        self.scores.append((bool(self.excess[-1]), makespan + self.weights[0] * self.excess[-1]))
+class Found(NamedTuple):
+    """A plan in the order of the best: whether it exceeds a limit, its seconds with the penalty for that, its number,
+    its bytes over both limits."""
 
-    @property
-    def best(self) -> tuple[bool, float]:
-        """The best score."""
-        return min(self.scores)
-
-    @property
-    def fits(self) -> bool:
-        """Whether any plan fits."""
-        return not all(self.excess)
-
-    def winners(self, most: int) -> list[np.ndarray]:
-        """The best plans that fit, the best first, at most `most`; of those that take equally long, one."""
-        order = {self.scores[n]: n for n in reversed(self.ranked()) if not self.scores[n][0]}
-        return [self.plans[order[score]] for score in sorted(order)[:most]]
-
-    def ranked(self) -> list[int]:
-        """The numbers of all plans, the best first."""
-        return sorted(range(len(self.scores)), key=lambda n: self.scores[n])
+    exceeds: bool
+    score: float
+    number: int
+    excess: int
+    plan: np.ndarray
 
 
 def in_threads(kernels: Sequence[Callable[..., float]], calls: Iterable[tuple[Any, ...]]) -> list[float]:
@@ -155,78 +130,76 @@ def in_threads(kernels: Sequence[Callable[..., float]], calls: Iterable[tuple[An
 
 
 def annealed(
+    problem: Problem,
     decoders: Sequence[Evaluator],
     starts: Iterable[np.ndarray],
     rounds: Sequence[tuple[float, ...]],
     each: int,
-    rules: tuple[int, ...],
     weights: Sequence[float],
-    scale: float,
-    limit: int,
-    enough: float,
-    progress: Callable[[float, float], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[np.ndarray]:
-    """The best plans found that fit, from `starts`, which need not fit; the best first.
+    """The best plans found that fit, from `starts`, which need not fit; the best first, and one of those that take
+    equally long.
 
     Every round anneals in each thread, with `each` changes: one from the best plan so far, one from the next start. The
-    search ends early at a plan that takes `enough` seconds.
+    search ends early at a plan that is fast enough for the budget.
 
     Args:
-        decoders: one for each thread. rounds: temperatures at which the threads start, in units of `scale`; each ends
-            a hundred times colder. rules: of the mode (`RULES`).
-        weights: what a plan over the limit by a share x costs more in each thread, in units of `scale` and x.
+        decoders: one for each thread. rounds: temperatures at which the threads start, as shares of the keep-all time;
+            each ends a hundred times colder.
+        weights: what a plan over the limit by a share x costs more in each thread, in keep-all times and x.
     """
-    pool = Pool(starts, decoders[0].judge, [weight * scale / max(1, limit) for weight in weights])
-    mask = np.array(rules, dtype=np.int16)
-    for turn, heats in enumerate(rounds if each and pool.plans else ()):
-        if pool.best <= (False, enough):
+    scale, enough, found = problem.chain.compute_time or 1.0, problem.budget.enough(problem.chain), list[Found]()
+    dear = [weight * scale / max(1, problem.limit) for weight in weights]
+
+    def add(plan: np.ndarray) -> None:
+        makespan, *over = decoders[0].judge(plan)
+        found.append(Found(any(over), makespan + dear[0] * sum(over), len(found), sum(over), plan))
+
+    for plan in starts:
+        add(plan)
+    mask = np.array(RULES[problem.mode], dtype=np.int16)
+    for turn, heats in enumerate(rounds if each and found else ()):
+        order = sorted(found)
+        best = order[0]
+        if not best.exceeds and best.score <= enough:
             if progress is not None:
-                progress(1.0, pool.best[1])
+                progress(1.0, best.score)
             break
-        order = pool.ranked()
-        firsts = [pool.plans[n] for n in (order[0], order[(1 + turn) % len(order)])]
+        firsts = [best.plan, order[(1 + turn) % len(order)].plan]
         lasts, bests = ([plan.copy() for plan in firsts] for _ in range(2))
-        hot = [heat * max(scale, pool.best[1] if pool.fits else 0.0) for heat in heats]
+        hot = [heat * max(scale, 0.0 if best.exceeds else best.score) for heat in heats]
         calls = [
-            (lasts[n], each, 1 + turn * THREADS + n, hot[n], hot[n] / 100, mask, pool.weights[n], bests[n])
+            (lasts[n], each, 1 + turn * THREADS + n, hot[n], hot[n] / 100, mask, dear[n], bests[n])
             for n in range(THREADS)
         ]
         for n, seconds in enumerate(in_threads([decoder.anneal for decoder in decoders], calls)):
-            pool.add(bests[n] if math.isfinite(seconds) else lasts[n])
-            if pool.fits and any(decoders[n].judge(lasts[n])[1:]):
-                pool.weights[n] *= STRAYED
-        if not pool.fits:
-            nearest = NEAREST * scale / min(pool.excess)
-            pool.weights = [max(GROWTH * weight, nearest) for weight in pool.weights]
+            add(bests[n] if math.isfinite(seconds) else lasts[n])
+            if not min(found).exceeds and any(decoders[n].judge(lasts[n])[1:]):
+                dear[n] *= STRAYED
+        best = min(found)
+        if best.exceeds:
+            nearest = NEAREST * scale / min(one.excess for one in found)
+            dear = [max(GROWTH * weight, nearest) for weight in dear]
         if progress is not None:
-            progress((turn + 1) / len(rounds), pool.best[1])
-    return pool.winners(FOUND)
+            progress((turn + 1) / len(rounds), best.score)
+    fitting = {one.score: one.plan for one in sorted(found, reverse=True) if not one.exceeds}
+    return [fitting[score] for score in sorted(fitting)[:FOUND]]
 
 
-def refined(
-    chain: Chain,
-    limit: int,
-    mode: str,
-    starts: list[np.ndarray],
-    budget: Budget,
-    host_limit: int | None = None,
-    progress: Callable[[float, float], None] | None = None,
-) -> np.ndarray | None:
-    """The best plan that fits, found from `starts`; None if none was found."""
-    starts = [codes for codes in starts if codes.shape[1] <= WIDEST]
-    if not starts or budget.seconds == 0:
+def refined(problem: Problem, starts: Iterable[np.ndarray], progress: Progress | None = None) -> np.ndarray | None:
+    """The best plan that fits, found from `starts`, for a chain without parameters; None if none was found."""
+    chain, starts = problem.chain, [codes for codes in starts if codes.shape[1] <= WIDEST]
+    if not starts or problem.budget.seconds == 0:
         return None
     width = max(codes.shape[1] for codes in starts)
     found = annealed(
-        [evaluator(chain, limit, width, host_limit) for _ in range(THREADS)],
+        problem,
+        [evaluator(chain, problem.limit, width, problem.host_limit) for _ in range(THREADS)],
         [in_columns(codes, width).ravel() for codes in starts],
         [tuple(min(1.0, COOL_STAGES / len(chain)) * heat for heat in heats) for heats in ROUNDS],
-        max(1, budget.evaluations(chain, mode) // len(ROUNDS)),
-        RULES[mode],
+        max(1, problem.budget.evaluations(chain, problem.mode) // len(ROUNDS)),
         OVER_WEIGHTS,
-        chain.compute_time or 1.0,
-        limit,
-        budget.enough(chain),
         progress,
     )
     return found[0].reshape(-1, width) if found else None

@@ -57,23 +57,22 @@ def _minimum(chain: Chain, mode: str, updates: str) -> int:
 
 def infeasible(chain: Chain, mode: str, mem_limit: int, updates: str = "during") -> InfeasibleError:
     """The error that names the smallest limit of `mode`."""
-    least = min_mem_limit(chain, mode, updates)
+    return refusal(f"in mode {mode}", mem_limit, min_mem_limit(chain, mode, updates))
+
+
+def refusal(how: str, mem_limit: int, least: int, known: str = "at least") -> InfeasibleError:
+    """The error that names `least`, in bytes. known: how well that is known."""
     return InfeasibleError(
-        f"needs at least {format_bytes(least)} ({least} bytes) in mode {mode}; the limit is {format_bytes(mem_limit)}"
+        f"needs {known} {format_bytes(least)} ({least} bytes) {how}; the limit is {format_bytes(mem_limit)}"
         f" ({mem_limit} bytes)",
         least,
     )
 
 
 def _offload_minimum(chain: Chain, updates: str) -> int:
-    c, L = arrays(chain), len(chain)
-    read, trained, least = own_needs(chain, updates)
-    for i in range(1, L + 1):
-        operands = int(c.out[0] + c.saved[i, 0] + (c.saved[i - 1, 0] if i > 1 else 0))
-        gradients = int(c.grad[i] + c.grad[i - 1] + (c.out[L] if i < L else 0))
-        forward, backward = operands + int(read[i]), operands + int(trained[i])
-        least = max(least, forward + int(c.f_transient[i, 0]), backward + gradients + int(c.b_transient[i, 0]))
-    return least
+    c, (read, trained, update) = arrays(chain), own_needs(chain, updates)
+    entering = c.out[0] + np.concatenate([[0], c.saved[:-1, 0]])
+    return int(max(update, *(entering + c.M_all[:, 0] + read)[1:], *(entering + c.M_B[:, 0] + trained)[1:]))
 
 
 def _remat_minimum(chain: Chain, updates: str = "during") -> int:
@@ -158,12 +157,8 @@ def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan
         for k_before, a_before in levels[i - 1]:
             entering = _input_bytes(c, i, k_before, a_before)
             makes_a = i < L and entering + int(c.out[i] + c.ck_transient[i] + read[i]) <= room
-            gradients = int(c.grad[i] + c.grad[i - 1] + (c.out[L] if i < L else 0))
             for k in range(int(c.n_forms[i])):
-                kept = entering + int(c.saved[i, k])
-                forward = kept + int(c.f_transient[i, k] + read[i])
-                backward = kept + gradients + int(c.b_transient[i, k] + trained[i])
-                if max(forward, backward) <= room:
+                if entering + max(int(c.M_all[i, k] + read[i]), int(c.M_B[i, k] + trained[i])) <= room:
                     level.setdefault((k, makes_a), (k_before, a_before))
         if not level:
             return None
@@ -204,11 +199,12 @@ def largest_operation(chain: Chain) -> tuple[str, int, int]:
 def _needs_alone(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
     """Least bytes that the forward and the backward of stages 1 to L need while they run."""
     c, L = arrays(chain), len(chain)
-    real, entry, most = c.real, c.entry, np.iinfo(np.int64).max
+    most = np.iinfo(np.int64).max
     ck = np.where(np.arange(L + 1) < L, c.out + c.ck_transient, most)
-    forward = c.out[0] + np.minimum(np.where(real, c.saved + c.f_transient, most).min(axis=1)[1:], ck[1:]) + entry[:-1]
-    gradients = c.grad[1:] + c.grad[:-1] + c.out[L] * (np.arange(1, L + 1) < L)
-    backward = c.out[0] + np.where(real, c.saved + c.b_transient, most).min(axis=1)[1:] + gradients + entry[:-1]
+    forward = np.minimum(np.where(c.real, c.M_all, most).min(axis=1), ck)
+    backward = np.where(c.real, c.M_B, most).min(axis=1)
+    held = c.out[0] + c.entry[:-1]
+    forward, backward = held + forward[1:], held + backward[1:]
     return forward, backward
 
 

@@ -31,7 +31,7 @@ from ..core.sequence import (
     wait,
 )
 from ..core.steady_step import Readers, group_bytes
-from .arrays import Arrays, arrays
+from .arrays import arrays
 from .bounds import HostPlan, host_plan
 from .group_needs import update_moments
 from .plan_codes import APART, EARLY, MOVE, empty, select
@@ -57,11 +57,6 @@ def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
             ops += [prefetch(inputs[i - 1]), wait(inputs[i - 1])]
         ops.append(B(i))
     return tuple(ops)
-
-
-def everything_away(chain: Chain) -> HostPlan:
-    """The plan of mode offload at its minimum: every stage runs forward once and keeps all that autograd saves."""
-    return HostPlan((0,) * (len(chain) + 1), (False,) * (len(chain) + 1))
 
 
 def host_step(chain: Chain, plan: HostPlan, updates: str) -> Sequence:
@@ -114,7 +109,9 @@ def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
     plan = host_plan(chain, mem_limit)
     if plan is None:
         return
-    forward, backward = _side_by_side(arrays(chain), plan)
+    c, form, after = arrays(chain), np.array(plan.form), np.arange(2, len(chain) + 1)
+    kept = c.out[0] + c.saved[after - 1, form[after - 1]]  # beside ā_i run F_all i+1 and B i+1
+    forward, backward = kept + c.M_all[after, form[after]], kept + c.M_B[after, form[after]]
     tight = np.maximum(forward, backward) > mem_limit
     if not tight.any():
         return
@@ -125,12 +122,3 @@ def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
         codes[1:-1][late] |= APART
         codes[1:-1][tight & ~late] |= EARLY
         yield codes
-
-
-def _side_by_side(c: Arrays, plan: HostPlan) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes of F_all i+1 and of B i+1 beside ā_i, for i = 1 to L - 1."""
-    L = len(c.out) - 1
-    i, form = np.arange(1, L), np.array(plan.form)
-    after = i + 1
-    kept = c.out[0] + c.saved[i, form[i]]
-    return kept + c.M_all[after, form[after]], kept + c.M_B[after, form[after]]

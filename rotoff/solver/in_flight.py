@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..core.chain import Chain, Stage
+from ..core.modes import whole_number
 from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Machine, simulate
 from ..core.trace import figures
-from ..errors import InfeasibleError, InvalidSequenceError, OptionError
+from ..errors import InfeasibleError, InvalidSequenceError
 from .anneal import FLOAT_ERROR
 from .bounds import min_mem_limit
 from .plan_codes import keep_all
@@ -34,15 +36,7 @@ SEARCHED = 2  # the fastest trades, which are searched again with the whole effo
 _KINDS = {"joint": (("joint", True), ("remat", False)), "remat": (("remat", False),), "offload": (("offload", True),)}
 
 
-def parse_in_flight(in_flight: Any) -> int:
-    """Read the option `in_flight`.
-
-    Raises:
-        OptionError: if it is not a whole number of at least 1.
-    """
-    if isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1:
-        raise OptionError(f"in_flight is {in_flight!r}; give the number of micro-batches, at least 1")
-    return in_flight
+parse_in_flight = partial(whole_number, name="in_flight")
 
 
 def turn(operations: Sequence[Op], L: int) -> int:

@@ -19,7 +19,7 @@ from ..errors import OptionError
 from . import remat
 from .arrays import arrays
 from .plan_codes import MOVE, from_forwards
-from .slots import ROUNDINGS, discretize, moves
+from .slots import ROUNDINGS, discretize
 
 TABLE_BYTES = 4 << 30
 QUICK_WORK = 1.5e7
@@ -31,11 +31,8 @@ def program(chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: i
 
     reach: most stages that are recomputed from one input; None for any number.
     """
-    c, L = arrays(chain), len(chain)
-    slots = discretize(c, mem_limit, N, rounding)
-    reach = max(1, min(reach or L, L - 1))
-    rates = chain.d2h_bandwidth, chain.h2d_bandwidth
-    return Joint(slots, moves(c, slots, *rates), reach)
+    slots = discretize(arrays(chain), chain.link[:2], mem_limit, N, rounding)
+    return Joint(slots, max(1, min(reach or slots.L, slots.L - 1)))
 
 
 def table_bytes(chain: Chain, N: int, reach: int) -> int:

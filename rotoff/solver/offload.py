@@ -11,28 +11,17 @@ from .arrays import arrays
 from .plan_codes import ALL, MOVE, empty
 
 
-def everything(chain: Chain) -> np.ndarray:
-    """Every ā may move, and moves only if it has to: this plan fits whenever any plan of this mode does."""
-    codes = empty(chain)
-    codes[1:] = ALL | MOVE
-    return codes
-
-
 def proposals(chain: Chain) -> Iterator[np.ndarray]:
     """Plans that move the ā of the first stages (they are needed last), or of stages with the longest forward per byte.
 
+    Values move only if they have to. So the plan that moves all of them fits whenever any plan of this mode does.
     Sources: Euro-Par 2020 for the order of needs; the prefix is its GREEDY with the set chosen by size.
     """
-    L = len(chain)
-    for last in sorted({L * part // 12 for part in range(1, 13)}):
-        codes = empty(chain)
-        codes[1 : last + 1] = ALL | MOVE
-        yield codes
-    yield everything(chain)
-    c = arrays(chain)
+    L, c = len(chain), arrays(chain)
     # Long stages hide their own copy: rank by forward time per byte saved.
     rank = np.argsort(-c.u_F[1:] / np.maximum(c.saved[1:, 0], 1), kind="stable") + 1
-    for part in (3, 6, 9):
+    first = sorted({L * part // 12 for part in range(1, 13)})
+    for moved in (*(np.arange(1, last + 1) for last in first), *(rank[: L * part // 12] for part in (3, 6, 9))):
         codes = empty(chain)
-        codes[rank[: L * part // 12]] = ALL | MOVE
+        codes[moved] = ALL | MOVE
         yield codes

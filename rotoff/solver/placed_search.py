@@ -6,17 +6,16 @@ is counted in plans and random numbers are seeded, so equal inputs give equal se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from itertools import product
 
 import numpy as np
 
-from ..core.chain import Chain
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
-from .anneal import RULES, THREADS, Budget, annealed
-from .bounds import host_plan, min_mem_limit
+from .anneal import THREADS, Problem, Progress, annealed
+from .bounds import HostPlan, host_plan, min_mem_limit
 from .genes import (
     EVERYWHERE,
     FLAGS,
@@ -30,7 +29,7 @@ from .genes import (
     placer,
     to_sequence,
 )
-from .host import all_moving, everything_away, host_step
+from .host import all_moving, host_step
 from .plan_codes import MOVE, empty, in_columns, keep_all
 
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
@@ -48,43 +47,24 @@ TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hu
 KEPT = 8  # starts
 
 
-@dataclass(frozen=True)
-class PlacedProblem:
-    """The problem: chain, limits in bytes, mode, when updates come."""
-
-    chain: Chain
-    limit: int
-    host_limit: int | None
-    mode: str
-    updates: str
-
-
-def searched(
-    problem: PlacedProblem,
-    budget: Budget,
-    known: list[np.ndarray],
-    progress: Callable[[float, float], None] | None = None,
-) -> list[np.ndarray]:
-    """The best plans found, the best first, which is at least as good as any of `known`; none if none fits."""
+def searched(problem: Problem, progress: Progress | None = None) -> list[np.ndarray]:
+    """The best plans found, the best first, which is at least as good as any known one; none if none fits."""
     chain = problem.chain
     L, K = len(chain), len(chain.parameters)
     heats, weights = TIGHT if _do_not_fit_together(problem) else (HEATS, WEIGHTS)
     shorter = min(1.0, LONGEST / L) * min(1.0, 2 * L / (L + K))
     return annealed(
+        problem,
         [placer(chain, problem.limit, VISITS, problem.updates, problem.host_limit) for _ in range(THREADS)],
-        [*known, *_starts(problem)],
+        [*problem.known, *_starts(problem)],
         [(heat, heat) for heat in heats],
-        int(SHARE[problem.mode] * budget.seconds * EFFORT * shorter) // len(heats),
-        RULES[problem.mode],
+        int(SHARE[problem.mode] * problem.budget.seconds * EFFORT * shorter) // len(heats),
         weights,
-        chain.compute_time or 1.0,
-        problem.limit,
-        budget.enough(chain),
         progress,
     )
 
 
-def _do_not_fit_together(problem: PlacedProblem) -> bool:
+def _do_not_fit_together(problem: Problem) -> bool:
     """Whether the groups of some stage, which the device updates, cannot all be there at once."""
     together: dict[tuple[int, ...], int] = {}
     for group in problem.chain.parameters:
@@ -94,12 +74,12 @@ def _do_not_fit_together(problem: PlacedProblem) -> bool:
     return max(together.values(), default=0) > problem.limit
 
 
-def sequence_of(problem: PlacedProblem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
+def sequence_of(problem: Problem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
     """The sequence that `plan` stands for."""
     return to_sequence(placer(problem.chain, problem.limit, visits, problem.updates), plan)
 
 
-def least(problem: PlacedProblem) -> Iterator[tuple[Sequence, str]]:
+def least(problem: Problem) -> Iterator[tuple[Sequence, str]]:
     """A plan for the smallest limits, where the search finds nothing, and its source."""
     smallest = remat.smallest_plan(problem.chain, problem.limit, problem.updates) if problem.mode != "offload" else None
     if smallest is not None:
@@ -107,11 +87,8 @@ def least(problem: PlacedProblem) -> Iterator[tuple[Sequence, str]]:
         if not placer(problem.chain, problem.limit, visits, problem.updates).judge(plan)[1]:
             yield sequence_of(problem, plan, visits), "remat-smallest"
     if problem.mode != "remat":
-        away = (
-            host_plan(problem.chain, problem.limit, problem.updates)
-            if problem.mode == "joint"
-            else everything_away(problem.chain)
-        )
+        everything = HostPlan((0,) * (len(problem.chain) + 1), (False,) * (len(problem.chain) + 1))
+        away = host_plan(problem.chain, problem.limit, problem.updates) if problem.mode == "joint" else everything
         if away is not None:
             yield host_step(problem.chain, away, problem.updates), "host"
 
@@ -119,76 +96,21 @@ def least(problem: PlacedProblem) -> Iterator[tuple[Sequence, str]]:
 # -- where the search starts
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A placement of three kinds of groups, each a run of neighbours.
-
-    home: how many groups come first, with all they have on the device. lent: how many come next, with their parameters
-    on the device and their states on the host. The others are streamed. forward: whether groups are counted from the
-    first stage on, not from the last. here: whether the device updates the streamed ones.
-    """
-
-    home: int
-    lent: int
-    forward: bool
-    here: bool
-
-    def genes(self, chain: Chain) -> np.ndarray:
-        """The genes of the chain's groups."""
-        host, genes = _on_host(chain), at_home(chain)
-        order = np.arange(len(host))[:: 1 if self.forward else -1]
-        middle, last = order[self.home : self.home + self.lent], order[self.home + self.lent :]
-        genes[middle, FLAGS] = np.where(host[middle], ON_HOST, STATE_LEAVES)
-        genes[last, MASK] = EVERYWHERE
-        genes[last, FLAGS] = np.where(~host[last] | self.here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
-        return genes
-
-    def near(self, groups: int, reach: int) -> list[Rule]:
-        """The rules with `reach` more or fewer of the `groups` at home, or lent."""
-        ways = [(a, b) for a in (-reach, 0, reach) for b in (-reach, 0, reach)]
-        made = [replace(self, home=self.home + a, lent=self.lent + b) for a, b in ways]
-        return [one for one in made if min(one.home, one.lent) >= 0 and one.home + one.lent <= groups]
-
-
-def _on_host(chain: Chain) -> np.ndarray:
-    """Which groups the host can update."""
-    return np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
-
-
-def _starts(problem: PlacedProblem) -> list[np.ndarray]:
-    """The best placements by rule, each under the plan for the activations that suits it best, and the best of all with
-    other numbers of groups, as long as that is better.
-    """
-    chain, kernel = problem.chain, placer(problem.chain, problem.limit, VISITS, problem.updates, problem.host_limit)
+def _starts(problem: Problem) -> list[np.ndarray]:
+    """The best placements by rule, each under the plan for the activations that suits it best."""
+    kernel = placer(problem.chain, problem.limit, VISITS, problem.updates, problem.host_limit)
     activations = [in_columns(codes, VISITS) for codes in _activations(problem)]
 
-    def score(codes: np.ndarray, genes: np.ndarray) -> tuple[bool, float]:
-        makespan, over, host_over = kernel.judge(joined(codes, genes))
-        excess = over + host_over
-        return excess > 0, float(excess) if excess else makespan
+    def score(plan: np.ndarray) -> tuple[bool, float]:
+        makespan, *over = kernel.judge(plan)
+        return any(over), float(sum(over)) if any(over) else makespan
 
-    ranked = []
-    for number, (rule, genes) in enumerate(_placements(problem) if activations else ()):
-        best, n = min((score(codes, genes), n) for n, codes in enumerate(activations))
-        ranked.append((best, number, joined(activations[n], genes), activations[n], rule))
-    ranked.sort(key=lambda one: one[:2])
-    plans = [plan for _, _, plan, _, _ in ranked[:KEPT]]
-    if not ranked:
-        return []
-    best, _, _, codes, rule = ranked[0]
-    reach = 1 + len(chain.parameters) // 16
-    while rule is not None and reach:
-        near = rule.near(len(chain.parameters), reach)
-        now, n = min((score(codes, one.genes(chain)), n) for n, one in enumerate(near))
-        if now < best:
-            best, rule = now, near[n]
-            plans[0] = joined(codes, rule.genes(chain))
-        else:
-            reach //= 2
-    return plans
+    placements = _placements(problem) if activations else ()
+    plans = [min((joined(codes, genes) for codes in activations), key=score) for genes in placements]
+    return sorted(plans, key=score)[:KEPT]
 
 
-def _activations(problem: PlacedProblem) -> Iterator[np.ndarray]:
+def _activations(problem: Problem) -> Iterator[np.ndarray]:
     """Plans for the activations alone that keep less and less on the device."""
     chain = problem.chain.without_parameters()
     everything = empty(chain)
@@ -221,24 +143,30 @@ def _activations(problem: PlacedProblem) -> Iterator[np.ndarray]:
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
 
 
-def _placements(problem: PlacedProblem) -> Iterator[tuple[Rule | None, np.ndarray]]:
-    """Everything at home, 78 rules and more, and two in which groups of the same stage are updated one by one, with no
-    w, or nothing, of the others on the device.
+def _placements(problem: Problem) -> Iterator[np.ndarray]:
+    """Everything at home; 78 rules and more, of three kinds of groups, each a run of neighbours: r with all they have
+    on the device, then z with their parameters there and their states on the host, then streamed ones; and two in which
+    groups of the same stage are updated one by one, with no w, or nothing, of the others on the device.
     """
-    chain = problem.chain
-    K, home, host = len(chain.parameters), at_home(chain), _on_host(chain)
-    yield None, home
+    chain, home = problem.chain, at_home(problem.chain)
+    K, host = len(home), np.array([g.host_update_time is not None and g.grad_bytes > 0 for g in chain.parameters])
+    yield home
     if problem.mode == "remat":
         return
     counts = sorted({round(K * n / 8) for n in range(9)})
-    for here in (False, True) if host.any() else (True,):
-        for forward in (False, True):
-            for r in counts:
-                for z in counts:
-                    if r + z <= K and r < K and (not forward or r):
-                        rule = Rule(r, z, forward, here)
-                        yield rule, rule.genes(chain)
+    runs = [(r, z) for r in counts for z in counts if r + z <= K and r < K]
+    # whether the device updates the streamed ones; whether groups are counted from the first stage on, or the last
+    for here, step in product((False, True) if host.any() else (True,), (-1, 1)):
+        for r, z in runs:
+            if step > 0 and not r:
+                continue
+            order, genes = np.arange(K)[::step], home.copy()
+            lent, streamed = order[r : r + z], order[r + z :]
+            genes[lent, FLAGS] = np.where(host[lent], ON_HOST, STATE_LEAVES)
+            genes[streamed, MASK] = EVERYWHERE
+            genes[streamed, FLAGS] = np.where(~host[streamed] | here, STATE_LEAVES | GRADIENT_LEAVES, ON_HOST)
+            yield genes
     for flags in (STATE_LEAVES | STEPS_ASIDE, STATE_LEAVES | GRADIENT_LEAVES | STEPS_ASIDE):
         genes = home.copy()
         genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, np.where(host, ON_HOST, flags)
-        yield None, genes
+        yield genes

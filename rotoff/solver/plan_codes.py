@@ -39,6 +39,11 @@ def select(form: int) -> int:
     return ALL * (1 + form)
 
 
+def without_forms(chain: Chain) -> Chain:
+    """The chain without smaller forms of its stages."""
+    return replace(chain, stages=tuple(replace(stage, forms=()) for stage in chain.stages))
+
+
 def empty(chain: Chain, visits: int = 4) -> np.ndarray:
     """The plan that keeps everything: F_all at every visit."""
     codes = np.full((len(chain) + 1, visits), ALL, dtype=np.int16)

@@ -29,17 +29,6 @@ FINE = 16  # slots below those of the limit that are tried one by one
 SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # bytes / limit, for plans whose values move if they must
 
 
-def fill(slots: Slots, reach: int) -> Opt:
-    """The tables at the given slots, with segments of up to `reach` stages. Python runs between the stages, so that
-    Ctrl-C works."""
-    reach = max(1, min(reach, slots.L - 1))
-    kernel = Opt(slots, slots.L - 1, reach, min(BARE, reach))
-    for j in range(1, slots.L):
-        kernel.fill_backward(j)
-    kernel.fill_forward()
-    return kernel
-
-
 def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[int, int]:
     """(slots, reach) for tables with about `work` states times choices; the first reach that leaves `SLOTS` slots.
 
@@ -59,28 +48,40 @@ def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[
 
 @dataclass(frozen=True)
 class Tables:
-    """The recurrences of a chain at one discretization; they have optima for any number of slots up to N."""
+    """The recurrences of a chain at one discretization; they have optima for any number of slots up to N.
+
+    whole: the table that has them; BACKWARD for rotor's own, of which segments may end at L.
+    """
 
     chain: Chain
     slots: Slots
     kernel: Opt
+    whole: Table
 
     def plan(self, m: int) -> tuple[float, np.ndarray | None]:
         """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
-        L = len(self.chain)
-        cost = self.kernel.choice(Table.FORWARD, 1, L, m)[0]
+        cost = self.kernel.choice(self.whole, 1, self.slots.L, m)[0]
         if not math.isfinite(cost):
             return cost, None
-        return cost, from_forwards(self.chain, forwards(self.kernel, self.slots, Table.FORWARD, m))
+        return cost, from_forwards(self.chain, forwards(self.kernel, self.slots, self.whole, m))
 
 
-def tables(chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up") -> Tables:
-    """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0.
+def tables(
+    chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", whole: Table = Table.FORWARD
+) -> Tables:
+    """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0. Python runs between the stages, so
+    that Ctrl-C works.
 
     reach: most stages that are recomputed from one input.
     """
-    slots = discretize(arrays(chain), mem_limit, N, rounding)
-    return Tables(chain, slots, fill(slots, reach))
+    slots = discretize(arrays(chain), chain.link[:2], mem_limit, N, rounding)
+    last = slots.L if whole == Table.BACKWARD else slots.L - 1
+    reach = max(1, min(reach, last))
+    kernel = Opt(slots, last, reach, 0 if whole == Table.BACKWARD else min(BARE, reach))
+    for j in range(1, last + 1):
+        kernel.fill_backward(j)
+    kernel.fill_forward()
+    return Tables(chain, slots, kernel, whole)
 
 
 def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:

@@ -14,12 +14,11 @@ from dataclasses import replace
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, parse_value
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, awaited, parse_value
 from ..core.simulator import Machine, early_stops
 from ..core.steady_step import PERIODS, at_rest
-from .anneal import THREADS, Budget, in_threads
+from .anneal import THREADS, Budget, Problem, in_threads
 from .kernels.order import Order
-from .placed_search import PlacedProblem
 from .plan_codes import KINDS
 
 # Rows of `kernels.order`, and of `kernels.lanes`.
@@ -35,7 +34,7 @@ OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort 
 HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
 
 
-def reordered(problem: PlacedProblem, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
+def reordered(problem: Problem, sequence: Sequence, budget: Budget) -> tuple[float, Sequence]:
     """The seconds and the operations of `sequence`, or of a faster order, found in about the budget's seconds in each
     thread."""
     ops = tuple(sequence)
@@ -66,7 +65,7 @@ def in_order(sequence: Sequence, order: np.ndarray) -> Sequence:
     return replace(sequence, ops=made, resident=kept)
 
 
-def _orders(problem: PlacedProblem, sequence: Sequence) -> list[Order]:
+def _orders(problem: Problem, sequence: Sequence) -> list[Order]:
     """A kernel for each thread."""
     chain, ops, L = problem.chain, tuple(sequence), len(problem.chain)
     machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
@@ -78,7 +77,9 @@ def _orders(problem: PlacedProblem, sequence: Sequence) -> list[Order]:
         event["subject"] = (
             op.stage - 1 if op.kind is OpKind.H else 0 if op.kind in COMPUTES else _number(chain, op.value)
         )
-        event["seconds"], event["waits"] = _seconds(machine, op, n in early), _dropped(chain, op)
+        waits = [_number(chain, v) for v in awaited(op)] if op.kind in COMPUTES else []  # the kernel's subject else
+        waits += [-1] * (3 - len(waits))
+        event["seconds"], event["waits"] = _seconds(machine, op, n in early), waits
         row["first"], row["crosses"] = len(accesses), _crosses(op, problem.updates)
         accesses += _accesses(chain, op, problem.updates)
         memory = machine.step(op, n in early).memory
@@ -122,19 +123,6 @@ def _seconds(machine: Machine, op: Op, early: bool) -> float:
     if op.kind is OpKind.OFFLOAD:
         return machine.device[op.value] / chain.d2h_bandwidth
     return machine.host[op.value] / chain.h2d_bandwidth if op.kind is OpKind.PREFETCH else 0.0
-
-
-def _dropped(chain: Chain, op: Op) -> list[int]:
-    """The values whose copies an operation of the compute lane waits for."""
-    if op.kind is OpKind.U:
-        values = [Value(False, op.stage, of) for of in "wgo"]
-    elif op.kind is OpKind.F_NONE and op.stage > 1:
-        values = [a(op.stage - 1)]
-    elif op.kind is OpKind.B:
-        values = [abar(op.stage), a(op.stage), *([a(op.stage - 1)] if op.stage > 1 else [])]
-    else:
-        values = []
-    return [*(_number(chain, v) for v in values), *[-1] * (3 - len(values))]
 
 
 def _accesses(chain: Chain, op: Op, updates: str) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,15 +15,13 @@ from ..core.sizes import format_bytes, parse_bytes
 from ..core.trace import figures
 from ..errors import InfeasibleError
 from . import joint, offload, placed_search, remat
-from .anneal import FLOAT_ERROR, Budget, least_compute, refined
+from .anneal import FLOAT_ERROR, Problem, Progress, least_compute, refined
 from .bounds import host_plan, infeasible, min_mem_limit
 from .host import all_moving, host_sequence
-from .plan_codes import MOVE, evaluator, keep_all, select, to_ops
+from .plan_codes import MOVE, evaluator, keep_all, select, to_ops, without_forms
 from .reorder import reordered
 
-Progress = Callable[[float, float], None]  # fraction done, best step time in seconds
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
-RUNGS, STEP, LESS_SHARE = 6, 1.02, 0.25  # limits near the smallest: their number and ratio, and the effort for one
 ORDER_SHARE = 0.4  # seconds of reordering where `refine` is 1: of all plans together, then of the best one
 STARTS = 6  # of the search: the fastest proposals, and two that do not fit
 FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after the one without
@@ -47,6 +45,7 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
     Raises:
         InfeasibleError: if nothing fits.
     """
+    problem = replace(problem, mode=mode)
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     everything = keep_all(chain, problem.updates)
     trace = simulate(chain, everything)
@@ -59,7 +58,7 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
     least = min_mem_limit(chain, mode, problem.updates)
     if limit < least:
         raise infeasible(chain, mode, limit, problem.updates)
-    best = _with_rivals(problem, mode, progress)
+    best = _with_rivals(problem, progress)
     if trace.peak_bytes <= limit and (best is None or kept.makespan <= best.makespan):
         return kept
     if best is None:
@@ -71,15 +70,21 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
     return best
 
 
-def _with_rivals(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+def _with_rivals(problem: Problem, progress: Progress | None) -> Candidate | None:
     """The best plan found; in joint also of those that `solve` finds in the pure modes, so it is never slower."""
     rivals: list[Candidate] = []
-    for pure in ("offload", "remat") if mode == "joint" else ():
-        if problem.fits(pure) and (made := _best(problem, pure, None)) is not None:
+    for pure in ("offload", "remat") if problem.mode == "joint" else ():
+        rival = replace(problem, mode=pure)
+        if _fits(rival) and (made := _best(rival, None)) is not None:
             rivals.append(made)
             if made.makespan <= problem.budget.enough(problem.chain):
                 return _fastest(rivals)
-    return _fastest([*rivals, _best(problem, mode, progress)])
+    return _fastest([*rivals, _best(problem, progress)])
+
+
+def _fits(problem: Problem) -> bool:
+    """Whether the mode has a plan within the limit on the device."""
+    return problem.limit >= min_mem_limit(problem.chain, problem.mode, problem.updates)
 
 
 def parse_host_limit(host_limit: int | str) -> int:
@@ -87,71 +92,50 @@ def parse_host_limit(host_limit: int | str) -> int:
     return 0 if not isinstance(host_limit, (bool, str)) and host_limit == 0 else parse_bytes(host_limit, "host_limit")
 
 
-@dataclass(frozen=True)
-class Problem:
-    """limit, host_limit: bytes. slots: N of the joint dynamic program. known: plans to start from."""
-
-    chain: Chain
-    limit: int
-    host_limit: int | None
-    slots: int
-    budget: Budget
-    updates: str = "during"
-    known: tuple[np.ndarray, ...] = ()
-
-    def fits(self, mode: str) -> bool:
-        """Whether `mode` has a plan within the limit on the device."""
-        return self.limit >= min_mem_limit(self.chain, mode, self.updates)
-
-    def without_forms(self) -> Problem:
-        """The same problem without smaller forms."""
-        chain = replace(self.chain, stages=tuple(replace(stage, forms=()) for stage in self.chain.stages))
-        return replace(self, chain=chain, known=tuple(codes for codes in self.known if codes.max() < select(1)))
-
-
-def _best(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+def _best(problem: Problem, progress: Progress | None) -> Candidate | None:
     """The best plan found. If the directions of the link slow each other down, the plan for a link whose directions do
     not competes; where it takes no longer on the real link, no search can gain anything."""
     chain, given = problem.chain, None
-    if mode != "remat" and min(chain.bidirectional_shares) < 1:
+    if problem.mode != "remat" and min(chain.bidirectional_shares) < 1:
         ideal = replace(chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
-        given = _best(replace(problem, chain=ideal), mode, progress)
+        given = _best(replace(problem, chain=ideal), progress)
     if given is not None:
         seconds = simulate(chain, Sequence(given.ops, resident=list(given.resident)), updates=problem.updates).makespan
         if seconds <= given.makespan * (1 + FLOAT_ERROR):
             return replace(given, makespan=seconds)
         given = replace(given, makespan=seconds)
-    if chain.parameters:
-        return _fastest([given, _placed(problem, mode, progress)])
-    return _fastest([given, _by_forms(problem, mode, progress)])
+    return _fastest([given, (_placed if chain.parameters else _by_forms)(problem, progress)])
 
 
 def _fastest(candidates: Iterable[Candidate | None]) -> Candidate | None:
     return min((made for made in candidates if made is not None), key=lambda made: made.makespan, default=None)
 
 
-def _by_forms(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+def _by_forms(problem: Problem, progress: Progress | None) -> Candidate | None:
     """If stages have smaller forms, a search without them runs first; its result competes and is a start of the second
     search, so forms never make a plan slower. The two searches share the effort."""
-    if not any(stage.forms for stage in problem.chain.stages):
-        return _searched(problem, mode, progress)
-    plain = problem.without_forms()
-    best = _searched(plain, mode, None) if plain.fits(mode) else None
-    if mode == "offload":  # which keeps all that autograd saves
+    chain, known = problem.chain, problem.known
+    if not any(stage.forms for stage in chain.stages):
+        return _searched(problem, progress)
+    plain = replace(
+        problem, chain=without_forms(chain), known=tuple(codes for codes in known if codes.max() < select(1))
+    )
+    best = _searched(plain, None) if _fits(plain) else None
+    if problem.mode == "offload":  # which keeps all that autograd saves
         return best
     if best is not None:
-        known = problem.known if best.codes is None else (*problem.known, best.codes)
+        known = known if best.codes is None else (*known, best.codes)
         problem = replace(problem, known=known, budget=problem.budget.part(FORMS_SHARE))
-    return _fastest([best, _searched(problem, mode, progress)])
+    return _fastest([best, _searched(problem, progress)])
 
 
-def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+def _searched(problem: Problem, progress: Progress | None) -> Candidate | None:
     """The best of all proposals and of the search from them. A plan that is fast enough ends the search."""
     chain, limit, host = problem.chain, problem.limit, problem.host_limit
     enough = problem.budget.enough(chain)
     found: list[Candidate] = []
     others: list[np.ndarray] = []  # that do not fit
-    for source, codes in _proposals(problem, mode):
+    for source, codes in _proposals(problem):
         made = judged(chain, limit, codes, source, host)
         if made is None:
             others.append(codes)
@@ -164,34 +148,18 @@ def _searched(problem: Problem, mode: str, progress: Progress | None) -> Candida
     found.sort(key=lambda candidate: candidate.makespan)
     starts = [made.codes for made in found if made.codes is not None][:STARTS]
     starts += others[: STARTS + 2 - len(starts)]
-    best = refined(chain, limit, mode, starts, problem.budget, host, progress)
+    best = refined(problem, starts, progress)
     made = None if best is None else judged(chain, limit, best, "refined", host)
     found += [made] if made is not None else []
-    if not found and mode == "joint" and (plan := host_plan(chain, limit)) is not None:
+    if not found and problem.mode == "joint" and (plan := host_plan(chain, limit)) is not None:
         return _of_sequence(problem, Sequence(host_sequence(chain, plan)), "host")
-    return _fastest([*found, *_of_less(problem, mode, starts)])
+    return _fastest(found)
 
 
-def _of_less(problem: Problem, mode: str, starts: list[np.ndarray]) -> Iterator[Candidate]:
-    """For limits near the smallest, where few plans fit: plans found within fewer bytes, and a search from them."""
-    least = min_mem_limit(problem.chain, mode)
-    rungs = [int(least * STEP**n) for n in range(RUNGS)]
-    if mode == "offload" or not least < problem.limit <= STEP * rungs[-1]:
-        return
-    less = max(rung for rung in rungs if rung < problem.limit)
-    for limit in (less, problem.limit):
-        codes = refined(problem.chain, limit, mode, starts, problem.budget.part(LESS_SHARE), problem.host_limit)
-        made = None if codes is None else judged(problem.chain, problem.limit, codes, "less", problem.host_limit)
-        if codes is None or made is None:
-            return
-        yield made
-        starts = [codes]
-
-
-def _proposals(problem: Problem, mode: str) -> Iterator[tuple[str, np.ndarray]]:
+def _proposals(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
     """(source, plan) of all kinds that `mode` allows, the fastest to make first. If a search follows, slow tables are
     filled with fewer slots."""
-    chain, limit, quick = problem.chain, problem.limit, problem.budget.seconds > 0
+    chain, limit, mode, quick = problem.chain, problem.limit, problem.mode, problem.budget.seconds > 0
     work = TABLE_WORK if quick else 20 * TABLE_WORK
     yield from (("known", codes) for codes in problem.known)
     if mode != "remat":
@@ -224,16 +192,15 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
     return None
 
 
-def _placed(problem: Problem, mode: str, progress: Progress | None) -> Candidate | None:
+def _placed(problem: Problem, progress: Progress | None) -> Candidate | None:
     """The best plan found for a chain with parameters."""
-    placed = placed_search.PlacedProblem(problem.chain, problem.limit, problem.host_limit, mode, problem.updates)
-    plans = placed_search.searched(placed, problem.budget, list(problem.known), progress)
+    plans = placed_search.searched(problem, progress)
     share = problem.budget.part(ORDER_SHARE / max(1, len(plans)))
-    texts = [(*reordered(placed, placed_search.sequence_of(placed, plan), share), plan) for plan in plans]
+    texts = [(*reordered(problem, placed_search.sequence_of(problem, plan), share), plan) for plan in plans]
     if texts:
         _, text, plan = min(texts, key=lambda one: one[0])
-        return _of_sequence(problem, reordered(placed, text, problem.budget.part(ORDER_SHARE))[1], "placed", plan)
-    return _fastest(_of_sequence(problem, *made) for made in placed_search.least(placed))
+        return _of_sequence(problem, reordered(problem, text, problem.budget.part(ORDER_SHARE))[1], "placed", plan)
+    return _fastest(_of_sequence(problem, *made) for made in placed_search.least(problem))
 
 
 def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.ndarray | None = None) -> Candidate | None:

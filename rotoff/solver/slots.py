@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from ..errors import OptionError
+from ..core.modes import whole_number
 from .arrays import Arrays
 
 ROUNDINGS = ("up", "sums")
@@ -34,13 +34,14 @@ class Slots:
     """A chain in N slots of `room` bytes together; by stage, stages i..k or form f, as the kernels name them.
 
     out, saved[i, f]: sizes held. U, least: running sums of u_F, and of u_F and u_B in the fastest form. Real needs,
-    where more than N becomes N + 1: M_all[i, f], M_B[i, f], delta[j]; most[i, k] of F_ck i, F_∅ i+1..k; M_swept[i, f]
-    of F_all with the input a_{i-1} that a sweep has made.
+    where more than N becomes N + 1: M_all[i, f], M_B[i, f], delta[j]; M_swept[i, f] of F_all with the input a_{i-1}
+    that a sweep has made; M_ck[i] of F_ck i; most[i, k] of F_ck i, F_∅ i+1..k; rest[i, k] of F_∅ i+1..k. early[i, k],
+    late[i, k]: the largest of the needs of `most`, less the slots that the link copies in the forwards before it, or
+    after it. clock_F, clock_B, clock: slots copied in running u_F, u_B, and both. beta: slots a second.
     """
 
     L: int
     N: int
-    room: int
     out: np.ndarray
     saved: np.ndarray
     n_forms: np.ndarray
@@ -52,67 +53,31 @@ class Slots:
     M_B: np.ndarray
     M_swept: np.ndarray
     delta: np.ndarray
+    M_ck: np.ndarray
     most: np.ndarray
-
-
-@dataclass(frozen=True)
-class Moves:
-    """What the copies of a chain need besides. M_ck[i]: real need of F_ck i; rest[i, k]: of F_∅ i+1..k.
-
-    early[i, k], late[i, k]: the largest need of F_ck i, F_∅ i+1..k, less the slots that the link copies in the forwards
-    before it, or after it. clock_F, clock_B, clock: slots copied in running u_F, u_B, and both. beta: slots a second.
-    """
-
+    rest: np.ndarray
+    early: np.ndarray
+    late: np.ndarray
     beta_F: float
     beta_B: float
     clock_F: np.ndarray
     clock_B: np.ndarray
     clock: np.ndarray
-    M_ck: np.ndarray
-    rest: np.ndarray
-    early: np.ndarray
-    late: np.ndarray
 
 
-def discretize(c: Arrays, mem_limit: int, N: int, rounding: str) -> Slots:
+def discretize(c: Arrays, rates: tuple[float, float], mem_limit: int, N: int, rounding: str) -> Slots:
     """A chain at a limit of `mem_limit` bytes, above a_0, by the rule `rounding`.
 
-    N: requested slots; at petabytes there may be fewer, since sizes are multiplied by slots in 64 bits.
+    rates: bytes a second out and in. N: requested slots; at petabytes there may be fewer, since sizes are multiplied by
+    slots in 64 bits.
     """
-    room = mem_limit - int(c.out[0])
+    room, L, U = mem_limit - int(c.out[0]), len(c.out) - 1, np.cumsum(c.u_F)
     N = min(N, (2**63 - 1) // room)
     rule = _up if rounding == "up" else _sums
-
-    def real(sizes: np.ndarray) -> np.ndarray:
-        return _real(sizes, N, room)
-
-    return Slots(
-        L=len(c.out) - 1,
-        N=N,
-        room=room,
-        out=rule(c.out, N, room),
-        saved=np.stack([rule(column, N, room) for column in c.saved.T], axis=1),
-        n_forms=c.n_forms,
-        U=np.cumsum(c.u_F),
-        u_again=c.u_again,
-        u_B=c.u_B,
-        least=np.cumsum(c.u_F + c.fastest),
-        M_all=real(c.M_all),
-        M_B=real(c.M_B),
-        M_swept=real(c.M_all + np.concatenate([[0], c.out[:-1]])[:, None]),
-        delta=real(c.delta),
-        most=real(c.M_sweep),
-    )
-
-
-def moves(c: Arrays, slots: Slots, out_rate: float, in_rate: float) -> Moves:
-    """What copies of `out_rate` and `in_rate` bytes a second add."""
-    L, N, room, U = slots.L, slots.N, slots.room, slots.U
     total = float((c.u_F + c.u_B.max(axis=1)).sum())
     fastest_link = MOST_COPIED / total if total else math.inf
-    beta_F, beta_B = (min(rate * N / room, fastest_link) for rate in (out_rate, in_rate))
-    step, rest, early, late = (np.zeros((L + 1, L + 1)) for _ in range(4))
-    step[:] = _real(c.M_ck, N, room)
+    beta_F, beta_B = (min(rate * N / room, fastest_link) for rate in rates)
+    step, (rest, early, late) = _real(c.M_ck, N, room), np.zeros((3, L + 1, L + 1))
     for i in range(1, L):
         q = slice(i, L)
         rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
@@ -120,8 +85,31 @@ def moves(c: Arrays, slots: Slots, out_rate: float, in_rate: float) -> Moves:
         early[i, q] = np.maximum.accumulate(step[i, q] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
         late[i, q] = np.maximum.accumulate(step[i, q] + beta_B * U[q]) - beta_B * U[q]
     u_B = np.cumsum(c.u_B[:, 0])
-    clocks = beta_F * U, beta_B * u_B, beta_B * (U + u_B)
-    return Moves(beta_F, beta_B, *clocks, np.ascontiguousarray(step.diagonal()), rest, early, late)
+    return Slots(
+        L=L,
+        N=N,
+        out=rule(c.out, N, room),
+        saved=np.stack([rule(column, N, room) for column in c.saved.T], axis=1),
+        n_forms=c.n_forms,
+        U=U,
+        u_again=c.u_again,
+        u_B=c.u_B,
+        least=np.cumsum(c.u_F + c.fastest),
+        M_all=_real(c.M_all, N, room),
+        M_B=_real(c.M_B, N, room),
+        delta=_real(c.delta, N, room),
+        M_swept=_real(c.M_all + np.concatenate([[0], c.out[:-1]])[:, None], N, room),
+        M_ck=np.ascontiguousarray(step.diagonal()),
+        most=_real(c.M_sweep, N, room),
+        rest=rest,
+        early=early,
+        late=late,
+        beta_F=beta_F,
+        beta_B=beta_B,
+        clock_F=beta_F * U,
+        clock_B=beta_B * u_B,
+        clock=beta_B * (U + u_B),
+    )
 
 
 def _real(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
@@ -144,12 +132,4 @@ def _sums(sizes: np.ndarray, N: int, room: int) -> np.ndarray:
     return np.array(made, dtype=np.int32)
 
 
-def parse_slots(given: Any, option: str = "mem_slots") -> int:
-    """Read an option that is a number of slots.
-
-    Raises:
-        OptionError: if it is not a whole number of at least 1.
-    """
-    if isinstance(given, bool) or not isinstance(given, (int, np.integer)) or given < 1:
-        raise OptionError(f"{option} is {given!r}; give a whole number of at least 1")
-    return int(given)
+parse_slots = partial(whole_number, name="mem_slots")

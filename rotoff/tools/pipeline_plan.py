@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from ..core.figures import overhead, percent
+from ..core.modes import whole_number
 from ..core.parameters import ParameterGroup
-from ..core.pipeline import check_count, most_in_flight, orders
+from ..core.pipeline import most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..profile.estimate.devices import Device
@@ -115,7 +116,7 @@ def planned_pipeline(
             step of a rank does not fit; the message names the rank.
     """
     order = orders(schedule, ranks, micro_batches, chunks)
-    check_count("ranks_per_link", ranks_per_link)
+    whole_number(ranks_per_link, "ranks_per_link")
     args, named = tree_map(lambda leaf: _first(leaf, micro_batches), (sample, kwargs))
     device, usable, mem_limit = question.device, question.usable, question.mem_limit
     profile = estimated(model, args, named, device)

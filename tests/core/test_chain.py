@@ -83,16 +83,6 @@ def test_a_chain_of_one_stage_of_zeros_is_a_chain() -> None:
     assert rotoff.simulate(chain, rotoff.Sequence.from_text("F_all 1\nB 1")).makespan == 0.0
 
 
-def test_chains_are_frozen_values() -> None:
-    chain = Chain.from_dict(plain_chain())
-    assert chain == Chain.from_dict(plain_chain())
-    assert hash(chain.stage(1).form(0)) == hash(chain.stage(2).form(0))
-    with pytest.raises(AttributeError):
-        chain.input_bytes = 9  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        chain.stage(1).saved_bytes = 9  # type: ignore[misc]
-
-
 # -- files
 
 

@@ -24,8 +24,6 @@ from rotoff import (
     simulate,
 )
 from rotoff.core.parameters import in_parts
-from rotoff.core.sequence import g, o, w
-from rotoff.core.steady_step import at_rest
 
 STAGES = (Stage("s1", 1, 2, 10_000, 100_000, 1_000_000), Stage("s2", 2, 4, 20_000, 200_000, 2_000_000))
 GROUPS = (ParameterGroup((1,), 40, 40, 80, 3, 5, 7), ParameterGroup((2,), 20, 20, 40, 1, 2, 5))
@@ -97,30 +95,6 @@ def test_what_is_in_flight_between_steps() -> None:
 # -- between steps
 
 
-@pytest.mark.parametrize(
-    ("text", "device", "host", "arriving"),
-    [
-        ("U 1", "w 1, o 1", "w 2, o 2", ""),
-        ("U 1; offload w 1", "w 1, o 1", "w 1, w 2, o 2", ""),
-        ("offload w 1; U 1", "w 1, o 1", "w 2, o 2", ""),
-        ("drop w 1; H 1; prefetch w 1", "w 1", "w 1, o 1, w 2, o 2", ""),
-        ("wait w 1; drop w 1; H 1; prefetch w 1", "w 1", "w 1, o 1, w 2, o 2", "w 1"),
-        ("prefetch w 1; wait w 1", "w 1", "w 1, o 1, w 2, o 2", ""),
-        ("wait o 1; U 1; offload o 1; free o 1; prefetch o 1", "w 1, o 1", "o 1, w 2, o 2", "o 1"),
-        ("drop w 1; prefetch w 1", "", "w 1, o 1, w 2, o 2", ""),
-    ],
-)
-def test_what_there_is_between_steps(text: str, device: str, host: str, arriving: str) -> None:
-    resident = device.split(", ") if device else []
-    rest = at_rest(CHAIN, Sequence.from_text(text.split("; ")), resident)
-    assert ", ".join(map(str, rest.device)) == device
-    assert ", ".join(map(str, rest.host)) == host
-    assert ", ".join(map(str, rest.arriving)) == arriving
-    assert {**rest.device, **rest.host}[w(2)] == 20
-    assert g(1) not in rest.device
-    assert rest.host.get(o(2)) == 40
-
-
 def test_of_a_frozen_resident_group_the_host_has_a_copy_where_the_step_drops_it() -> None:
     frozen = replace(CHAIN, parameters=(ParameterGroup((1,), 40), ParameterGroup((2,), 20)))
     gone = "F_all 1; drop w 1; F_all 2; B 2; prefetch w 1; wait w 1; B 1"
@@ -157,10 +131,6 @@ DONE = "F_all 1; F_all 2; B 2; U 2; B 1"
         ("F_all 1; drop w 1; F_all 2; B 2; drop w 2; B 1; U 2; U 1", ALL, "w 1 has no valid copy on the host; offload it"),
         ("F_all 1; offload w 1; free w 1; F_all 2; B 2; B 1; U 1", ALL, r"op 5 \(B 1\): needs w 1, which is on the host"),
         ("F_all 1; free w 1", ALL, "w 1 is not on the host; offload it first$"),
-        ("F_all 1; offload w 1; offload w 1", ALL, "w 1 is on the host already"),
-        ("F_all 1; wait w 1", ["w 1"], r"op 1 \(wait w 1\): needs|F_all 1\): needs w 1, which is still arriving"),
-        ("prefetch w 1; drop w 1", [], "needs w 1, which is still arriving"),
-        ("prefetch w 1", ["w 1"], "w 1 is on the device already"),
         ("F_all 1; F_all 2; U 2", ALL, "g 2 is not whole; it is once B 2 has run"),
         ("F_all 1; F_all 2; offload g 2", ALL, "needs g 2, which the device does not hold"),
         ("F_all 1; F_all 2; B 2; drop g 2", ALL, "g 2 is never dropped; update its group, or offload and free it"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import rotoff
 from rotoff import Op, OpKind, Sequence, SequenceFormatError
 from rotoff.core import sequence as ops
-from rotoff.core.sequence import Value, a, abar, g, o, parse_value, w
+from rotoff.core.sequence import a, abar, g, o, w
 
 TEXTS = {
     "F_all 3": ops.F_all(3),
@@ -76,11 +76,6 @@ def test_what_is_not_an_operation(text: Any) -> None:
         rotoff.parse(text)
     assert str(caught.value).startswith(f"{text!r} is not an operation")
     assert isinstance(caught.value, ValueError)
-
-
-@pytest.mark.parametrize("value", [a(0), abar(3), w(1), g(22), o(3)])
-def test_a_value_is_text_too(value: Value) -> None:
-    assert parse_value(str(value)) == value
 
 
 @pytest.mark.parametrize("kind", [OpKind.B, OpKind.U, OpKind.F_ALL])

@@ -29,7 +29,6 @@ STAGES = tuple(
     for i in (1, 2, 3)
 )
 CHAIN = Chain(STAGES, d2h_bandwidth=10, h2d_bandwidth=20, input_bytes=1, input_grad_bytes=1000)
-HALF_DUPLEX = replace(CHAIN, duplex=False)
 
 
 def check(table: str, chain: Chain = CHAIN) -> Trace:
@@ -43,20 +42,6 @@ def check(table: str, chain: Chain = CHAIN) -> Trace:
 
 
 # -- memory and time
-
-
-def test_keeping_everything() -> None:
-    trace = check("""
-        F_all 1   compute   0   1     10101  0
-        F_all 2   compute   1   3     20301  0
-        F_all 3   compute   3   6     30601  0
-        B 3       compute   6  36   3007601  0
-        B 2       compute  36  56   2005331  0
-        B 1       compute  56  66   1003131  0
-    """)
-    assert (trace.makespan, trace.peak_bytes, trace.host_peak_bytes) == (66, 3007601, 0)
-    assert (trace.recompute_time, trace.idle_time, trace.d2h_bytes, trace.h2d_bytes) == (0, 0, 0, 0)
-    assert trace.makespan == CHAIN.compute_time
 
 
 def test_recompute_keeps_the_input_and_charges_the_gradient() -> None:
@@ -73,17 +58,6 @@ def test_recompute_keeps_the_input_and_charges_the_gradient() -> None:
     """)
     assert trace.recompute_time == 3
     assert [event.recompute for event in trace.events] == [False] * 4 + [True] * 2 + [False] * 2
-
-
-def test_a_smaller_form_has_its_own_costs() -> None:
-    check("""
-        F_all 1   compute   0   1     10101  0
-        F_sel 2 1 compute   1   3     50251  0
-        F_all 3   compute   3   6     30551  0
-        B 3       compute   6  36   3007551  0
-        B 2       compute  36  61   5005281  0
-        B 1       compute  61  71   1003131  0
-    """)
 
 
 def test_offload_and_prefetch() -> None:
@@ -103,29 +77,6 @@ def test_offload_and_prefetch() -> None:
     """)
     assert (trace.makespan, trace.idle_time, trace.host_peak_bytes) == (74, 8, 100)
     assert (trace.d2h_bytes, trace.h2d_bytes) == (100, 100)
-
-
-BOTH_WAYS = """
-    F_all 1          compute   0   1     10101    0
-    offload abar 1   d2h       1  11       101  100
-    F_all 2          compute   1   3     20301  100
-    free abar 1      compute   3  11       301  100
-    offload abar 2   d2h      11  31       201  300
-    prefetch abar 1  h2d      {}  {}       301  300
-    wait abar 1      compute  11  {}       301  300
-    F_all 3          compute  {}  {}     30601  300
-    B 3              compute  {}  {}   3007601  300
-    B 2              compute  {}  {}   2005331  300
-    B 1              compute  {}  {}   1003131  100
-"""
-
-
-def test_both_directions_move_at_once() -> None:
-    check(BOTH_WAYS.format(11, 16, 16, 16, 19, 19, 49, 49, 69, 69, 79))
-
-
-def test_without_duplex_both_directions_share_one_lane() -> None:
-    check(BOTH_WAYS.format(31, 36, 36, 36, 39, 39, 69, 69, 89, 89, 99), HALF_DUPLEX)
 
 
 SLOW_OUT = replace(CHAIN, d2h_bandwidth=1)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
+from thoroughness import examples
 
 import rotoff
 from rotoff import Chain, InfeasibleError, OptionError, Stage, lower_bound, simulate, solve
@@ -38,6 +39,18 @@ def test_within_the_limit_or_refused(policy: str, chain: Chain, share: float) ->
     assert trace.makespan >= lower_bound(chain, limit) * (1 - 1e-9)
     if policy in WITHOUT_RECOMPUTE:
         assert trace.recompute_time == 0
+
+
+@pytest.mark.parametrize(("policy", "mode"), [("rotor", "remat"), ("pofo", "joint")])
+@examples(30)
+@given(chains(most=6), st.floats(0.3, 1.0))
+def test_ours_is_never_slower(policy: str, mode: str, chain: Chain, share: float) -> None:
+    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * share))
+    try:
+        theirs = solve(chain, limit, policy=policy)
+    except InfeasibleError:
+        return
+    assert solve(chain, limit, mode).meta["makespan"] <= theirs.meta["makespan"] * (1 + 1e-12)
 
 
 def test_an_unknown_policy_lists_the_known_ones() -> None:

@@ -101,7 +101,7 @@ def test_block_swap_streams_the_last_layers() -> None:
     assert best.meta["makespan"] <= sequence.meta["makespan"]
     assert best.meta["source"].endswith("of 8 swapped")
     for blocks in (9, -1, True, 1.5):
-        with pytest.raises(OptionError, match="give a number from 0 to 8"):
+        with pytest.raises(OptionError, match="give a whole number from 0 to 8"):
             made("block-swap", "2 GB", blocks=blocks)
 
 

@@ -1,44 +1,12 @@
-"""POFO as published: its recurrences against a literal form of them, and what its plans do on the machine."""
+"""POFO as published: what its plans do on the machine. Its recurrences are those of `tests/solver/test_dp.py`."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
-from oracles.chains import chains
-from oracles.recurrences import Recurrences
-from thoroughness import examples
 
-from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
-from rotoff.solver.policies.pofo import of_the_paper
+from rotoff import Chain, OptionError, Stage, keep_all, simulate, solve
 
 pytestmark = pytest.mark.full_search
-
-
-@examples(150)
-@given(chains(most=6), st.floats(0.2, 1.2), st.integers(1, 14))
-def test_its_prediction_is_the_published_recurrence(chain, part, N):
-    limit = int(simulate(chain, keep_all(chain)).peak_bytes * part)
-    assume(limit > chain.input_bytes)
-    published = of_the_paper(chain, min(chain.d2h_bandwidth, chain.h2d_bandwidth))
-    literal = Recurrences(published, limit, N, "up").joint()
-    try:
-        assert solve(chain, limit, slots=N, policy="pofo").meta["predicted_time"] == pytest.approx(literal, abs=1e-9)
-    except (InfeasibleError, OptionError):
-        assert literal == math.inf
-
-
-@examples(20)
-@given(chains(most=6), st.floats(0.3, 1.0))
-def test_ours_is_never_slower(chain, part):
-    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
-    try:
-        theirs = solve(chain, limit, policy="pofo")
-    except InfeasibleError:
-        return
-    assert solve(chain, limit).meta["makespan"] <= theirs.meta["makespan"] * (1 + 1e-12)
 
 
 def test_golden():

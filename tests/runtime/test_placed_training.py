@@ -64,8 +64,7 @@ from rotoff.runtime.placed.group_updates import GroupUpdates
 from rotoff.runtime.placed.placement import Placement
 from rotoff.runtime.tape_placed import Lent
 from rotoff.solver import reorder, search
-from rotoff.solver.anneal import Budget
-from rotoff.solver.placed_search import PlacedProblem
+from rotoff.solver.anneal import Budget, Problem
 
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 
@@ -129,7 +128,7 @@ def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     end."""
     crossed = []
 
-    def reordered(problem: PlacedProblem, plan: Sequence, _: Budget) -> tuple[float, Sequence]:
+    def reordered(problem: Problem, plan: Sequence, _: Budget) -> tuple[float, Sequence]:
         kernel, order = reorder._orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
         kernel.anneal(order, 2000, request.param, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
         made = reorder.in_order(plan, order)

@@ -22,9 +22,8 @@ from thoroughness import examples
 import rotoff
 from rotoff import Chain, InfeasibleError, Stage, lower_bound, min_mem_limit, simulate, solve
 from rotoff.core.sequence import MODES
-from rotoff.solver import joint, keep_all, search
-from rotoff.solver.anneal import Budget
-from rotoff.solver.plan_codes import ALL, CK, DROP, MOVE, empty, evaluator, from_forwards, to_ops
+from rotoff.solver import joint, keep_all
+from rotoff.solver.plan_codes import evaluator, to_ops
 
 pytestmark = pytest.mark.full_search
 
@@ -90,9 +89,6 @@ def test_pure_modes_are_pure(chain: Chain, share: float) -> None:
     assert [str(op) for op in offload] == [f"F_all {i}" for i in range(1, len(chain) + 1)]
 
 
-CHAIN = Chain((Stage("one", 1.0, 2.0, 10, 30), Stage("two", 1.0, 2.0, 10, 30)), 10.0, 10.0, input_bytes=5)
-
-
 def test_a_long_chain_needs_no_recursion() -> None:
     chain = Chain(tuple(Stage("", 1.0, 2.0, 10, 30) for _ in range(1200)), 10.0, 10.0, input_bytes=5)
     limit = simulate(chain, keep_all(chain)).peak_bytes // 2
@@ -138,31 +134,6 @@ def test_decoded_plans_are_what_the_machine_sees(chain: Chain, seed: int, share:
     assert max(0, trace.peak_bytes - limit) == over
 
 
-def uniform(stages: int) -> Chain:
-    from rotoff import Stage
-
-    return Chain(tuple(Stage("", 1.0, 2.0, 10, 30, grad_bytes=0) for _ in range(stages)), 30.0, 30.0)
-
-
-def text(chain: Chain, codes: np.ndarray, limit: int) -> str:
-    return ", ".join(map(str, to_ops(evaluator(chain, limit, codes.shape[1]).text(codes.ravel())[0])))
-
-
-def test_a_segment_is_recomputed_from_its_checkpoint() -> None:
-    codes = from_forwards(uniform(3), [(1, CK), (2, CK | DROP), (3, ALL), (1, CK), (2, ALL)])
-    expected = "F_ck 1, F_none 2, F_all 3, B 3, F_ck 1, F_all 2, B 2, F_all 1, B 1"
-    assert text(uniform(3), codes, 1000) == expected
-
-
-def test_what_moves_leaves_late_and_returns_early() -> None:
-    codes = empty(uniform(3))
-    codes[1] = ALL | MOVE
-    assert text(uniform(3), codes, 89) == (
-        "F_all 1, offload abar 1, F_all 2, free abar 1, F_all 3, B 3, prefetch abar 1, wait abar 1, B 2, B 1"
-    )
-    assert text(uniform(3), codes, 90) == "F_all 1, F_all 2, F_all 3, B 3, B 2, B 1"  # it fits, so nothing moves
-
-
 @pytest.mark.parametrize("mode", MODES)
 @examples(12)
 @given(chain=chains(least=2, most=8), part=st.floats(0.1, 0.95))
@@ -177,19 +148,7 @@ def test_forms_never_make_a_plan_slower(mode: str, chain: Chain, part: float) ->
 # -- ctrl-C stops a long solve at once, in the tables and in the search
 
 
-def with_forms(chain: rotoff.Chain) -> rotoff.Chain:
-    """Four smaller forms of each stage."""
-
-    def form(stage: rotoff.Stage, k: int) -> rotoff.Form:
-        kept = stage.output_bytes + (stage.saved_bytes - stage.output_bytes) * (5 - k) // 5
-        return rotoff.Form(kept, stage.backward_time + stage.forward_time * k / 5)
-
-    stages = [replace(s, forms=tuple(form(s, k) for k in range(1, 5))) for s in chain.stages]
-    return replace(chain, stages=tuple(stages))
-
-
 LONG = uneven(1, 200)
-WITH_FORMS = with_forms(LONG)
 LIMIT = int(rotoff.simulate(LONG, rotoff.keep_all(LONG)).peak_bytes * 0.4)
 
 
@@ -198,12 +157,9 @@ LIMIT = int(rotoff.simulate(LONG, rotoff.keep_all(LONG)).peak_bytes * 0.4)
     [
         lambda: joint.solve_slots(LONG, LIMIT, 50, "up"),
         lambda: rotoff.solve(LONG, LIMIT, refine=120),
-        lambda: joint.solve_slots(WITH_FORMS, LIMIT, 24, "up"),
-        lambda: search._searched(search.Problem(WITH_FORMS, LIMIT, None, 50, Budget(120)), "joint", None),
     ],
-    ids=["tables", "search", "tables with forms", "search with forms"],
+    ids=["tables", "search"],
 )
-@pytest.mark.grid
 def test_an_interrupt_stops_it_within_a_second(work: Callable[[], object]) -> None:
     sent = []
 

@@ -80,96 +80,33 @@ cdef bint _cross(Text *t, int32_t *order, int64_t *held, int64_t *host, bint ahe
     return True
 
 
-cdef void _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize_t at,
-                 Py_ssize_t far) noexcept nogil:
-    """Move the operation at position `at` by up to `far` positions, as far as is legal and fits."""
+cdef void _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize_t at, Py_ssize_t far,
+                 bint ahead) noexcept nogil:
+    """Move the operation at position `at` by up to `far` positions ahead or back, as far as is legal and fits."""
     cdef int32_t moved = order[at]
     cdef Operation *op = &t.op[moved]
     cdef Operation *other
-    cdef int64_t now = held[at], now_host = host[at]
-    cdef Py_ssize_t to = at
+    cdef int64_t now = held[at], now_host = host[at], then, then_host, its, its_host
+    cdef Py_ssize_t to = at, side = 1 if ahead else -1
     while far > 0:
-        if to + 1 == t.n:
-            order[to], held[to], host[to] = moved, now, now_host
-            if not _cross(t, order, held, host, True):
-                return
-            to, now, now_host = 0, held[0], host[0]
-            far -= 1
-            continue
-        other = &t.op[order[to + 1]]
-        if _tied(t, op, other) or not _fits(t, other, held[to + 1] - op.more, host[to + 1] - op.host_more):
-            break
-        if not _fits(t, op, now + other.more, now_host + other.host_more):
-            break
-        now += other.more
-        now_host += other.host_more
-        order[to] = order[to + 1]
-        held[to] = held[to + 1] - op.more
-        host[to] = host[to + 1] - op.host_more
-        to += 1
         far -= 1
-    while far < 0:
-        if to == 0:
+        if to == (t.n - 1 if ahead else 0):
             order[to], held[to], host[to] = moved, now, now_host
-            if not _cross(t, order, held, host, False):
+            if not _cross(t, order, held, host, ahead):
                 return
-            to, now, now_host = t.n - 1, held[t.n - 1], host[t.n - 1]
-            far += 1
+            to = t.n - 1 - to
+            now, now_host = held[to], host[to]
             continue
-        other = &t.op[order[to - 1]]
-        now -= other.more
-        now_host -= other.host_more
-        if (_tied(t, op, other) or not _fits(t, other, now + op.more, now_host + op.host_more)
-                or not _fits(t, op, now, now_host)):
-            now += other.more
-            now_host += other.host_more
+        other = &t.op[order[to + side]]
+        then, then_host = now + side * other.more, now_host + side * other.host_more
+        its = now if ahead else then + op.more
+        its_host = now_host if ahead else then_host + op.host_more
+        if _tied(t, op, other) or not _fits(t, other, its, its_host) or not _fits(t, op, then, then_host):
             break
-        order[to] = order[to - 1]
-        held[to] = now + op.more
-        host[to] = now_host + op.host_more
-        to -= 1
-        far += 1
+        order[to], held[to], host[to] = order[to + side], its, its_host
+        now, now_host = then, then_host
+        to += side
     order[to], held[to], host[to] = moved, now, now_host
-
-
-cdef void _anneal(Text *t, int32_t *order, int32_t *best, int64_t *held, int32_t *kept, const int32_t *movable,
-                    Py_ssize_t n_movable, Py_ssize_t tries, uint64_t seed, double hot, double cold,
-                    const int8_t *stop) noexcept nogil:
-    """Simulated annealing from `order`; the best order goes to `best`."""
-    cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
-    cdef Py_ssize_t step, at = 0, n = t.n, moves
-    cdef int32_t x
-    cdef int64_t far
-    cdef int64_t *host = held + n
-    cdef int64_t *kept_held = held + 2 * n
-    cdef double now = _seconds(t, order, False), found = now, cost, temperature
-    memcpy(best, order, n * sizeof(int32_t))
-    for step in range(tries):
-        if stop[0]:
-            break
-        temperature = hot * pow(cold / hot, (<double>step) / tries)
-        memcpy(kept, order, n * sizeof(int32_t))
-        memcpy(kept_held, held, 2 * n * sizeof(int64_t))
-        moves = 1 + below(&state, 3) // 2
-        while moves:
-            moves -= 1
-            x = movable[below(&state, n_movable)]
-            for at in range(n):
-                if order[at] == x:
-                    break
-            far = 1 + <int64_t>below(&state, <Py_ssize_t>1 << below(&state, FARTHEST + 1))
-            _shift(t, order, held, host, at, far if below(&state, 2) else -far)
-        if memcmp(order, kept, n * sizeof(int32_t)) == 0:
-            continue
-        cost = _seconds(t, order, False)
-        if cost <= now - temperature * log(unit(&state) + 1e-300):
-            now = cost
-            if now < found:
-                found = now
-                memcpy(best, order, n * sizeof(int32_t))
-        else:
-            memcpy(order, kept, n * sizeof(int32_t))
-            memcpy(held, kept_held, 2 * n * sizeof(int64_t))
 
 
 cdef class Order:
@@ -212,16 +149,47 @@ cdef class Order:
                int32_t[::1] best, const int8_t[::1] stop):
         """Search from `order`, which fits (changed in place to the last one); the best one goes to `best`.
 
-        tries: moves. hot, cold: temperatures in seconds. stop: the search ends soon after stop[0] is set.
+        Simulated annealing. tries: moves. hot, cold: temperatures in seconds. stop: the search ends soon after stop[0]
+        is set.
         """
-        cdef Py_ssize_t n = self.t.n, x
-        cdef int64_t[::1] held = np.zeros(4 * n, np.int64)
+        cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
+        cdef Text *t = &self.t
+        cdef Py_ssize_t n = t.n, x, at = 0, step, moves, far
+        cdef int64_t[::1] room = np.zeros(4 * n, np.int64)
+        cdef int64_t *held = &room[0]
+        cdef int64_t *host = held + n
+        cdef int64_t *kept_held = host + n
         cdef const int32_t[::1] movable = self.keep[3]
         cdef int32_t[::1] kept = np.zeros(n, np.int32)
-        held[0], held[n] = self.start
+        cdef double now, found, cost, temperature
+        held[0], host[0] = self.start
         for x in range(1, n):
-            held[x] = held[x - 1] + self.t.op[order[x - 1]].more
-            held[n + x] = held[n + x - 1] + self.t.op[order[x - 1]].host_more
+            held[x] = held[x - 1] + t.op[order[x - 1]].more
+            host[x] = host[x - 1] + t.op[order[x - 1]].host_more
         with nogil:
-            _anneal(&self.t, &order[0], &best[0], &held[0], &kept[0], &movable[0], movable.shape[0], tries, seed, hot,
-                    cold, &stop[0])
+            now = found = _seconds(t, &order[0], False)
+            memcpy(&best[0], &order[0], n * sizeof(int32_t))
+            for step in range(tries):
+                if stop[0]:
+                    break
+                temperature = hot * pow(cold / hot, (<double>step) / tries)
+                memcpy(&kept[0], &order[0], n * sizeof(int32_t))
+                memcpy(kept_held, held, 2 * n * sizeof(int64_t))
+                for moves in range(1 + below(&state, 3) // 2):
+                    x = movable[below(&state, movable.shape[0])]
+                    for at in range(n):
+                        if order[at] == x:
+                            break
+                    far = 1 + below(&state, <Py_ssize_t>1 << below(&state, FARTHEST + 1))
+                    _shift(t, &order[0], held, host, at, far, below(&state, 2))
+                if memcmp(&order[0], &kept[0], n * sizeof(int32_t)) == 0:
+                    continue
+                cost = _seconds(t, &order[0], False)
+                if cost <= now - temperature * log(unit(&state) + 1e-300):
+                    now = cost
+                    if now < found:
+                        found = now
+                        memcpy(&best[0], &order[0], n * sizeof(int32_t))
+                else:
+                    memcpy(&order[0], &kept[0], n * sizeof(int32_t))
+                    memcpy(held, kept_held, 2 * n * sizeof(int64_t))

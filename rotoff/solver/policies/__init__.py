@@ -2,8 +2,9 @@
 file of its own.
 
 A policy raises `InfeasibleError` if nothing fits the limit by its own rules, whatever other systems could do; the
-error's `min_mem_limit` is the smallest limit at which this policy is known to work. `run` checks its sequence on the
-machine, like any other; ``meta["source"]`` names the policy's choices.
+error's `min_mem_limit` is the smallest limit at which this policy is known to work. It raises `OptionError` for an
+option that is not what its function says, and, if it places parameters, for a chain without any. `run` checks its
+sequence on the machine, like any other; ``meta["source"]`` names the policy's choices.
 """
 
 from __future__ import annotations

@@ -28,13 +28,12 @@ import numpy as np
 
 from ...core.chain import Chain
 from ...core.sequence import Sequence
-from ...errors import OptionError
 from ..arrays import arrays
 from ..bounds import min_mem_limit
 from .choose import within
 from .lowering import Schedule, lower, moving_needs, peak_bytes
 
-TRIALS = 60
+TRIALS = 60  # numbers of weights
 
 
 class Scores:
@@ -77,11 +76,11 @@ def _scaled(score: np.ndarray) -> np.ndarray:
     return score / largest if largest else score
 
 
-def combinations(trials: int, seed: int) -> Iterator[tuple[tuple[float, ...], bool]]:
+def combinations() -> Iterator[tuple[tuple[float, ...], bool]]:
     """Weights to try; (near, True) asks for a neighbour of the best so far, drawn by the same generator."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     first = [tuple(float(k == corner) for k in range(4)) for corner in range(4)] + [(0.25,) * 4]
-    for trial in range(trials):
+    for trial in range(TRIALS):
         if trial < len(first):
             yield first[trial], False
         else:
@@ -89,12 +88,12 @@ def combinations(trials: int, seed: int) -> Iterator[tuple[tuple[float, ...], bo
             yield tuple(x / sum(drawn) for x in drawn), trial % 2 == 0
 
 
-def best(chain: Chain, mem_limit: int, trials: int, seed: int) -> tuple[Schedule, tuple[float, ...]] | None:
+def best(chain: Chain, mem_limit: int) -> tuple[Schedule, tuple[float, ...]] | None:
     """The fastest schedule found within `mem_limit` bytes and its weights; None if none fits."""
     scores = Scores(chain, mem_limit)
     known: dict[tuple[int, ...], Schedule | None] = {}
     found: tuple[Schedule, tuple[float, ...]] | None = None
-    for drawn, near in combinations(trials, seed):
+    for drawn, near in combinations():
         weights = tuple(0.8 * a + 0.2 * b for a, b in zip(found[1], drawn, strict=True)) if near and found else drawn
         out = tuple(scores.chosen(weights))
         if out not in known:
@@ -105,18 +104,8 @@ def best(chain: Chain, mem_limit: int, trials: int, seed: int) -> tuple[Schedule
     return found
 
 
-def autoswap(chain: Chain, mem_limit: int, trials: int = TRIALS, seed: int = 0) -> Sequence:
-    """AUTOSWAP's sequence within `mem_limit` bytes.
-
-    Args:
-        trials: number of weights to try. seed: for the random ones.
-
-    Raises:
-        InfeasibleError: if no combination fits. OptionError: for `trials` or `seed` that are no whole numbers.
-    """
-    for name, value, least in (("trials", trials, 1), ("seed", seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OptionError(f"{name} is {value!r}; give a whole number of at least {least}")
+def autoswap(chain: Chain, mem_limit: int) -> Sequence:
+    """AUTOSWAP's sequence within `mem_limit` bytes."""
     least, most = min_mem_limit(chain, "offload"), max(peak_bytes(chain), *moving_needs(chain))
-    made, weights = within("autoswap", mem_limit, lambda limit: best(chain, limit, trials, seed), most, least)
+    made, weights = within("autoswap", mem_limit, lambda limit: best(chain, limit), most, least)
     return Sequence(made.ops, meta={"source": "autoswap, weights " + " ".join(f"{w:.2f}" for w in weights)})

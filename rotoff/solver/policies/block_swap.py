@@ -11,8 +11,8 @@ user's there; here it is the best one.
 from __future__ import annotations
 
 from ...core.chain import Chain
+from ...core.modes import whole_number
 from ...core.sequence import Sequence
-from ...errors import OptionError
 from ..placement import RESIDENT, STREAMED
 from .placed import best_of
 
@@ -25,13 +25,8 @@ def block_swap(
     Args:
         updates: "during" or "after". blocks: how many groups are swapped; None for the best number. effort: `refine` of
             `rotoff.solve`, for the activations.
-
-    Raises:
-        InfeasibleError: if nothing fits. OptionError: for an invalid number, or a chain without parameters.
     """
     K = len(chain.parameters)
-    if blocks is not None and (isinstance(blocks, bool) or not isinstance(blocks, int) or not 0 <= blocks <= K):
-        raise OptionError(f"blocks is {blocks!r}; give a number from 0 to {K}, the number of groups")
-    counts = range(K + 1) if blocks is None else (blocks,)
+    counts = range(K + 1) if blocks is None else (whole_number(blocks, "blocks", 0, K),)
     placements = {f"{n} of {K} swapped": [RESIDENT] * (K - n) + [STREAMED] * n for n in counts}
     return best_of("block-swap", chain, mem_limit, placements, updates, effort)

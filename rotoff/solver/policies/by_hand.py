@@ -26,9 +26,6 @@ def by_hand(chain: Chain, mem_limit: int, updates: str = "during", effort: bool 
     Args:
         updates: "during" or "after". effort: `refine` of `rotoff.solve`, for the activations, once the placement is
             chosen.
-
-    Raises:
-        InfeasibleError: if no placement fits. OptionError: for a chain without parameters.
     """
     K = len(chain.parameters)
     counts = sorted({round(K * n / STEPS) for n in range(STEPS + 1)})

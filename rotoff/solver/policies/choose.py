@@ -8,9 +8,9 @@ from typing import TypeVar
 from ...core.chain import Chain
 from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
-from ...core.sizes import format_bytes
-from ...errors import InfeasibleError, OptionError
+from ...errors import OptionError
 from ..arrays import arrays
+from ..bounds import refusal
 
 STEPS = 10
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def fastest(chain: Chain, mem_limit: int, policy: str, candidates: Iterable[tupl
         tried.append((trace.makespan, trace.peak_bytes, source, ops))
     fitting = [one for one in tried if one[1] <= mem_limit]
     if not fitting:
-        raise refusal(policy, mem_limit, min(peak for _, peak, *_ in tried))
+        raise refusal(f"with policy {policy}", mem_limit, min(peak for _, peak, *_ in tried))
     *_, source, ops = min(fitting, key=lambda one: one[:2])
     return Sequence(ops, meta={"source": f"{policy}, {source}"})
 
@@ -60,18 +60,9 @@ def within(
         works = fits or (lambda limit: make(limit) is not None)
         while not works(most):
             most *= 2
-        raise refusal(policy, mem_limit, limit_that_works(works, max(mem_limit, least - 1), most, steps))
+        least = limit_that_works(works, max(mem_limit, least - 1), most, steps)
+        raise refusal(f"with policy {policy}", mem_limit, least)
     return made
-
-
-def refusal(policy: str, mem_limit: int, least: int, slots: int | None = None) -> InfeasibleError:
-    """The error that names `least`, in bytes. slots: if given, `least` is known to within one of so many slots."""
-    known, at = ("at least", "") if slots is None else ("about", f" at {slots} slots")
-    return InfeasibleError(
-        f"needs {known} {format_bytes(least)} ({least} bytes) with policy {policy}{at}; the limit is"
-        f" {format_bytes(mem_limit)} ({mem_limit} bytes)",
-        least,
-    )
 
 
 def limit_that_works(fits: Callable[[int], object], low: int, high: int, steps: int = STEPS) -> int:

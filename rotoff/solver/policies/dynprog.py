@@ -31,11 +31,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.chain import Chain
+from ...core.modes import whole_number
 from ...core.sequence import Sequence
 from ..arrays import arrays
 from ..bounds import min_mem_limit
 from ..plan_codes import keep_all
-from ..slots import parse_slots
 from .choose import within
 from .greedy import greedy_set
 from .lowering import Schedule, lower, peak_bytes
@@ -230,7 +230,7 @@ def dynprog(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
         InfeasibleError: below the smallest limit of mode offload, and where nothing fits at that many slots.
         OptionError: if `slots` is no whole number of at least 1.
     """
-    S = parse_slots(slots, "slots")
+    S = whole_number(slots, "slots")
     least, most = min_mem_limit(chain, "offload"), peak_bytes(chain)
     if mem_limit >= most:
         return Sequence(keep_all(chain).ops, meta={"source": "dynprog, nothing moves"})

@@ -14,8 +14,7 @@ from __future__ import annotations
 from ...core.chain import Chain
 from ...core.sequence import Sequence
 from ..arrays import arrays
-from ..bounds import min_mem_limit
-from .choose import refusal
+from ..bounds import min_mem_limit, refusal
 from .lowering import lower, moving_needs, peak_bytes
 
 
@@ -39,7 +38,7 @@ def greedy(chain: Chain, mem_limit: int) -> Sequence:
     """
     least = min_mem_limit(chain, "offload")
     if mem_limit < least:
-        raise refusal("greedy", mem_limit, least)
+        raise refusal("with policy greedy", mem_limit, least)
     out = greedy_set(chain, mem_limit)
     made = lower(chain, mem_limit, out)
     assert made is not None, (

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from ...core.chain import Chain
-from ...errors import OptionError
+from ...core.modes import as_tuple, whole_number
 from ..arrays import arrays
 
 
@@ -26,9 +25,4 @@ def check_stages(chain: Chain, stages: Any, option: str) -> list[int]:
     Raises:
         OptionError: for anything but stages of the chain; `option` is the argument's name for the message.
     """
-    L = len(chain)
-    numbers = list(stages) if isinstance(stages, Iterable) and not isinstance(stages, str) else [stages]
-    for i in numbers:
-        if isinstance(i, bool) or not isinstance(i, int) or not 1 <= i <= L:
-            raise OptionError(f"{option} has {i!r}; give stages, whole numbers from 1 to {L}")
-    return sorted(set(numbers))
+    return sorted({whole_number(i, f"a stage of {option}", 1, len(chain)) for i in as_tuple(stages)})

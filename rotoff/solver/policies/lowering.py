@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...core.chain import Chain
+from ...core.lanes import Lanes
 from ...core.sequence import B, F_all, Op, abar, free, offload, prefetch, wait
 from ..arrays import arrays
 
@@ -77,8 +78,8 @@ def lower(
 
     Args:
         out: stages from 1 to L - 1.
-        release: "copied" as above; "needed" frees only if memory is needed; "next" frees ā_i right after the forward
-            of stage i+1, and compute waits for the copy.
+        release: "copied" as above; "next" frees ā_i right after the forward of stage i+1, and compute waits for the
+            copy.
         ahead: compute operations between the start of a prefetch and its need (0: just before it), regardless of
             memory; None for as early as memory allows.
         delay: whether compute may wait for a copy out if memory is needed; if not, such a schedule does not fit.
@@ -97,7 +98,8 @@ class _Walk:
         self.size: list[int] = c.saved[:, 0].tolist()
         self.u_F: list[float] = c.u_F.tolist()
         self.u_B: list[float] = c.u_B[:, 0].tolist()
-        self.compute = self.out_lane = self.in_lane = 0.0
+        self.compute = self.copied = 0.0  # ends of what has been issued
+        self.lanes = Lanes(chain.duplex, (1.0, 1.0))
         self.copy_end = [0.0] * (self.L + 1)
         self.away: list[int] = []  # on the host only, by rising stage
         self.away_bytes = 0
@@ -126,7 +128,7 @@ class _Walk:
             if need - self.away_bytes > self.limit:
                 return None  # a prefetch ahead exceeds the memory
             self._compute(t, i)
-        return Schedule(max(self.compute, self.out_lane, self.in_lane), tuple(self.ops))
+        return Schedule(max(self.compute, self.copied), tuple(self.ops))
 
     def _next_to_free(self, i: int) -> int | None:
         """The ā that left first of those still on the device that F_i or B_i does not use."""
@@ -163,25 +165,23 @@ class _Walk:
             self._prefetch(v)
 
     def _prefetch(self, v: int) -> None:
-        start = max(self.compute, self.in_lane, 0.0 if self.chain.duplex else self.out_lane)
-        self.copy_end[v] = self.in_lane = start + self.size[v] / self.chain.h2d_bandwidth
-        if not self.chain.duplex:
-            self.out_lane = self.in_lane
+        self._copy("h2d", v, self.chain.h2d_bandwidth)
         self.away.remove(v)
         self.away_bytes -= self.size[v]
         self.arriving.add(v)
         self.returned = True
         self.ops.append(prefetch(abar(v)))
 
+    def _copy(self, lane: str, v: int, bandwidth: float) -> None:
+        self.copy_end[v] = self.lanes.end(self.lanes.issue(lane, self.compute, self.size[v] / bandwidth))
+        self.copied = max(self.copied, self.copy_end[v])
+
     def _compute(self, t: int, i: int) -> None:
         if t < self.L:
             self.ops.append(F_all(i))
             self.compute += self.u_F[i]
             if i in self.out:
-                start = max(self.compute, self.out_lane, 0.0 if self.chain.duplex else self.in_lane)
-                self.copy_end[i] = self.out_lane = start + self.size[i] / self.chain.d2h_bandwidth
-                if not self.chain.duplex:
-                    self.in_lane = self.out_lane
+                self._copy("d2h", i, self.chain.d2h_bandwidth)
                 self.ops.append(offload(abar(i)))
             return
         for v in (i, i - 1):

@@ -12,8 +12,8 @@ Interpretation:
 - ā_i leaves (z_i is in it); ``free abar i`` follows ``F_all i+1``. ``B i`` needs ā_i and its input in ā_{i−1}, so the
   value that the paper copies in during the backward of layer i+1 is ā_{i−1} here.
 - "Different subsets of hidden layers" are searched "extensively" in the paper. Here: the first k stages for every k,
-  and for every k the k stages of most forward time per byte; the fastest that fits. `layers` fixes the subset.
-- `parallel` false is the ablation of its table 2: each copy is waited for at once.
+  and for every k the k stages of most forward time per byte; the fastest that fits.
+- In `operations`, `parallel` false is the ablation of its table 2: each copy is waited for at once.
 
 The pinned buffers, allocated beforehand, are the runtime's (one slab for each plan); the invertible BatchNorm is
 `rotoff.nn.InvertibleBatchNormLeakyReLU`; half precision on the way is an option of `Checkpointable`.
@@ -27,10 +27,8 @@ import numpy as np
 
 from ...core.chain import Chain
 from ...core.sequence import B, F_all, Op, Sequence, abar, free, offload, prefetch, wait
-from ...errors import OptionError
 from ..arrays import arrays
 from .choose import fastest
-from .heavy import check_stages
 
 
 def operations(L: int, layers: Iterable[int], parallel: bool = True) -> tuple[Op, ...]:
@@ -56,24 +54,9 @@ def operations(L: int, layers: Iterable[int], parallel: bool = True) -> tuple[Op
     return tuple(made)
 
 
-def overlap(chain: Chain, mem_limit: int, layers: Iterable[int] | None = None, parallel: bool = True) -> Sequence:
-    """The paper's system within `mem_limit` bytes.
-
-    Args:
-        layers: stages whose ā is moved, from 1 to L − 1; None for the fastest of the subsets above.
-        parallel: whether copies run beside compute.
-
-    Raises:
-        InfeasibleError: if no subset fits. OptionError: for another stage.
-    """
-    if layers is not None:
-        chosen = check_stages(chain, layers, "layers")
-        if len(chain) in chosen:
-            raise OptionError(
-                f"layers has {len(chain)}, the last stage: its backward follows at once, so it never moves"
-            )
-        return fastest(chain, mem_limit, "overlap", [(_name(chosen), operations(len(chain), chosen, parallel))])
-    made = ((_name(out), operations(len(chain), out, parallel)) for out in subsets(chain))
+def overlap(chain: Chain, mem_limit: int) -> Sequence:
+    """The paper's system within `mem_limit` bytes, with the fastest of the subsets above."""
+    made = ((_name(out), operations(len(chain), out)) for out in subsets(chain))
     return fastest(chain, mem_limit, "overlap", made)
 
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 
 from ...core.chain import Chain
+from ...core.modes import whole_number
 from ...core.sequence import Op, Sequence
-from ...errors import OptionError
 from .choose import fastest
 from .segments import periods
 
@@ -26,31 +26,17 @@ def cut_evenly(L: int, segments: int) -> list[int]:
 
 
 def periodic(chain: Chain, mem_limit: int, segments: int | None = None) -> Sequence:
-    """``checkpoint_sequential`` with `segments` segments; None: the fastest count that fits.
-
-    Raises:
-        InfeasibleError: if no count fits. OptionError: for a count below 1 or above the number of stages.
-    """
+    """``checkpoint_sequential`` with `segments` segments; None: the fastest count that fits."""
     L = len(chain)
-    counts = range(1, L + 1) if segments is None else [_checked(segments, L)]
+    counts = range(1, L + 1) if segments is None else [whole_number(segments, "segments", 1, L)]
     return fastest(
         chain, mem_limit, "periodic", ((f"{s} segments", tuple(periods(L, cut_evenly(L, s)))) for s in counts)
     )
 
 
 def chen(chain: Chain, mem_limit: int) -> Sequence:
-    """⌈√L⌉ segments, whatever the limit: memory O(√L) for one forward more.
-
-    Raises:
-        InfeasibleError: if that does not fit.
-    """
+    """⌈√L⌉ segments, whatever the limit: memory O(√L) for one forward more."""
     L = len(chain)
     segments = min(L, math.isqrt(L - 1) + 1)
     ops: tuple[Op, ...] = tuple(periods(L, cut_evenly(L, segments)))
     return fastest(chain, mem_limit, "chen", [(f"{segments} segments", ops)])
-
-
-def _checked(segments: int, L: int) -> int:
-    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= L:
-        raise OptionError(f"segments is {segments!r}; give a whole number from 1 to {L}, the number of stages")
-    return segments

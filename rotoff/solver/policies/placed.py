@@ -16,11 +16,11 @@ from ...core.sequence import Sequence as Plan
 from ...core.simulator import Trace, simulate
 from ...errors import OptionError
 from ..anneal import Budget
-from ..bounds import min_mem_limit
+from ..bounds import min_mem_limit, refusal
 from ..placement import Place, place
 from ..plan_codes import keep_all
 from ..search import Problem, best_candidate
-from .choose import limit_that_works, refusal
+from .choose import limit_that_works
 
 ROUNDS = 3  # of giving unused bytes to the activations
 SLOTS = 50  # of the joint dynamic program
@@ -116,7 +116,7 @@ def best_of(
             return any(quick.within(limit, places, ahead[0]) is not None for places in placements.values())
 
         most = min(quick.everything(places, ahead[0])[1].peak_bytes for places in placements.values())
-        raise refusal(policy, mem_limit, limit_that_works(fits, mem_limit, most))
+        raise refusal(f"with policy {policy}", mem_limit, limit_that_works(fits, mem_limit, most))
     name = min(times, key=lambda name: times[name])
     finer = Placed(chain, updates, refine, shape) if refine else quick
     others = [tried[name], *(finer.within(mem_limit, placements[name], n) for n in ahead)]

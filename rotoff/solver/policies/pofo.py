@@ -21,21 +21,21 @@ exact bytes from the result.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from ...core.chain import Chain
+from ...core.modes import whole_number
 from ...core.sequence import Sequence
 from ...core.sizes import format_bytes
 from ...errors import OptionError
+from ..bounds import refusal
 from ..joint import solve_slots, table_bytes
+from ..plan_codes import without_forms
 from ..search import judged
-from ..slots import parse_slots
-from .choose import least_in_slots, refusal
+from .choose import least_in_slots
 
 SLOTS = 50
 TABLE_BYTES = 8 << 30
-ANY_SPEED = 1e30  # bytes a second; hides every copy
 
 
 def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
@@ -45,7 +45,7 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
         InfeasibleError: if the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
             within one slot. OptionError: if `slots` are too few for any limit, or too many for 8 GiB of tables.
     """
-    slots = parse_slots(slots, "slots")
+    slots = whole_number(slots, "slots")
     if (size := table_bytes(chain, slots, len(chain))) > TABLE_BYTES:
         raise OptionError(
             f"slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(size)}, more than"
@@ -55,29 +55,19 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     seconds, codes = solve_slots(published, mem_limit, slots)
     made = None if codes is None else judged(chain, mem_limit, codes, f"pofo, {slots} slots")
     if made is None:
-        raise refusal("pofo", mem_limit, _least_limit(published, mem_limit, slots), slots)
+        least = least_in_slots(
+            published, mem_limit, slots, lambda limit: solve_slots(published, limit, slots)[1] is not None
+        )
+        raise refusal(f"with policy pofo at {slots} slots", mem_limit, least, "about")
     return Sequence(made.ops, meta={"source": made.source, "predicted_time": seconds})
 
 
 def of_the_paper(chain: Chain, beta: float) -> Chain:
     """`chain` without smaller forms, and with `beta` bytes a second in both directions."""
     return replace(
-        chain,
-        stages=tuple(replace(stage, forms=()) for stage in chain.stages),
+        without_forms(chain),
         d2h_bandwidth=beta,
         h2d_bandwidth=beta,
         d2h_bidirectional_bandwidth=None,
         h2d_bidirectional_bandwidth=None,
     )
-
-
-def _least_limit(published: Chain, mem_limit: int, slots: int) -> int:
-    """The smallest limit found above `mem_limit` at which the program has an answer: the first at which it has one on a
-    link that hides every copy, and then one slot more at a time."""
-    hidden = of_the_paper(published, ANY_SPEED)
-    high = least_in_slots(
-        published, mem_limit, slots, lambda limit: math.isfinite(solve_slots(hidden, limit, slots)[0])
-    )
-    while not math.isfinite(solve_slots(published, high, slots)[0]):
-        high += -(-high // slots)  # rare: backlogs of copies leave no room for a checkpoint
-    return high

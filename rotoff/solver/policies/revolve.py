@@ -24,8 +24,8 @@ from functools import lru_cache
 from math import comb
 
 from ...core.chain import Chain
+from ...core.modes import whole_number
 from ...core.sequence import Op, Sequence
-from ...errors import OptionError
 from .choose import fastest
 from .segments import one_by_one, sweep
 
@@ -65,19 +65,13 @@ def revolve(chain: Chain, mem_limit: int, slots: int | None = None) -> Sequence:
 
     Args:
         slots: c, outputs held at a time, a_0 included; by default the count that is fastest within `mem_limit`.
-
-    Raises:
-        InfeasibleError: if no count fits. OptionError: for a count below 1.
     """
-    L = len(chain)
-    if slots is not None and (isinstance(slots, bool) or not isinstance(slots, int) or slots < 1):
-        raise OptionError(f"slots is {slots!r}; give a whole number of at least 1, or None for the best that fits")
-    return fastest(chain, mem_limit, "revolve", _candidates(L, slots))
+    return fastest(chain, mem_limit, "revolve", _candidates(len(chain), slots))
 
 
 def _candidates(L: int, slots: int | None) -> Iterator[tuple[str, tuple[Op, ...]]]:
     seen = None
-    for c in range(1, L + 1) if slots is None else [slots]:
+    for c in range(1, L + 1) if slots is None else [whole_number(slots, "slots")]:
         ops = operations(L, c)
         if ops != seen:
             yield f"{c} slots", ops

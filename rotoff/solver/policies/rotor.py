@@ -18,40 +18,25 @@ there. In both, a_L, which the machine charges once it is made, is added to ever
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 
-from ..._dp import Opt, Table
 from ...core.chain import Chain
-from ...core.sequence import Op, Sequence
-from ..arrays import MOST_LIMIT, arrays
-from ..plan_codes import from_forwards
-from ..remat import forwards
+from ...core.modes import whole_number
+from ...core.sequence import Sequence
+from ..bounds import refusal
+from ..plan_codes import without_forms
+from ..remat import Table, tables
 from ..search import judged
-from ..slots import Slots, discretize, parse_slots
-from .choose import fastest, least_in_slots, refusal
+from .choose import least_in_slots
 
 
-class Program:
-    """Opt_BP of one chain at `N` slots; `cost` is its optimum in seconds, infinite if nothing fits."""
-
-    def __init__(self, chain: Chain, mem_limit: int, N: int) -> None:
-        c = arrays(chain)
-        self.chain, self.L, self.N = chain, len(chain), N
-        self.slots: Slots = discretize(replace(c, n_forms=np.ones_like(c.n_forms)), mem_limit, N, "up")
-        # Segments may end at L, unlike those of `remat`, whose last sweep is a forward phase.
-        self.kernel = Opt(self.slots, self.L, self.L, 0)
-        for j in range(1, self.L + 1):
-            self.kernel.fill_backward(j)
-        self.cost = self.kernel.choice(Table.BACKWARD, 1, self.L, N)[0]
-
-    def operations(self) -> tuple[Op, ...]:
-        """An optimal sequence; `cost` must be finite."""
-        codes = from_forwards(self.chain, forwards(self.kernel, self.slots, Table.BACKWARD, self.N))
-        made = judged(self.chain, MOST_LIMIT, codes, "rotor")
-        assert made is not None
-        return made.ops
+def optimum(chain: Chain, mem_limit: int, N: int) -> tuple[float, np.ndarray | None]:
+    """(seconds, plan) of Opt_BP(1, L, M) at N slots; (infinity, None) if nothing fits."""
+    if mem_limit <= chain.input_bytes:
+        return math.inf, None
+    made = tables(without_forms(chain), mem_limit, N, len(chain), whole=Table.BACKWARD)
+    return made.plan(made.slots.N)
 
 
 def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
@@ -61,14 +46,10 @@ def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
         InfeasibleError: if the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would,
             to within one slot. OptionError: if `slots` are too few for any limit.
     """
-    slots = parse_slots(slots, "slots")
-    program = Program(chain, mem_limit, slots) if mem_limit > chain.input_bytes else None
-    if program is None or not math.isfinite(program.cost):
-        least = least_in_slots(
-            chain,
-            mem_limit,
-            slots,
-            lambda limit: limit > chain.input_bytes and math.isfinite(Program(chain, limit, slots).cost),
-        )
-        raise refusal("rotor", mem_limit, least, slots)
-    return fastest(chain, mem_limit, "rotor", [(f"{slots} slots", program.operations())])
+    slots = whole_number(slots, "slots")
+    _, codes = optimum(chain, mem_limit, slots)
+    made = None if codes is None else judged(chain, mem_limit, codes, f"rotor, {slots} slots")
+    if made is None:
+        least = least_in_slots(chain, mem_limit, slots, lambda limit: optimum(chain, limit, slots)[1] is not None)
+        raise refusal(f"with policy rotor at {slots} slots", mem_limit, least, "about")
+    return Sequence(made.ops, meta={"source": made.source})

@@ -23,9 +23,6 @@ def streaming(
     Args:
         updates: "after" the backward, as in the sources, or "during" it. ahead: operations from a prefetch to its use.
         effort: `refine` of `rotoff.solve`, for the activations.
-
-    Raises:
-        InfeasibleError: if that does not fit. OptionError: for a chain without parameters.
     """
     places = [STREAMED if group.host_update_time is None else STREAMED_HOST_UPDATED for group in chain.parameters]
     return best_of("streaming", chain, mem_limit, {"all streamed": places}, updates, effort, ahead=(ahead,))

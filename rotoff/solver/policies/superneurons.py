@@ -175,41 +175,29 @@ class Pool:
 
 
 def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[int]) -> tuple[Op, ...] | None:
-    """The operations of one technique within `mem_limit` bytes, or None if it does not fit."""
-    compute = computed(chain, checkpoints, technique)
-    pool = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints)
-    if technique == "pool":
-        return _eagerly(pool, compute, checkpoints)
-    # Prefetched during a checkpoint's backward: the ā that holds the input of the checkpoint before it.
-    before = {i: abar(checkpoints[n - 2]) for n, i in enumerate(checkpoints) if n >= 2}
-    for op in compute:
-        if not pool.run(op, before.get(op.stage) if op.kind is OpKind.B else None):
-            return None
-    return tuple(pool.ops)
+    """The operations of one technique within `mem_limit` bytes, or None if it does not fit.
 
-
-def _eagerly(pool: Pool, compute: list[Op], checkpoints: list[int]) -> tuple[Op, ...] | None:
-    """Section 3.3.1, no cache: each checkpoint is offloaded while the forward runs to the next one, and prefetched one
-    checkpoint ahead."""
+    Section 3.3.1, no cache ("pool"): each checkpoint is offloaded while the forward runs to the next one, and
+    prefetched one checkpoint ahead. With the cache, what is prefetched during a checkpoint's backward is the ā that
+    holds the input of the checkpoint before it.
+    """
+    pool, eager = Pool(chain, mem_limit, [] if technique == "liveness" else checkpoints), technique == "pool"
+    back = 1 if eager else 2
+    before = {i: abar(checkpoints[n - back]) for n, i in enumerate(checkpoints) if n >= back}
     leaving: Value | None = None
-    for op in compute:
-        checkpoint = op.stage in checkpoints
-        if op.kind is OpKind.F_ALL and checkpoint and leaving is not None and leaving.stage < op.stage - 1:
+    for op in computed(chain, checkpoints, technique):
+        made = eager and op.kind is OpKind.F_ALL and op.stage in checkpoints
+        if made and leaving is not None and leaving.stage < op.stage - 1:
             pool.do(free(leaving))
             leaving = None
-        before = None
-        if op.kind is OpKind.B and checkpoint:
-            n = checkpoints.index(op.stage)
-            before = abar(checkpoints[n - 1]) if n >= 1 else None
-        if not pool.run(op, before):
+        if not pool.run(op, before.get(op.stage) if op.kind is OpKind.B else None):
             return None
-        if op.kind is OpKind.F_ALL and checkpoint:
-            if leaving is not None:
-                pool.do(free(leaving))
-                leaving = None
-            if op.stage < checkpoints[-1]:
-                leaving = abar(op.stage)
-                pool.do(offload(leaving))
+        if made and leaving is not None:
+            pool.do(free(leaving))
+        if made:
+            leaving = abar(op.stage) if op.stage < checkpoints[-1] else None
+        if made and leaving is not None:
+            pool.do(offload(leaving))
     return tuple(pool.ops)
 
 
@@ -223,9 +211,6 @@ def superneurons(
             "speed-centric", "memory-centric" and "cost-aware"; None for the first of liveness, cache, cost-aware,
             memory-centric that fits.
         checkpoints: the compute-heavy stages; None for `heavy.heavy_stages`.
-
-    Raises:
-        InfeasibleError: if nothing fits. OptionError: for another technique or stage.
     """
     if technique not in (*TECHNIQUES, None):
         raise OptionError(f"technique is {technique!r}; techniques are {', '.join(TECHNIQUES)}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from ...core.chain import Chain
 from ...core.sequence import Sequence
-from ...errors import OptionError
 from .choose import within
 from .lowering import Schedule, lower, moving_needs, peak_bytes
 
@@ -57,33 +56,12 @@ def best(chain: Chain, mem_limit: int) -> tuple[Schedule, int, int] | None:
     return found
 
 
-def tflms(chain: Chain, mem_limit: int, tensors: int | None = None, ahead: int | None = None) -> Sequence:
-    """TFLMS's sequence within `mem_limit` bytes.
+def tflms(chain: Chain, mem_limit: int) -> Sequence:
+    """TFLMS's sequence within `mem_limit` bytes, with the parameters that make the fastest one."""
 
-    Args:
-        tensors: how many are swapped, from 0 to L - 1. ahead: how many operations before its need a tensor's prefetch
-            starts. Without both, those of the fastest sequence.
-
-    Raises:
-        InfeasibleError: if nothing fits with these parameters (or any). OptionError: for a bad number, or only one.
-    """
-    if tensors is None and ahead is None:
-        tried = [(n, 0) for n in range(len(chain))]
-    else:
-        for name, value, most in (("tensors", tensors, len(chain) - 1), ("ahead", ahead, 2 * len(chain))):
-            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-                raise OptionError(
-                    f"{name} is {value!r}; give both tensors and ahead, whole numbers; {name} is at most {most}"
-                )
-        assert tensors is not None and ahead is not None
-        tried = [(tensors, ahead)]
-
-    def fixed(limit: int) -> tuple[Schedule, int, int] | None:
-        """What the first of the pairs makes that fits."""
-        made = ((lower(chain, limit, range(1, n + 1), ahead=d, delay=False), n, d) for n, d in tried)
-        return next(((one, n, d) for one, n, d in made if one is not None), None)
+    def fits(limit: int) -> bool:
+        return any(lower(chain, limit, range(1, n + 1), ahead=0, delay=False) for n in range(len(chain)))
 
     most = max(peak_bytes(chain), *moving_needs(chain))
-    make = fixed if tensors is not None else lambda limit: best(chain, limit)
-    schedule, number, distance = within("tflms", mem_limit, make, most, fits=fixed)
+    schedule, number, distance = within("tflms", mem_limit, lambda limit: best(chain, limit), most, fits=fits)
     return Sequence(schedule.ops, meta={"source": f"tflms, {number} tensors, {distance} ahead"})

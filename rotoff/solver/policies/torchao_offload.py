@@ -31,9 +31,6 @@ def torchao_offload(
         updates: "after" the backward, as in torchao, or "during" it. offload_gradients: whether gradients leave the
             device at once.
         effort: `refine` of `rotoff.solve`, for the activations.
-
-    Raises:
-        InfeasibleError: if that does not fit. OptionError: for a chain without parameters.
     """
     placements = {"all updated on the host": [HOST_UPDATED] * len(chain.parameters)}
     shape = None if offload_gradients else gradients_stay

@@ -42,10 +42,6 @@ def best(chain: Chain, mem_limit: int) -> tuple[Schedule, list[int]] | None:
 
 
 def vdnn(chain: Chain, mem_limit: int) -> Sequence:
-    """VDNN's sequence within `mem_limit` bytes.
-
-    Raises:
-        InfeasibleError: if no choice fits.
-    """
+    """VDNN's sequence within `mem_limit` bytes."""
     made, out = within("vdnn", mem_limit, lambda limit: best(chain, limit), peak_bytes(chain))
     return Sequence(made.ops, meta={"source": f"vdnn, {len(out)} of {len(chain) - 1} offloaded"})

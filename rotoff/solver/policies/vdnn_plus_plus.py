@@ -37,9 +37,6 @@ def vdnn_plus_plus(chain: Chain, mem_limit: int, what: str | None = None, synchr
     Args:
         what: "all" or "convolutions"; None moves nothing if all fits (vDNN++ is dynamic there), else the faster set.
         synchronous: whether to run vDNN as in the slides.
-
-    Raises:
-        InfeasibleError: if neither fits. OptionError: for another `what`.
     """
     if what not in (*SETS, None):
         raise OptionError(f"what is {what!r}; give 'all', 'convolutions', or None for the faster")

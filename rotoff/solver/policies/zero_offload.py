@@ -31,9 +31,6 @@ def zero_offload(chain: Chain, mem_limit: int, updates: str = "after", effort: b
     Args:
         updates: "after" the backward, as in the paper, or "during" it. effort: `refine` of `rotoff.solve`, for the
             activations.
-
-    Raises:
-        InfeasibleError: if that does not fit. OptionError: for a chain without parameters.
     """
     placements = {"all updated on the host": [HOST_UPDATED] * len(chain.parameters)}
     return best_of("zero-offload", chain, mem_limit, placements, updates, effort, together)
