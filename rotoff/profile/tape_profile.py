@@ -11,8 +11,10 @@ import torch
 
 from ..core.chain import Chain, LinkRates
 from .checkpointed import plain_levels
-from .tape_chain import COARSE, FAR, STAGES, TapeChain, begins_of, chain_of, finest
+from .tape_chain import FAR, STAGES, TapeChain, begins_of, chain_of, finest
 from .trace import Trace
+
+MORE = 1.5  # stages of the finest cut / stages that are asked for, at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,14 +64,14 @@ class TapeProfile:
 
     @cached_property
     def cuts(self) -> tuple[tuple[int, ...], ...]:
-        """The positions at which stages begin. If these are few stages, also of more."""
+        """The positions at which stages begin. If the finest cut has not many more stages than asked for, also its."""
         if given := self.begins or tuple(dict.fromkeys(one.layout.begins for one in self.like)):
             return given
         first = begins_of(self.trace, self.stages)
-        if len(first) >= COARSE or not isinstance(self.stages, int):
+        if not isinstance(self.stages, int):
             return (first,)
         others = (finest(self.trace, only_saved) for only_saved in (True, False))
-        return (first, *(one for one in others if len(first) < len(one) <= self.stages))
+        return (first, *(one for one in others if len(first) < len(one) <= MORE * self.stages))
 
     def _chain(self, begins: tuple[int, ...], far: float, number: int) -> TapeChain:
         names = () if isinstance(self.stages, int) else self.stages
