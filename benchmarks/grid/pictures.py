@@ -13,7 +13,7 @@ STYLES = {  # Okabe and Ito's colours; markers and dashes tell the same apart in
     "offload": ("#009E73", "^", ":"),
     "joint-compiled": ("#56B4E9", "h", "-."),
 }
-PEER_MARKERS = dict(zip([*methods.PEERS, *methods.BUDGETS], ["P", "X", "D", "v", "<", "1", "2"], strict=True))
+PEER_MARKERS = dict(zip([*methods.PEERS, *methods.BUDGETS], ["P", "X", "D", "v", "1", "2"], strict=True))
 
 
 def draw(runs: list[Run], title: str, path: Path) -> None:
