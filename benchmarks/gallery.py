@@ -1,4 +1,4 @@
-"""Trains models of torchvision, timm and transformers three steps at half of what keeping everything needs, in mode
+"""Trains models of torchvision, timm and transformers two steps at half of what keeping everything needs, in mode
 joint, and compares outputs, gradients, buffers and random states with the plain model's, bit for bit; prints one line
 each.
 
@@ -224,7 +224,8 @@ def attempt(build: Callable[[], Case], loop: Loop = usual, varying: bool = False
     for share in (1.0, 0.0) if varying else (1.0,):  # without other lengths, where it takes none
         plain = copy.deepcopy(model)
         sizes = [(n, tokens if share else 1.0) for n, tokens in SIZES]
-        batches = [of_size(tuple(batch), *size) for size in sizes] if varying else [tuple(batch)] * 3
+        same_size = [tuple(batch)] * (2 if loop is usual else 3)
+        batches = [of_size(tuple(batch), *size) for size in sizes] if varying else same_size
         try:
             expected = train(plain, batches, loop=loop)
             break

@@ -8,14 +8,12 @@ Rows with the same options are one row: ``"gpt_neox:GPTNeoX opt:OPT"`` are names
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
 import torch
 import torchvision_operators
-from grid.models import UNet
 from torch import nn
 
 Case = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
@@ -140,68 +138,13 @@ TIMM: Row = {
                                                    drop_rate=0.1),
 }  # fmt: skip
 
-SEED, DRAWN, PARAMETERS = 2026, 25, 40e6
-
-
-def _drawn_names() -> list[str]:
-    """A draw from timm's models that have at most `PARAMETERS` and are not in the gallery."""
-    torchvision_operators.declare()
-    import timm
-
-    names = timm.list_models()
-    random.Random(SEED).shuffle(names)
-    found: list[str] = []
-    for name in names:
-        if len(found) == DRAWN:
-            break
-        with torch.device("meta"):
-            try:
-                count = sum(p.numel() for p in timm.create_model(name, num_classes=10).parameters())
-            except Exception:  # some cannot be made without memory
-                continue
-        if count <= PARAMETERS and name not in TIMM:
-            found.append(name)
-    return found
-
-
-def _drawn(name: str) -> Build:
-    """At 96 pixels where it takes those, else at 128 or its own size."""
-
-    def build(timm: Any) -> Case:
-        config = timm.get_pretrained_cfg(name)
-        for size in (96, 128, None):
-            options = {"img_size": size} if size and config is not None and config.fixed_input_size else {}
-            try:
-                model = timm.create_model(name, num_classes=10, **options)
-                use = size or model.pretrained_cfg["input_size"][-1]
-                with torch.no_grad():
-                    model.eval()(images(1, use))
-            except Exception:  # a size that it does not take
-                if size is None:
-                    raise
-                continue
-            model.train()
-            return model, (images(2 if size else 1, use),), {}
-        raise AssertionError("unreachable")
-
-    return of("timm", build)
-
-
-class _Drawn(Mapping[str, Build]):
-    """timm's names, drawn when they are first asked for."""
-
-    _names: list[str] | None = None
-
-    def __iter__(self) -> Any:
-        self._names = self._names or _drawn_names()
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return DRAWN
-
-    def __getitem__(self, name: str) -> Build:
-        return _drawn(name)
-
+HELD_OUT_TIMM: Row = {  # drawn from all that have at most 40 million parameters
+    **timm_models("mobilenetv3_rw test_efficientnet_evos resnet33ts lowformer_b0 darknet17 efficientnet_blur_b0"
+                  " xception41p convnext_pico regnety_080_tv repghostnet_130 cpubone_s0 convnextv2_femto"
+                  " efficientvim_m4 lowformer_e3 fbnetc_100 efficientvim_m3_dist test_efficientnet_gn"
+                  " tf_efficientnet_lite2 regnetx_040 efficientvim_m2_dist ese_vovnet19b_slim", size=96),
+    **timm_models("pit_s_224 vit_srelpos_small_patch16_224 levit_conv_384 efficientvit_m5", size=96, img_size=96),
+}  # fmt: skip
 
 # -- transformers
 
@@ -464,11 +407,39 @@ HELD_OUT_TRANSFORMERS: Row = {
 # -- one of our own
 
 
-OWN: Row = {"unet": lambda: (UNet(8, 3, 2), (images(4, 64),), {})}  # with long skips
+class UNet(nn.Module):
+    """Long skip connections, from the first layer to the last."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        sizes = [width * 2**n for n in range(depth + 1)]
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.down = nn.ModuleList(self._block(i, o) for i, o in zip(sizes, sizes[1:], strict=False))
+        self.up = nn.ModuleList(self._block(o + i, i) for i, o in zip(sizes, sizes[1:], strict=False))
+        self.out = nn.Conv2d(width, 2, 1)
+
+    @staticmethod
+    def _block(i: int, o: int) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(), nn.Conv2d(o, o, 3, padding=1), nn.ReLU()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        skips = []
+        for block in self.down:
+            skips.append(x)
+            x = block(nn.functional.max_pool2d(x, 2))
+        for block, skip in zip(reversed(self.up), reversed(skips), strict=True):
+            x = block(torch.cat((nn.functional.interpolate(x, scale_factor=2.0), skip), 1))
+        return self.out(x)
+
+
+OWN: Row = {"unet": lambda: (UNet(), (images(4, 64),), {})}
 
 LIBRARIES: dict[str, Mapping[str, Build]] = {
     "torchvision": TORCHVISION, "timm": TIMM, "transformers": TRANSFORMERS, "own": OWN,
 }  # fmt: skip
 HELD_OUT: dict[str, Mapping[str, Build]] = {
-    "torchvision": HELD_OUT_TORCHVISION, "timm": _Drawn(), "transformers": HELD_OUT_TRANSFORMERS,
+    "torchvision": HELD_OUT_TORCHVISION, "timm": HELD_OUT_TIMM, "transformers": HELD_OUT_TRANSFORMERS,
 }  # fmt: skip

@@ -65,7 +65,7 @@ BYTES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10),
 _AXES = {
     **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True},
     **{"grid.color": "#D9D9D9", "grid.linewidth": 0.6, "xtick.labelsize": 8, "ytick.labelsize": 8},
-    **{"axes.titlesize": 10.5, "axes.labelsize": 9},
+    "axes.labelsize": 9,
 }
 
 

@@ -41,7 +41,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
     base = everything.makespan
     figure = style.Picture(7.2, 5.0)
     axis = figure.subplots()
-    axis.set_title(chain.name or "step time against limit", loc="left")
+    axis.set_title(chain.name or "step time against limit", fontsize=10.5, loc="left")
     _draw_bound(axis, made)
     for name, series in zip(names, style.SERIES, strict=False):
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)
