@@ -33,7 +33,8 @@ def searched(ask: Callable[[int], Margins], last: int, first: int = 1) -> dict[i
         low, high = (guess, high) if works(tried[guess]) else (low, guess)
         if low + 1 == high:
             return tried
-        slow = 0 if 2 * (high - low) <= before or slow == PATIENCE else slow + 1
+        halved = 2 * (high - low) <= before or len(tried) == 1
+        slow = 0 if halved or slow == PATIENCE else slow + 1
         most = high - 1 if high in tried else min(GROWTH * low, last)
         if len(tried) == 1:
             guess += max(1, guess // GROWTH) * (1 if low else -1)
