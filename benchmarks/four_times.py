@@ -42,13 +42,8 @@ from benchmarks.grid.run import commit, machine
 from rotoff.planning.request import Request
 from rotoff.planning.step_planner import least_time
 
-TIMES = 4
-
-
-def workload(options: argparse.Namespace) -> workloads.Workload:
-    return workloads._gpt(
-        "gpt", options.blocks, options.width, options.heads, options.length, options.batch, 512, torch.float32
-    )
+TIMES, STEPS = 4, 3
+WORKLOAD = workloads._gpt("gpt", 12, 512, 8, 512, 8, 512, torch.float32)
 
 
 def status_bytes(name: str) -> int:
@@ -81,7 +76,7 @@ class Training(Runner):
 def begin(options: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
     """Model and batch; gradients are there, threads and kernels set up."""
     torch.set_num_threads(options.threads)
-    model, x = workload(options).make(torch.device("cpu"))
+    model, x = WORKLOAD.make(torch.device("cpu"))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tiny, tokens = workloads._gpt("tiny", 1, 32, 2, 16, 2, 32, torch.float32).make(torch.device("cpu"))
@@ -95,10 +90,10 @@ def free(options: argparse.Namespace) -> dict[str, Any]:
     runner = Training(model, model, x)
     before = status_bytes("VmRSS")
     forget_highest()
-    times = [runner.timed() for _ in range(options.steps)]
+    times = [runner.timed() for _ in range(STEPS)]
     resident = status_bytes("VmHWM") - before
     peak = memory.peak_of(runner.step, x.device).allocated
-    found = {"losses": runner.losses[: options.steps], "step_time": statistics.median(times)}
+    found = {"losses": runner.losses[:STEPS], "step_time": statistics.median(times)}
     return {**found, "peak_allocated": peak, "resident_bytes": resident}
 
 
@@ -113,7 +108,7 @@ def limited(options: argparse.Namespace, ours: bool) -> dict[str, Any]:
     runner = Training(run, model, x)
     before = status_bytes("VmRSS")
     forget_highest()
-    times = [runner.timed() for _ in range(options.steps)]
+    times = [runner.timed() for _ in range(STEPS)]
     found = {"losses": runner.losses, "step_time": statistics.median(times)}
     found["resident_bytes"] = status_bytes("VmHWM") - before
     if ours:
@@ -167,8 +162,6 @@ def child(way: str, arguments: list[str], limit: int) -> tuple[dict[str, Any] | 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON")
-    for name, value in (("blocks", 12), ("width", 512), ("heads", 8), ("length", 512), ("batch", 8), ("steps", 3)):
-        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=120, help="of paired steps (%(default)s)")
     parser.add_argument(
         "--others", type=rotoff.parse_bytes, default="144 MiB", help="of the hard limit, not for the plan"
@@ -197,7 +190,7 @@ def main(arguments: list[str] | None = None) -> int:
     times, times_failure = child("paired", passed, limit)
     data = {
         "format": "rotoff.four_times",
-        "about": workload(options).about,
+        "about": WORKLOAD.about,
         "machine": machine("cpu"),
         "threads": options.threads,
         "commit": commit(),

@@ -9,8 +9,8 @@ Where half cannot be reached, the smallest limit that works is taken and printed
 model passes where all bits are equal and the measured peak is at most the predicted one. With --varying, every step has
 another number of examples and, where the model takes it, of tokens; the limit is for the largest batch, and all peaks
 must be within it. With --placed, three steps with AdamW run under a `device_limit` of half of what everything takes,
-with parameters, gradients and optimizer states, and the states are compared, too. With --loop, the first of three steps
-measures the model, the loop differs from the usual one (`LOOPS`), and a usual step comes last, whose peak is looked at.
+with parameters, gradients and optimizer states, and the states are compared, too. With --loop, the loop differs from
+the usual one (`LOOPS`); a usual step comes last, whose peak is looked at.
 Needs the extra ``gallery``.
 """
 
@@ -25,6 +25,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
@@ -163,44 +164,6 @@ def of_size(batch: Batch, examples: int, tokens: float) -> Batch:
     return pytree.tree_map(cut, batch)
 
 
-def attempt_varying(build: Callable[[], Case], **options: Any) -> dict[str, Any]:
-    """What came of one model on batches of varying sizes, the limit being for the largest ones; no "equal" if the plain
-    model takes no other size."""
-    torch.manual_seed(0)
-    model, *batch = build()
-    model.train()
-    states = copy.deepcopy(model)
-    for shares in (True, False):
-        model = copy.deepcopy(states)
-        batches = [of_size(tuple(batch), n, tokens if shares else 1.0) for n, tokens in SIZES]
-        try:
-            expected = train(model, batches)
-            break
-        except Exception as error:
-            refused = f"{type(error).__name__}: {error}"
-    else:
-        return {"passed": False, "refused": refused}
-    wrapped = rotoff.Checkpointable(copy.deepcopy(states), cache_directory=None)
-    try:
-        limit = 0
-        most, longest = batches[3:5]  # examples and tokens, which some models' batches do not have
-        lengths = [[t.shape[1:] for t in tensors(batch)] for batch in (most, longest)]
-        for args, kwargs in (most,) if lengths[0] == lengths[1] else (most, longest):
-            wrapped.measure(*args, repeats=1, **kwargs)
-            limit = max(limit, wrapped.keep_all_memory // 2, wrapped.min_mem_limit())
-        result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": wrapped.keep_all_memory, "limit": limit}
-        wrapped.compute_sequence(limit, mode="joint", **options)
-        result["equal"] = same(train(wrapped, batches), expected)
-        for p in wrapped.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        result["peaks"] = [peak_bytes(step_of(wrapped, *one)) for one in batches]
-        result["planned"] = sum(one.measured for one in wrapped.plans())
-    finally:
-        wrapped.close()
-    result["passed"] = result["equal"] and max(result["peaks"]) <= limit
-    return result
-
-
 def attempt_placed(build: Callable[[], Case], updates: str, loop: Loop, **options: Any) -> dict[str, Any]:
     """What came of one model whose parameters, gradients and optimizer states are placed, too."""
 
@@ -252,72 +215,58 @@ def attempt_placed(build: Callable[[], Case], updates: str, loop: Loop, **option
     return result
 
 
-def attempt_loop(build: Callable[[], Case], loop: Loop, **options: Any) -> dict[str, Any]:
-    """What came of one model in another loop, whose first step measures it; no "equal" if the plain model refuses."""
+def attempt(build: Callable[[], Case], loop: Loop = usual, varying: bool = False, **options: Any) -> dict[str, Any]:
+    """What came of one model, whose first step is recorded; no "equal" if the plain model refuses the loop or other
+    sizes. varying: whether batches are of `SIZES`, the limit being for the largest ones. options: for the solver."""
     torch.manual_seed(0)
-    model, args, kwargs = build()
+    model, *batch = build()
     model.train()
-    batches = [(args, kwargs)] * 3
-    try:
-        expected = train(copy.deepcopy(model), batches, loop=loop)
-    except Exception as error:
-        return {"passed": False, "refused": f"{type(error).__name__}: {error}"}
-    probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*args, repeats=1, **kwargs)
-    everything = probe.keep_all_memory
-    limit = max(everything // 2, probe.min_mem_limit())
+    for share in (1.0, 0.0) if varying else (1.0,):  # without other lengths, where it takes none
+        plain = copy.deepcopy(model)
+        sizes = [(n, tokens if share else 1.0) for n, tokens in SIZES]
+        same_size = [tuple(batch)] * (2 if loop is usual else 3)
+        batches = [of_size(tuple(batch), *size) for size in sizes] if varying else same_size
+        try:
+            expected = train(plain, batches, loop=loop)
+            break
+        except Exception as error:
+            if loop is usual and not varying:
+                raise
+            refused = f"{type(error).__name__}: {error}"
+    else:
+        return {"passed": False, "refused": refused}
+    probe, limit = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None), 0
+    for args, kwargs in batches[3:5] or batches[:1]:  # the most examples, the most tokens
+        probe.measure(*args, repeats=1, **kwargs)
+        limit = max(limit, probe.keep_all_memory // 2, probe.min_mem_limit())
+    result: dict[str, Any] = {"stages": len(probe.chain), "keep_all": probe.keep_all_memory}
     probe.close()
-    result: dict[str, Any] = {"stages": len(probe.chain), "keep_all": everything}
     for _ in range(2):
         wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
         try:
             got = train(wrapped.compute_sequence(limit, **options), batches, loop=loop)
-            step = step_of(wrapped, args, kwargs)
-            step()  # it may be another course
-            for p in wrapped.parameters():
+            step_of(wrapped, *batches[0])()  # it may be another course
+            for p in (*plain.parameters(), *wrapped.parameters()):  # a step adds to gradients that are there
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
-            measured, predicted = peak_bytes(step), wrapped.get_expected_memory()
+            peaks = [peak_bytes(step_of(wrapped, *one)) for one in (batches if varying else batches[:1])]
+            predicted, planned = wrapped.get_expected_memory(), sum(one.measured for one in wrapped.plans())
             break
         except rotoff.InfeasibleError as error:  # it needs more in such a step
             limit = 11 * error.min_mem_limit // 10
         finally:
             wrapped.close()
-    result |= {"limit": limit, "equal": same(got, expected), "predicted": predicted, "measured": measured}
-    return result | {"passed": result["equal"] and measured <= predicted}
+    result |= {"limit": limit, "equal": same(got, expected), "predicted": predicted, "measured": max(peaks)}
+    result |= {"peaks": peaks, "planned": planned} if varying else {"plain": peak_bytes(step_of(plain, *batches[0]))}
+    return result | {"passed": result["equal"] and max(peaks) <= (limit if varying else predicted)}
+
+
+attempt_varying = partial(attempt, varying=True)
 
 
 def step_of(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], None]:
     """A forward and a backward, whose first gradients exist before."""
     parts = [torch.ones_like(t) for t in losses(model(*args, **kwargs))]
     return lambda: torch.autograd.backward(losses(model(*args, **kwargs)), parts)
-
-
-def attempt(build: Callable[[], Case], repeats: int = 1, **options: Any) -> dict[str, Any]:
-    """What came of one model. options: for the solver."""
-    torch.manual_seed(0)
-    model, args, kwargs = build()
-    model.train()
-    twin = copy.deepcopy(model)
-    expected = train(model, [(args, kwargs)] * 2)
-    wrapped = rotoff.Checkpointable(twin)
-    try:
-        wrapped.measure(*args, repeats=repeats, **kwargs)
-        everything = wrapped.keep_all_memory
-        limit = max(everything // 2, wrapped.min_mem_limit())
-        wrapped.compute_sequence(limit, mode="joint", **options)
-        result: dict[str, Any] = {"stages": len(wrapped.chain), "keep_all": everything, "limit": limit}
-        result["predicted"] = wrapped.get_expected_memory()
-        got = train(wrapped, [(args, kwargs)] * 2)
-        result["equal"] = same(got, expected)
-
-        for p in (*model.parameters(), *wrapped.parameters()):  # a step adds to gradients that are there
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-
-        result["measured"] = peak_bytes(step_of(wrapped, args, kwargs))
-        result["plain"] = peak_bytes(step_of(model, args, kwargs))
-    finally:
-        wrapped.close()
-    result["passed"] = result["equal"] and result["measured"] <= result["predicted"]
-    return result
 
 
 def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[str, Any]]:
@@ -328,14 +277,10 @@ def report(case: tuple[str, str, argparse.Namespace]) -> tuple[str, str, dict[st
     warnings.simplefilter("ignore")
     start = time.perf_counter()
     try:
-        if options.varying:
-            result = attempt_varying(build, refine=refine)
-        elif options.placed:
-            result = attempt_placed(build, options.placed, LOOPS[options.loop or "usual"], refine=refine)
-        elif options.loop:
-            result = attempt_loop(build, LOOPS[options.loop], refine=refine)
+        if options.placed:
+            result = attempt_placed(build, options.placed, LOOPS[options.loop], refine=refine)
         else:
-            result = attempt(build, refine=refine)
+            result = attempt(build, LOOPS[options.loop], options.varying, refine=refine)
     except Exception as error:
         result = {"passed": False, "error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
     return library, name, {**result, "total_s": time.perf_counter() - start}
@@ -369,7 +314,7 @@ def main() -> int:
     )
     parser.add_argument("--varying", action="store_true", help="another size of the batch in every step")
     parser.add_argument("--placed", default="", choices=["after", "during"], help="place parameters and states, too")
-    parser.add_argument("--loop", default="", choices=list(LOOPS), help="another loop, whose first step measures")
+    parser.add_argument("--loop", default="usual", choices=list(LOOPS), help="another loop")
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--jobs", type=int, default=2, help="models at a time, each on one thread")
     parser.add_argument("--json", type=Path, help="where to write all figures")

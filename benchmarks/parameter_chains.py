@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from functools import partial
 
 from rotoff import Chain, ParameterGroup, Stage
 from rotoff.core.parameters import in_parts
@@ -51,11 +52,10 @@ def transformer(
     frozen: float = 0.0,
     adapters: float = 0.0,
     tied: bool = False,
-    by_tensor: bool = False,
     name: str = "",
 ) -> Chain:
     """A transformer whose blocks hold 4 * width² parameters of attention and ``experts`` times ``2 * width * inner``
-    others.
+    others. A block's tensors are in several groups where they are large, as `rotoff` makes them.
 
     Args:
         inner: width of the feed-forward part, of two matrices; 4 * width where left out. A gated one of three has 3/2
@@ -66,7 +66,6 @@ def transformer(
         adapters: size of a second group that every block trains, as a share of the first; embedding and head are then
             frozen.
         tied: whether the head uses the embedding's parameters.
-        by_tensor: whether a block's tensors are in several groups where they are large, as `rotoff` makes them.
     """
     tokens, inner = sequence * batch, 4 * width if inner is None else inner
     hidden = tokens * width * ELEMENT
@@ -93,7 +92,7 @@ def transformer(
 
     tensors = [width**2] * 4 + [width * inner] * 2 * experts
     all_of_them = blocks * sum(tensors) + ends * (1 if tied else 2)
-    parts = in_parts(tensors, tensors, all_of_them) if by_tensor else [tensors]
+    parts = in_parts(tensors, tensors, all_of_them)
     inside = [
         group((i + 2,), f"block{i}", sum(part), trained=i >= frozen * blocks) for i in range(blocks) for part in parts
     ]
@@ -108,22 +107,19 @@ def transformer(
     return replace(made, parameters=tuple(groups))
 
 
-def convolutional(machine: Machine = OLDER, batch: int = 128, image: int = 224) -> Chain:
+def convolutional() -> Chain:
     """A VGG-16 in single precision, of which the head holds nine tenths of the parameters and the first layers most
     activations."""
-    side, before, stages, groups = image, 3, [], []
+    machine, batch, image, before, stages, groups = OLDER, 128, 224, 3, [], []
+    side = image
     layers = [(64, 2), (128, 2), (256, 3), (512, 3), (512, 3)]
     heads = [512 * (image // 32) ** 2, 4096, 4096, 1000]
 
     def add(name: str, flops: float, made: int, kept: int, count: int) -> None:
         time = flops / machine.flops * 4 + 3 * kept / machine.memory
         stages.append(Stage(name, time, 2 * time, made, kept, None, made // 4, None, made))
-        traffic = 28 * count
-        on_host = None if machine.host is None else traffic / machine.host
-        number = (len(stages),)
-        groups.append(
-            ParameterGroup(number, 4 * count, 4 * count, 8 * count, traffic / machine.memory, on_host, 0, name)
-        )
+        sizes, times = (4 * count, 4 * count, 8 * count), (28 * count / machine.memory, 28 * count / machine.host)
+        groups.append(ParameterGroup((len(stages),), *sizes, *times, 0, name))
 
     for width, count in layers:
         for n in range(count):
@@ -134,8 +130,8 @@ def convolutional(machine: Machine = OLDER, batch: int = 128, image: int = 224) 
             before = width
     for wide, narrow in zip(heads, heads[1:], strict=False):
         add(f"head{narrow}", 2 * batch * wide * narrow, 4 * batch * narrow, 8 * batch * narrow, wide * narrow)
-    sizes = {"input_bytes": 12 * batch * image**2, "duplex": machine.duplex}
-    return Chain(tuple(stages), machine.link, machine.link, **sizes, name="vgg-16", parameters=tuple(groups))
+    inputs = 12 * batch * image**2
+    return Chain(tuple(stages), machine.link, machine.link, inputs, name="vgg-16", parameters=tuple(groups))
 
 
 def drawn(seed: int, stages: int) -> Chain:
@@ -153,72 +149,32 @@ def drawn(seed: int, stages: int) -> Chain:
             numbers = tuple(sorted({i, rng.randint(1, stages)}))
         group = ParameterGroup(numbers, 2 * count, name=f"random{i}")
         if kind != 1:
-            on_host = None if kind == 2 else 14 * count / host
-            group = replace(
-                group, grad_bytes=2 * count, state_bytes=4 * count, update_time=14e-12 * count, host_update_time=on_host
-            )
+            group = replace(group, grad_bytes=2 * count, state_bytes=4 * count, update_time=14e-12 * count)
+            group = replace(group, host_update_time=None if kind == 2 else 14 * count / host)
         groups.append(group)
     return Chain(
         tuple(made), link, link, 10**6, duplex=seed % 2 == 0, name=f"random-{stages}", parameters=tuple(groups)
     )
 
 
-def gpt_7b(by_tensor: bool = False) -> Chain:
-    """6.7 billion parameters, 4,096 tokens: 53.6 GB of parameters, gradients and states."""
-    return transformer(RTX_4090, 32, 4096, 4096, by_tensor=by_tensor, name="gpt-6.7b")
-
-
-def gpt_1b(by_tensor: bool = False) -> Chain:
-    """1.3 billion parameters, 4 x 2,048 tokens: 10.7 GB."""
-    return transformer(OLDER, 24, 2048, 2048, batch=4, by_tensor=by_tensor, name="gpt-1.3b")
-
-
-def gpt_13b(by_tensor: bool = False) -> Chain:
-    """13 billion parameters, 4,096 tokens: 104 GB."""
-    return transformer(RTX_4090, 40, 5120, 4096, by_tensor=by_tensor, name="gpt-13b")
-
-
-def mixture_of_experts(by_tensor: bool = False) -> Chain:
-    """24 blocks of 8 experts, 2 of them active: 7.3 billion parameters, of which 2.5 are used by a token."""
-    return transformer(RTX_4090, 24, 2048, 2048, batch=4, experts=8, active=2, by_tensor=by_tensor, name="moe-24x8")
-
-
-def half_frozen(by_tensor: bool = False) -> Chain:
-    """6.7 billion parameters, the first half of the blocks frozen; head and embedding are one."""
-    return transformer(
-        RTX_4090, 32, 4096, 4096, frozen=0.5, tied=True, by_tensor=by_tensor, name="gpt-6.7b-half-frozen"
-    )
-
-
 def grid() -> list[Chain]:
-    """0.3 to 30 billion parameters, links of 6 to 400 GB/s, hosts of 10 to 400 GB/s or none.
-
-    Groups of transformers are those that `rotoff` makes: a block's tensors are in several."""
+    """0.3 to 30 billion parameters, links of 6 to 400 GB/s, hosts of 10 to 400 GB/s or none."""
+    made, large = transformer, partial(transformer, RTX_4090, 32, 4096, 4096)
+    small = {"batch": 4, "name": "gpt-1.3b"}
+    experts = {"experts": 8, "active": 2}
     return [
-        transformer(LAPTOP, 24, 1024, 1024, batch=8, by_tensor=True, name="gpt-0.3b"),
-        gpt_1b(by_tensor=True),
-        transformer(
-            replace(OLDER, host=None), 24, 2048, 2048, batch=4, tied=True, by_tensor=True, name="gpt-1.3b-tied-no-host"
-        ),
-        gpt_7b(by_tensor=True),
-        half_frozen(by_tensor=True),
-        gpt_13b(by_tensor=True),
-        transformer(H100, 48, 7168, 4096, batch=2, by_tensor=True, name="gpt-30b"),
-        transformer(GH200, 48, 7168, 4096, batch=2, gradient=4, state=12, by_tensor=True, name="gpt-30b-fp32-states"),
-        mixture_of_experts(by_tensor=True),
-        transformer(
-            replace(H100, host=None),
-            32,
-            4096,
-            4096,
-            experts=8,
-            inner=8192,
-            active=2,
-            by_tensor=True,
-            name="moe-20b-no-host",
-        ),
-        transformer(RTX_4090, 32, 4096, 2048, frozen=1.0, adapters=0.01, by_tensor=True, name="lora-6.7b"),
-        transformer(LAPTOP, 40, 5120, 2048, frozen=1.0, adapters=0.002, by_tensor=True, name="lora-13b"),
+        made(LAPTOP, 24, 1024, 1024, batch=8, name="gpt-0.3b"),
+        made(OLDER, 24, 2048, 2048, **small),
+        made(replace(OLDER, host=None), 24, 2048, 2048, **{**small, "tied": True, "name": "gpt-1.3b-tied-no-host"}),
+        large(name="gpt-6.7b"),
+        large(frozen=0.5, tied=True, name="gpt-6.7b-half-frozen"),
+        made(RTX_4090, 40, 5120, 4096, name="gpt-13b"),
+        made(H100, 48, 7168, 4096, batch=2, name="gpt-30b"),
+        made(GH200, 48, 7168, 4096, batch=2, gradient=4, state=12, name="gpt-30b-fp32-states"),
+        made(RTX_4090, 24, 2048, 2048, batch=4, **experts, name="moe-24x8"),
+        made(replace(H100, host=None), 32, 4096, 4096, inner=8192, **experts, name="moe-20b-no-host"),
+        made(RTX_4090, 32, 4096, 2048, frozen=1.0, adapters=0.01, name="lora-6.7b"),
+        made(LAPTOP, 40, 5120, 2048, frozen=1.0, adapters=0.002, name="lora-13b"),
         convolutional(),
         drawn(1, 12),
         drawn(2, 24),

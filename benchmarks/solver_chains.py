@@ -3,13 +3,28 @@ seconds."""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import random
 from dataclasses import replace
+from pathlib import Path
+
+import numpy
 
 from rotoff import Chain, Form, Stage
 
 FLOPS = 60e12  # sustained by the device that these chains imagine
 MEMORY_RATE = 1e12  # bytes per second, for the layers that only stream
+
+
+def save(path: Path | None, rows: list[dict[str, object]], **about: object) -> None:
+    """Write the rows as JSON, with the machine and the versions."""
+    if path is not None:
+        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
+        versions = {"python": platform.python_version(), "numpy": numpy.__version__}
+        found = {"machine": machine, "versions": versions, **about, "rows": rows}
+        path.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def gpt(blocks: int, width: int = 1024, tokens: int = 8192, bandwidth: float = 25e9) -> Chain:

@@ -10,14 +10,11 @@ program at N = 50, 100 and 150 slots with every size rounded up, by `solve`, and
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import time
 from pathlib import Path
 from statistics import mean
 
-from solver_chains import gpt, grid, resnet
+from solver_chains import gpt, grid, resnet, save
 
 from rotoff import Chain, InfeasibleError, lower_bound, simulate, solve
 from rotoff.solver import joint, keep_all
@@ -87,13 +84,7 @@ def main() -> None:
         summary = {"mean_gap": mean(gaps), "worst_gap": max(gaps), "mean_gap_at_0.3_or_less": mean(tight)}
         summary["problems"] = len(gaps)
         print(summary)
-    if args.out:
-        import numpy
-
-        machine = {"cpu": platform.machine(), "cores": os.cpu_count()}
-        versions = {"python": platform.python_version(), "numpy": numpy.__version__}
-        text = json.dumps({"machine": machine, "versions": versions, "summary": summary, "rows": rows}, indent=1)
-        args.out.write_text(text + "\n")
+    save(args.out, rows, summary=summary)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rotoff import Chain
+from solver_chains import heterogeneous, save, with_forms
+
+from rotoff import Chain, simulate, solve
+from rotoff.solver import joint, keep_all, remat
 
 STAGES = {"remat": (30, 100, 350), "joint": (50, 100, 350), "solve": (20, 50, 100), "forms": (20, 50, 100)}
 SLOTS = {"remat": 500, "joint": 50}
@@ -29,11 +28,6 @@ SHARE = 0.45  # limit over the keep-all peak
 def measured(what: str, stages: int) -> dict[str, object]:
     """Seconds (by the clock, and of CPU in all threads) and peak bytes of one table, or of a whole `solve`, in this
     process."""
-    from solver_chains import heterogeneous, with_forms
-
-    from rotoff import simulate, solve
-    from rotoff.solver import joint, keep_all, remat
-
     chain = heterogeneous(11, stages)
     limit = int(SHARE * simulate(chain, keep_all(chain)).peak_bytes)
     if what == "forms":
@@ -55,8 +49,6 @@ def measured(what: str, stages: int) -> dict[str, object]:
 
 def plan_costs(chains: tuple[Chain, ...], limit: int) -> list[float]:
     """Of each chain, the processor seconds of a joint plan: the least of three, in turn."""
-    from rotoff import solve
-
     costs = [float("inf")] * len(chains)
     for _ in range(3):
         for n, chain in enumerate(chains):
@@ -69,9 +61,6 @@ def plan_costs(chains: tuple[Chain, ...], limit: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument(
-        "--quick", action="store_true", help="leave out the joint tables of 350 stages, which take minutes"
-    )
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "STAGES"))
     args = parser.parse_args()
     if args.one:
@@ -80,8 +69,6 @@ def main() -> None:
     rows = []
     for what, counts in STAGES.items():
         for stages in counts:
-            if args.quick and (what, stages) == ("joint", 350):
-                continue
             command = [sys.executable, __file__, "--one", what, str(stages)]
             rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
             row = rows[-1]
@@ -94,12 +81,7 @@ def main() -> None:
                 f" {row['bytes'] / 2**20:8.0f} MiB",
                 flush=True,
             )
-    if args.out:
-        import numpy
-
-        machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0]}
-        versions = {"python": platform.python_version(), "numpy": numpy.__version__}
-        args.out.write_text(json.dumps({"machine": machine, "versions": versions, "rows": rows}, indent=1) + "\n")
+    save(args.out, rows)
 
 
 if __name__ == "__main__":

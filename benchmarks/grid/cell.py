@@ -56,13 +56,12 @@ class Result:
     status: ok, infeasible, out of memory, not here. ratio, low, high: median and quartiles of the paired ratios.
     gradient_difference: the largest of any gradient from plain's in the first step; equal_gradients: bit for bit.
     predicted_peak: where plain PyTorch runs out of memory, what it would take, from a measurement stage by stage.
-    plan: digest of the sequence, the same for the same operations. freed_memory_kept: whether malloc could be told.
+    plan: digest of the sequence, the same for the same operations.
     """
 
     status: str = "ok"
     note: str = ""
     step_time: float | None = None
-    plain_time: float | None = None
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -70,15 +69,12 @@ class Result:
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     host_bytes: int | None = None
-    predicted_time: float | None = None
     predicted_ratio: float | None = None
     predicted_peak: int | None = None
     bound_ratio: float | None = None
     gradient_difference: float | None = None
     equal_gradients: bool | None = None
-    prepare_time: float | None = None
     plan: str | None = None
-    freed_memory_kept: bool = False
 
 
 class Runner:
@@ -136,17 +132,14 @@ def _measure(cell: Cell, result: Result) -> None:
     device = torch.device(cell.device)
     if cell.threads:
         torch.set_num_threads(cell.threads)
-    result.freed_memory_kept = keep_freed_memory()
+    keep_freed_memory()
     workload = workloads.find(cell.suite, cell.workload)
     model, x = workload.make(device)
-    start = time.perf_counter()
     best = _best_segments(cell.method, model, x)
     run = methods.prepare(best, model, x, cell.limit, cell.host_directory)
     runner = Runner(run, model, x)
     torch.manual_seed(1)
     runner.step()
-    _synchronize(device)
-    result.prepare_time = time.perf_counter() - start  # until the first step has ended: capture, plan, compilation
     result.note = best if best != cell.method else ""
     first = [None if p.grad is None else p.grad.clone() for p in model.parameters()] if cell.method != "plain" else []
     runner.step()
@@ -180,8 +173,7 @@ def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
 def _predictions(run: rotoff.Checkpointable, cell: Cell, kept: float, result: Result) -> None:
     """kept: seconds that the plain model's stages take."""
     assert cell.limit is not None
-    result.predicted_time = run.get_expected_makespan()
-    result.predicted_ratio = result.predicted_time / kept
+    result.predicted_ratio = run.get_expected_makespan() / kept
     result.predicted_peak = run.get_expected_memory()
     result.host_bytes = run.get_expected_host_memory()
     result.plan = hashlib.sha256("\n".join(map(str, run.sequence)).encode()).hexdigest()[:12]
@@ -220,7 +212,6 @@ def _time(runner: Runner, plain: Runner | None, seconds: float, result: Result) 
     result.pairs = len(times[0])
     result.step_time = statistics.median(times[0])
     if plain is not None:
-        result.plain_time = statistics.median(times[1])
         result.low, result.ratio, result.high = quartiles(*times)
 
 

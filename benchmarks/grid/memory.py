@@ -11,21 +11,24 @@ import ctypes
 import gc
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+
+from rotoff.accelerator import peaks
+from rotoff.profile import allocations
 
 # of malloc.h: M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, with values that keep all
 MALLOPT = ((-1, 2**31 - 1), (-3, 2**30))
 
 
-def keep_freed_memory() -> bool:
-    """Have glibc's malloc hold on to what is freed; whether it could be told."""
-    try:
+def keep_freed_memory() -> None:
+    """Have glibc's malloc hold on to what is freed, where there is one."""
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
-        return False
-    return [mallopt(*setting) for setting in MALLOPT] == [1, 1]
+        for setting in MALLOPT:
+            mallopt(*setting)
 
 
 @dataclass(frozen=True)
@@ -40,23 +43,7 @@ def peak_of(step: Callable[[], object], device: torch.device) -> Peak:
     """Run `step` once and say what it needed at most."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        step()
-        torch.cuda.synchronize(device)
-        return Peak(
-            torch.cuda.max_memory_allocated(device) - allocated, torch.cuda.max_memory_reserved(device) - reserved
-        )
+        found = peaks(device, step)
+        return Peak(found["given"], found["reserved"])
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler writes two lines of its own
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler:
-        step()
-    assert profiler.profiler is not None
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return Peak(peak, None)
+    return Peak(allocations.peak_of(allocations.logged(step, device)[1]), None)

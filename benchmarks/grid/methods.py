@@ -7,17 +7,14 @@ Names, as cells give them:
 * ``checkpoint_sequential``: PyTorch's segments, with the count that needs the fewest bytes
 * ``selective``: each block under selective checkpointing, matrix products, convolutions and attention saved
 * ``save_on_cpu``: `torch.autograd.graph.save_on_cpu(pin_memory=True)`; CUDA only
-* ``offload_activations``: torchtune's, where it is installed; CUDA only
 * ``budget:0.5``: `torch.compile` with that activation memory budget
 * ``remat``, ``offload``, ``joint``: rotoff within a limit
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -37,7 +34,7 @@ from .workloads import blocks
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 OURS = ("joint", "remat", "offload")
-PEERS = ("checkpoint", "checkpoint_sequential", "selective", "save_on_cpu", "offload_activations")
+PEERS = ("checkpoint", "checkpoint_sequential", "selective", "save_on_cpu")
 BUDGETS = ("budget:0.5", "budget:0.2")
 
 _ATEN = torch.ops.aten
@@ -118,28 +115,15 @@ def segment_counts(model: nn.Module) -> list[int]:
     return sorted({max(2, min(len(model), round(root * factor))) for factor in (0.5, 0.7, 1.0, 1.4, 2.0)})
 
 
-def _in_context(model: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> Run:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        with context():
-            return model(x)
-
-    return run
-
-
 def _save_on_cpu(model: nn.Module, x: torch.Tensor, _: str) -> Run:
     if x.device.type != "cuda":
         raise NotHere("save_on_cpu needs a device other than the CPU")
-    return _in_context(model, partial(torch.autograd.graph.save_on_cpu, pin_memory=True))
 
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return model(x)
 
-def _offload_activations(model: nn.Module, x: torch.Tensor, _: str) -> Run:
-    if x.device.type != "cuda":
-        raise NotHere("OffloadActivations needs CUDA")
-    if importlib.util.find_spec("torchtune") is None:
-        raise NotHere("torchtune is not installed")
-    from torchtune.training import OffloadActivations
-
-    return _in_context(model, OffloadActivations)
+    return run
 
 
 def _budget(model: nn.Module, x: torch.Tensor, argument: str) -> Run:
@@ -158,6 +142,5 @@ _PEERS: dict[str, Callable[[nn.Module, torch.Tensor, str], Run]] = {
     "checkpoint_sequential": _checkpoint_sequential,
     "selective": _selective,
     "save_on_cpu": _save_on_cpu,
-    "offload_activations": _offload_activations,
     "budget": _budget,
 }

@@ -160,43 +160,6 @@ def resnet(depths: Sequence[int], classes: int, width: int = 64) -> nn.Sequentia
     return nn.Sequential(*stages, Classifier(channels, classes))
 
 
-class DenseLayer(nn.Module):
-    def __init__(self, channels: int, growth: int) -> None:
-        super().__init__()
-        self.norm1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, 4 * growth, 1, bias=False)
-        self.norm2, self.conv2 = nn.BatchNorm2d(4 * growth), nn.Conv2d(4 * growth, growth, 3, 1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.conv1(F.relu(self.norm1(x), inplace=True))
-        return torch.cat([x, self.conv2(F.relu(self.norm2(y), inplace=True))], 1)
-
-
-class Transition(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm, self.conv = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels // 2, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.avg_pool2d(self.conv(F.relu(self.norm(x), inplace=True)), 2)
-
-
-def densenet(depths: Sequence[int], classes: int, growth: int = 32) -> nn.Sequential:
-    """DenseNet: `depths` (6, 12, 48, 32) is DenseNet-201. Every layer hands the concatenation on."""
-    channels = 2 * growth
-    stem = nn.Sequential(
-        nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)
-    )
-    stages: list[nn.Module] = [Whole(stem)]
-    for part, depth in enumerate(depths):
-        for _ in range(depth):
-            stages.append(DenseLayer(channels, growth))
-            channels += growth
-        if part < len(depths) - 1:
-            stages.append(Transition(channels))
-            channels //= 2
-    return nn.Sequential(*stages, Classifier(channels, classes))
-
-
 class Double(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ STYLES = {  # Okabe and Ito's colours; markers and dashes tell the same apart in
     "remat": ("#D55E00", "s", "--"),
     "offload": ("#009E73", "^", ":"),
 }
-PEER_MARKERS = dict(zip([*methods.PEERS, *methods.BUDGETS], ["P", "X", "D", "v", "<", "1", "2"], strict=True))
+PEER_MARKERS = dict(zip([*methods.PEERS, *methods.BUDGETS], ["P", "X", "D", "v", "1", "2"], strict=True))
 
 
 def draw(runs: list[Run], title: str, path: Path) -> None:

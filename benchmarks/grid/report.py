@@ -23,7 +23,6 @@ from .pictures import draw
 COMMANDS = {
     "cpu": "scripts/cpu_results.sh grid",
     "cuda": "python -m benchmarks.grid.run --suite cuda",
-    "tiny": "make test-all",
 }
 
 

@@ -56,10 +56,11 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     import rotoff
+    from rotoff.tools.doctor.machine import cores, processor
 
     about: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": processor(),
+        "cores": cores(),
         "system": platform.system(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -68,16 +69,6 @@ def machine(device: str) -> dict[str, Any]:
     if device.startswith("cuda"):
         about |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     return about
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
 
 
 def commit() -> str | None:

@@ -105,20 +105,12 @@ CPU = (
 CUDA = (
     _gpt("gpt-1.3b", 24, 2048, 16, 2048, 8, 50304, _BF16),
     _gpt("gpt-7b", 32, 4096, 32, 4096, 2, 32000, _BF16),
-    _gpt("gpt-1.3b-8k", 24, 2048, 16, 8192, 2, 50304, _BF16),
     _net("vit-l", "ViT-L/16", lambda: models.vit(224, 16, 24, 1024, 16, 1000), 256, 224, 1000, _BF16),
     _net("resnet101", "ResNet-101", lambda: models.resnet((3, 4, 23, 3), 1000), 256, 224, 1000),
-    _net("resnet1001", "ResNet-1001", lambda: models.resnet((3, 4, 323, 3), 1000), 16, 224, 1000),
-    _net("densenet201", "DenseNet-201", lambda: models.densenet((6, 12, 48, 32), 1000), 128, 224, 1000),
     _net("unet", "U-Net of 5 resolutions", lambda: models.UNet(64, 4, 8), 16, 512, 8, pixels=True),
 )
 
-TINY = (
-    _gpt("gpt", 3, 32, 2, 16, 2, 32, _F32),
-    _net("unet", "U-Net of 3 resolutions", lambda: models.UNet(4, 2, 3), 2, 16, 3, pixels=True),
-)
-
-SUITES = {"cpu": CPU, "cuda": CUDA, "tiny": TINY}
+SUITES = {"cpu": CPU, "cuda": CUDA}
 
 
 def find(suite: str, name: str) -> Workload:

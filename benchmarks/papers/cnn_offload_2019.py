@@ -110,7 +110,7 @@ def figure_4() -> list[dict[str, object]]:
 
 
 def draw(rows: list[dict[str, object]]) -> None:
-    fig, axes = figure("cnn_offload_2019_figure_4")
+    fig, ((axes,),) = figure()
     for method in dict.fromkeys(row["method"] for row in rows):
         points = sorted((row["activations_%"], row["increase_%"]) for row in rows if row["method"] == method)
         axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=method)

@@ -1,13 +1,13 @@
-"""Figures 5 to 19 of Euro-Par 2020 again: ratio to the bound of proposition 3, and images a second, against the limit.
+"""The data of figures 5 to 19 of Euro-Par 2020 again: ratio to the bound of proposition 3, and images a second, against
+the limit; and figure 5 drawn.
 
-    python benchmarks/papers/euro_par_2020.py            # all figures, about a quarter of an hour on two cores
+    python benchmarks/papers/euro_par_2020.py            # all of it, about a quarter of an hour on two cores
     python benchmarks/papers/euro_par_2020.py --only resnet50 densenet121 --images 224
 
 Chains are torchvision's networks on a V100 (bytes from the modules, times from the data sheet), one direction of the
 link at a time at 12.2 GB/s, as the paper measured. Limits go from the smallest at which offloading is possible to
-M_peak, scaled to 0 and 100 %. Written to benchmarks/results/papers/: euro_par_2020.csv and euro_par_2020_figure_N.png,
-with the paper's numbers N. `rotoff joint` recomputes too, so it is not among the ratios to a bound that holds for
-offloading only.
+M_peak, scaled to 0 and 100 %. Written to benchmarks/results/papers/: euro_par_2020.csv and euro_par_2020_figure_5.png.
+`rotoff joint` recomputes too, so it is not drawn as a ratio to a bound that holds for offloading only.
 """
 
 from __future__ import annotations
@@ -37,23 +37,9 @@ STYLES = {
     "tflms": ("#999999", "v"),
     "autoswap": ("#009E73", "P"),
     "rotoff offload": ("#D55E00", "D"),
-    "rotoff joint": ("#882255", "*"),
     "fractional": ("#000000", None),
 }
-# The paper's numbers: (ratios, throughput) by family and image; figure 5 shows all families at 224.
-FIGURES = {
-    ("resnet", 224): (6, 13),
-    ("resnet", 500): (7, 14),
-    ("resnet", 1000): (8, 15),
-    ("densenet", 224): (9, 16),
-    ("densenet", 500): (10, 17),
-    ("densenet", 1000): (11, 18),
-    ("inception", None): (12, 19),
-}
-
-
-def family(network: str) -> str:
-    return next(name for name in ("resnet", "densenet", "inception") if network.startswith(name))
+DRAWN = ("resnet50", "resnet101", "densenet121", "inception_v3")  # at 224, in figure 5
 
 
 def rows_of(network: str, image: int, batch: int, chain: Chain, points: int) -> list[dict[str, object]]:
@@ -87,35 +73,24 @@ def rows_of(network: str, image: int, batch: int, chain: Chain, points: int) -> 
     return rows
 
 
-def draw(number: int, rows: list[dict[str, object]], column: str, label: str) -> None:
-    """Figure `number`: a panel for each network and image, a line for each method."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(rows: list[dict[str, object]]) -> None:
+    """A panel for each network, a line for each method."""
     panels = list(dict.fromkeys((row["network"], row["image"], row["batch"]) for row in rows))
     across = min(3, len(panels))
-    down = -(-len(panels) // across)
-    figure, axes = pyplot.subplots(down, across, figsize=(5 * across, 3.6 * down), squeeze=False, layout="constrained")
+    figure, axes = tables.figure(across, -(-len(panels) // across), (5, 3.6))
     for axis, (network, image, batch) in zip(axes.flat, panels, strict=False):
+        mine = [r for r in rows if r["network"] == network and r["ratio"] is not None]
         for method, (colour, marker) in STYLES.items():
-            if (method, column) == ("rotoff joint", "ratio"):
-                continue
-            mine = [r for r in rows if (r["network"], r["image"], r["batch"]) == (network, image, batch)]
-            line = [(r["limit_percent"], r[column]) for r in mine if r["method"] == method and r[column] is not None]
-            if line:
+            if line := [(r["limit_percent"], r["ratio"]) for r in mine if r["method"] == method]:
                 style = "--" if method == "fractional" else "-"
                 axis.plot(*zip(*line, strict=True), style, color=colour, marker=marker, markersize=4, label=method)
-        axis.set_title(f"{network}, {image} × {image}, batch {batch}")
+        axis.set(title=f"{network}, {image} × {image}, batch {batch}", ylabel="step time / bound of proposition 3")
         axis.set_xlabel("limit, % of the way from the least to M_peak")
-        axis.set_ylabel(label)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(panels) :]:
         axis.axis("off")
     axes.flat[0].legend(frameon=False, fontsize=7)
-    tables.save(f"euro_par_2020_figure_{number}", figure)
-    pyplot.close(figure)
+    tables.save("euro_par_2020_figure_5", figure)
 
 
 def main() -> None:
@@ -133,18 +108,8 @@ def main() -> None:
             rows += rows_of(network, image, batch, chain, arguments.points)
             print(f"{chain.name}: {len(chain)} stages, {time.perf_counter() - start:.0f} s", flush=True)
     tables.write("euro_par_2020", rows)
-    shown = [
-        r
-        for r in rows
-        if r["image"] == 224 and r["network"] in ("resnet50", "resnet101", "densenet121", "inception_v3")
-    ]
-    if shown:
-        draw(5, shown, "ratio", "step time / bound of proposition 3")
-    for (name, image), (ratios, throughput) in FIGURES.items():
-        mine = [row for row in rows if family(str(row["network"])) == name and image in (None, row["image"])]
-        if mine:
-            draw(ratios, mine, "ratio", "step time / bound of proposition 3")
-            draw(throughput, mine, "images_per_second", "images a second")
+    if shown := [row for row in rows if row["image"] == 224 and row["network"] in DRAWN]:
+        draw(shown)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The paper reports activations' memory divided by 4 to 6 at less than 20 % overhe
 removed by offloading. For each network and limit: recompute alone (rotor, and ours), offload alone (GREEDY, and ours),
 POFO as published (N = 50), and ours jointly. Everything is predicted by the machine on a V100 with PCIe 3.
 
-    python benchmarks/papers/pofo_2021.py        # a few minutes; CSV and PNG in benchmarks/results/papers/
+    python benchmarks/papers/pofo_2021.py        # a few minutes; CSV in benchmarks/results/papers/
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import argparse
 import statistics
 
 from network_chains import V100, network
-from tables import figure, save, write
+from tables import write
 
 from rotoff import Chain, InfeasibleError, keep_all, simulate, solve
 
@@ -36,23 +36,19 @@ def overheads(chain: Chain, limit: int) -> dict[str, float | None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two networks and four limits")
-    quick = parser.parse_args().quick
-    rows, summary, curves = [], [], {}
-    for name, image, batch in NETWORKS[:2] if quick else NETWORKS:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    rows, summary = [], []
+    for name, image, batch in NETWORKS:
         chain = network(name, batch, image, V100)
         peak = simulate(chain, keep_all(chain)).peak_bytes
         points = []
-        for share in SHARES[::3] if quick else SHARES:
+        for share in SHARES:
             made = overheads(chain, int(share * peak))
             points.append((share, made))
             rows.append({"network": chain.name, "share": share, "limit_MiB": share * peak / 2**20, **made})
-        curves[chain.name] = points
         summary.append(summarise(chain.name, points))
     write("pofo_2021", rows)
     write("pofo_2021_summary", summary)
-    draw(curves)
 
 
 def summarise(name: str, points: list[tuple[float, dict[str, float | None]]]) -> dict[str, object]:
@@ -70,23 +66,6 @@ def summarise(name: str, points: list[tuple[float, dict[str, float | None]]]) ->
         ]
         row[f"{recompute} overhead removed by {both}"] = statistics.mean(gains) if gains else None
     return row
-
-
-def draw(curves: dict[str, list[tuple[float, dict[str, float | None]]]]) -> None:
-    """Mean overhead over the networks on which all recompute methods fit, against the share of the memory."""
-    fig, axes = figure("pofo_2021")
-    for method in METHODS:
-        line = []
-        for n, (share, _) in enumerate(next(iter(curves.values()))):
-            values = [points[n][1][method] for points in curves.values()]
-            if all(value is not None for value in values):
-                line.append((share, 100 * statistics.mean(v for v in values if v is not None)))
-        if line:
-            axes.plot(*zip(*line, strict=True), marker="o", markersize=3, label=method)
-    axes.set(xlabel="limit / peak of keeping everything", ylabel="overhead, % (mean over networks)", ylim=(0, 60))
-    axes.axhline(20, color="0.7", linewidth=0.8)
-    axes.legend()
-    save("pofo_2021", fig)
 
 
 if __name__ == "__main__":

@@ -4,17 +4,16 @@
 checkpoint_sequential and √L, and where persistence costs something (small chains). Predicted by the machine on a V100
 with PCIe 3.
 
-    python benchmarks/papers/rotor_slides.py        # a minute or two; CSV and PNG in benchmarks/results/papers/
+    python benchmarks/papers/rotor_slides.py        # a minute or two; CSV in benchmarks/results/papers/
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
 
 from network_chains import V100, network
-from tables import figure, save, write
+from tables import write
 
 from rotoff import Chain, InfeasibleError, Stage, keep_all, simulate, solve
 
@@ -27,10 +26,10 @@ METHODS = {
 SHARES = [n / 20 for n in range(4, 21)]
 
 
-def comparison(networks: Sequence[tuple[str, int, int]]) -> list[dict[str, object]]:
+def comparison() -> list[dict[str, object]]:
     """Images per second by method, at shares of the peak of keeping everything; empty where a method does not fit."""
     rows = []
-    for name, image, batch in networks:
+    for name, image, batch in NETWORKS:
         chain = network(name, batch, image, V100)
         peak = simulate(chain, keep_all(chain)).peak_bytes
         for share in SHARES:
@@ -77,27 +76,12 @@ def persistence(count: int, seed: int = 0) -> list[dict[str, object]]:
     ]
 
 
-def draw(rows: list[dict[str, object]]) -> None:
-    first = [row for row in rows if row["network"] == rows[0]["network"]]
-    fig, axes = figure("rotor_slides")
-    for method in METHODS:
-        points = [(row["limit_MiB"], row[method]) for row in first if row[method] is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=method)
-    axes.set(xlabel="limit, MiB", ylabel="images per second (predicted)", title=first[0]["network"])
-    axes.legend()
-    save("rotor_slides", fig)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chains", type=int, default=200, help="random chains for the cost of persistence")
-    parser.add_argument("--quick", action="store_true", help="the first network only")
     arguments = parser.parse_args()
     write("rotor_slides_persistence", persistence(arguments.chains))
-    rows = comparison(NETWORKS[:1] if arguments.quick else NETWORKS)
-    write("rotor_slides", rows)
-    draw(rows)
+    write("rotor_slides", comparison())
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Tables 1 and 3 are about its own layers (tests/support/superneurons_layers.py ha
 4 and 5 are about real networks, whose stages are blocks here. Parameters, their gradients and one momentum are taken
 off the 12 GB.
 
-    python benchmarks/papers/superneurons_2018.py        # a few minutes; CSV and PNG in benchmarks/results/papers/
+    python benchmarks/papers/superneurons_2018.py        # a few minutes; CSV in benchmarks/results/papers/
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from network_chains import K40, network
-from tables import figure, save, write
+from tables import write
 
 from rotoff import Chain, InfeasibleError, Stage, keep_all, min_mem_limit, simulate, solve
 from rotoff.solver.policies.heavy import heavy_stages
@@ -150,16 +150,6 @@ def fits_joint(chain: Chain, limit: int) -> bool:
     return limit >= min_mem_limit(chain, "joint")
 
 
-RESNETS = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3), "resnet152": (3, 8, 36, 3)}
-
-
-def fits_layers(layers: list[tuple[str, int]], batch: int, limit: int) -> bool:
-    """SuperNeurons on the paper's own layers, which a block of a real network hides from a plan."""
-    chain, marks = chain_of(layers, batch), checkpoints(layers)
-    made = (operations(chain, limit, technique, marks) for technique in ("cost-aware", "memory-centric"))
-    return any(ops is not None and _peak(chain, ops) <= limit for ops in made)
-
-
 SYSTEMS = {"keep all": fits_all, "chen": fits_policy("chen"), "superneurons": fits_superneurons, "joint": fits_joint}
 
 
@@ -229,24 +219,9 @@ def table_5() -> list[dict[str, object]]:
         row: dict[str, object] = {"network": name}
         for system, fits in SYSTEMS.items():
             row[system] = largest(lambda n, fits=fits, c=two, r=room: fits(at_batch(*c, (16, 48), n), r), 1, 1 << 14)
-        layers = resnet(RESNETS[name]) if name in RESNETS else alexnet() if name == "alexnet" else None
-        row["by layers"] = layers and largest(lambda n, x=layers, r=room: fits_layers(x, n, r), 1, 1 << 14)
-        rows.append(
-            {**row, **dict(zip(("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons (paper)"), paper, strict=True))}
-        )
+        others = ("Caffe", "MXNet", "Torch", "TensorFlow", "SuperNeurons (paper)")
+        rows.append(row | dict(zip(others, paper, strict=True)))
     return rows
-
-
-def draw(rows: list[dict[str, object]]) -> None:
-    fig, axes = figure("superneurons_2018_table_5")
-    columns = ["keep all", "chen", "superneurons", "by layers", "joint", "TensorFlow", "SuperNeurons (paper)"]
-    width = 0.8 / len(columns)
-    for n, column in enumerate(columns):
-        axes.bar([x + n * width for x in range(len(rows))], [row[column] or 0 for row in rows], width, label=column)
-    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(rows))], [str(row["network"]) for row in rows], fontsize=8)
-    axes.set(ylabel="largest batch in 12 GB", yscale="log")
-    axes.legend(fontsize=8)
-    save("superneurons_2018_table_5", fig)
 
 
 def main() -> None:
@@ -258,10 +233,7 @@ def main() -> None:
     tables |= {"table_4": lambda: table_4(arguments.deepest)}
     for name, make in tables.items():
         if arguments.only is None or name.endswith(arguments.only):
-            rows = make()
-            write(f"superneurons_2018_{name}", rows)
-            if name == "table_5":
-                draw(rows)
+            write(f"superneurons_2018_{name}", make())
 
 
 if __name__ == "__main__":

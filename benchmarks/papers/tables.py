@@ -25,14 +25,12 @@ def write(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
-def figure(name: str):
-    """(figure, axes) to draw on; call `save` when done."""
-    import matplotlib
+def figure(across: int = 1, down: int = 1, size: tuple[float, float] = (7, 4.5)):
+    """(figure, array of axes) to draw on; call `save` when done. size: of one, in inches."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt.subplots(figsize=(7, 4.5), layout="constrained")
+    made = Figure(figsize=(size[0] * across, size[1] * down), layout="constrained")
+    return made, made.subplots(down, across, squeeze=False)
 
 
 def save(name: str, fig: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from ..io.json_file import save_json
 from .command import UsageError, add_command, print_json
 
 if TYPE_CHECKING:
@@ -29,12 +30,12 @@ def _doctor(options: argparse.Namespace) -> int:
         last = f"{device.type}:{count - 1}"
         raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {last}")
     try:
-        Report(str(device)).save(options.output)
+        save_json(options.output, Report(str(device)).to_dict())
     except OSError as error:  # before the work
         raise UsageError(f"{options.output} cannot be written ({error.strerror}); name another file with -o") from error
 
     def told(report: Report, finding: Finding) -> None:
-        report.save(options.output)  # after each check, so that an interrupt keeps the findings so far
+        save_json(options.output, report.to_dict())  # after each check, so that an interrupt keeps the findings so far
         if not options.json:
             print(finding, flush=True)
 

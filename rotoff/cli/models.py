@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
+import runpy
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -51,27 +51,19 @@ def _load_function(text: str) -> Any:
             f"{text!r} is not MODULE:FUNCTION; give, for example, my_models:build or path/to/my_models.py:build"
         )
     try:
-        function = getattr(_load_module(where), name, None)
+        if where.endswith(".py"):
+            found = runpy.run_path(where, run_name=Path(where).stem)
+        else:
+            if "" not in sys.path and str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))  # the script `rotoff` has its own folder there instead
+            found = vars(importlib.import_module(where))
     except Exception as error:
         raise UsageError(
             f"{where} cannot be imported: {type(error).__name__}: {error} (--traceback shows where)"
         ) from error
-    if not callable(function):
+    if not callable(function := found.get(name)):
         raise UsageError(f"{where} has no function {name!r}")
     return function
-
-
-def _load_module(where: str) -> Any:
-    if not where.endswith(".py"):
-        if "" not in sys.path and str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # the script `rotoff` has its own folder there instead
-        return importlib.import_module(where)
-    spec = importlib.util.spec_from_file_location(Path(where).stem, where)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def _cut(options: argparse.Namespace) -> dict[str, Any]:

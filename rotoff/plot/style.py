@@ -8,21 +8,19 @@ well, so that pictures stay readable in grey and with every kind of colour blind
 from __future__ import annotations
 
 import io
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MultipleLocator
+from matplotlib.ticker import MaxNLocator
 
-from ..core.sizes import SECONDS
 from ..errors import OptionError
 
 INK = "#222222"
-GRID = "#D9D9D9"
 
 
 @dataclass(frozen=True)
@@ -34,17 +32,20 @@ class Look:
     hatch: str = ""
 
 
-FORWARD = Look("#A6D4F2", "forward")
-RECOMPUTE = Look("#D55E00", "forward again (recompute)", "////")
-BACKWARD = Look("#0A4D80", "backward")
 IDLE = Look("#FFFFFF", "idle: compute waits for a copy", "xxxx")
-OUTWARD = Look("#E69F00", "device → host")
-INWARD = Look("#00694B", "host → device")
-UPDATE = Look("#D98FB6", "update on the device", "....")
-PARAMETERS_OUT = Look("#FBE5B0", "device → host, parameters")
-PARAMETERS_IN = Look("#8FD3BC", "host → device, parameters")
-HOST_UPDATE = Look("#CFA5BC", "update on the host")
-LOOKS = (FORWARD, RECOMPUTE, BACKWARD, UPDATE, IDLE, OUTWARD, PARAMETERS_OUT, INWARD, PARAMETERS_IN, HOST_UPDATE)
+LOOKS = {  # by `work_of`, in the order of the legend
+    "F": Look("#A6D4F2", "forward"),
+    "R": Look("#D55E00", "forward again (recompute)", "////"),
+    "B": Look("#0A4D80", "backward"),
+    "U": Look("#D98FB6", "update on the device", "...."),
+    "idle": IDLE,
+    "d2h": Look("#E69F00", "device → host"),
+    "d2h of parameters": Look("#FBE5B0", "device → host, parameters"),
+    "h2d": Look("#00694B", "host → device"),
+    "h2d of parameters": Look("#8FD3BC", "host → device, parameters"),
+    "H": Look("#CFA5BC", "update on the host"),
+}
+DARK = (LOOKS["B"], LOOKS["h2d"])  # on which letters are white
 HELD, PARAMETERS_HELD = "#DCE9F5", "#BFAFBB"  # bytes on the device: all, and those of parameters, gradients and states
 
 # Colour, marker and dashes of each line in a comparison. Markers distinguish lines whose colours look alike.
@@ -59,21 +60,24 @@ SERIES = (
     ("#7B3294", "<", ":"),
 )
 
-_BYTES = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
-
-
-def byte_unit(most: float) -> tuple[str, int]:
-    """The binary unit for an axis of up to `most` bytes, and its size in bytes."""
-    return next(((name, size) for name, size in reversed(_BYTES) if most >= size), _BYTES[0])
-
-
-def time_unit(most: float) -> tuple[str, float]:
-    """The unit for an axis of up to `most` seconds, and its length in seconds."""
-    return next(((name, size) for name, size in SECONDS if most >= size), SECONDS[-1])
+BYTES = (("TiB", 2.0**40), ("GiB", 2.0**30), ("MiB", 2.0**20), ("KiB", 2.0**10), ("B", 1.0))
+# No box around the data, a faint grid behind it, small letters.
+_AXES = {
+    **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True, "axes.grid": True},
+    **{"grid.color": "#D9D9D9", "grid.linewidth": 0.6, "xtick.labelsize": 8, "ytick.labelsize": 8},
+    "axes.labelsize": 9,
+}
 
 
 class Picture(Figure):  # type: ignore[misc]
-    """A figure that notebooks show, although it belongs to no window."""
+    """A figure that notebooks show, although it belongs to no window. Sizes are in inches."""
+
+    def __init__(self, width: float = 6.4, height: float = 4.8) -> None:
+        super().__init__(figsize=(width, height), layout="constrained")
+
+    def subplots(self, *args: Any, **kwargs: Any) -> Any:
+        with matplotlib.rc_context(_AXES):
+            return super().subplots(*args, **kwargs)
 
     def _repr_png_(self) -> bytes:
         made = io.BytesIO()
@@ -81,33 +85,16 @@ class Picture(Figure):  # type: ignore[misc]
         return made.getvalue()
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """A figure with a constrained layout; sizes in inches."""
-    return Picture(figsize=(width, height), layout="constrained")
-
-
-def quiet(axes: Axes, grid: str = "y") -> None:
-    """Remove the box around the data and put a faint grid behind it."""
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.set_axisbelow(True)
-    axes.grid(axis=grid, color=GRID, linewidth=0.6)
-    axes.tick_params(labelsize=8)
-
-
-def in_units(axes: Axes, which: str, size: float, name: str, what: str) -> None:
-    """Label an axis whose data are bytes or seconds in a larger unit; call it once the axis has its limits."""
+def in_units(axes: Axes, which: str, units: tuple[tuple[str, float], ...], what: str) -> None:
+    """Label an axis, "x" or "y", in the largest of `units` that it reaches; call it once the axis has its limits. Its
+    data are bytes or seconds."""
     axis = axes.xaxis if which == "x" else axes.yaxis
-    low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / size:.10g}"))
-    axis.set_major_locator(MultipleLocator(_round_step((high - low) / size / 6) * size))
-    axis.set_label_text(f"{what} ({name})", fontsize=9)
-
-
-def _round_step(step: float) -> float:
-    """The next 1, 2, 2.5 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step)) if step > 0 else 1.0
-    return next((m * power for m in (1, 2, 2.5, 5) if m * power >= step), 10 * power)
+    low, high = axis.get_view_interval()
+    name, size = next((unit for unit in units if high >= unit[1]), units[-1])
+    ticks = MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]).tick_values(low / size, high / size)
+    ticks = [tick for tick in ticks if low <= tick * size <= high]
+    axis.set_ticks([tick * size for tick in ticks], [f"{tick:.10g}" for tick in ticks])
+    axis.set_label_text(f"{what} ({name})")
 
 
 def save(figure: Figure, path: str | os.PathLike[str], dpi: int = 150) -> None:

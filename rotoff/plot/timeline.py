@@ -15,11 +15,11 @@ from matplotlib.patches import Patch
 
 from ..core.chain import Chain
 from ..core.figures import Figures, percent
-from ..core.sequence import COMPUTES, Op, OpKind
+from ..core.sequence import COMPUTES, Op
 from ..core.sequence import Sequence as Plan
-from ..core.simulator import Event, Trace
-from ..core.sizes import format_bytes, format_seconds
-from ..report.expected_step import held, shown_step
+from ..core.simulator import Trace
+from ..core.sizes import SECONDS, format_bytes, format_seconds
+from ..report.expected_step import held, shown_step, work_of
 from . import style
 from .style import Look
 
@@ -64,21 +64,19 @@ def timeline(
     lanes = [lane for lane in LANES if lane in used or lane == "compute"]
 
     height = 2.6 + len(steps) * (0.42 * len(lanes) + 0.25) + 0.9
-    figure = style.new_figure(10, height)
+    figure = style.Picture(10, height)
     ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
     figure.suptitle(_title(chain, plan, figures), fontsize=10.5, x=0.01, ha="left")
     _draw_bytes(axes[0], steps, figures.mem_limit)
-    shown: dict[str, Look] = {}
+    shown = set[Look]()
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
-        shown.update(_draw_lanes(axis, step, lanes, longest, name if len(steps) > 1 else ""))
+        shown |= _draw_lanes(axis, step, lanes, longest, name if len(steps) > 1 else "")
     axes[-1].set_xlim(0, longest * 1.002 or 1.0)
-    unit, size = style.time_unit(longest)
-    style.in_units(axes[-1], "x", size, unit, "time")
-    looks = [look for look in style.LOOKS if look.words in shown]
-    patches = [
-        Patch(facecolor=x.colour, hatch=x.hatch, edgecolor=style.INK, linewidth=0.5, label=x.words) for x in looks
-    ]
+    style.in_units(axes[-1], "x", SECONDS, "time")
+    edge = {"edgecolor": style.INK, "linewidth": 0.5}
+    looks = [look for look in style.LOOKS.values() if look in shown]
+    patches = [Patch(facecolor=look.colour, hatch=look.hatch, label=look.words, **edge) for look in looks]
     columns = len(patches) if len(patches) <= 6 else -(-len(patches) // 2)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
@@ -86,29 +84,17 @@ def timeline(
 
 def boxes(trace: Trace, lane: str) -> list[Box]:
     """The boxes of a lane: operations or copies, and on the compute lane the idle time between them."""
-    if lane != "compute":
-        return [
-            Box(start, end, _look(event), f"{event.op.of}{event.op.stage}") for event, start, end in trace.spans(lane)
-        ]
     found: list[Box] = []
     clock = 0.0
-    for event in trace.events:
-        if event.op.kind not in COMPUTES:
-            continue
-        if event.start > clock:
-            found.append(Box(clock, event.start, style.IDLE))
-        clock = event.end
-        found.append(Box(event.start, event.end, _look(event), str(event.op.stage)))
+    for event, start, end in trace.spans(lane):
+        if lane == "compute":
+            if event.op.kind not in COMPUTES:
+                continue
+            if start > clock:
+                found.append(Box(clock, start, style.IDLE))
+            clock = end
+        found.append(Box(start, end, style.LOOKS[work_of(event)], f"{event.op.of}{event.op.stage}"))
     return found
-
-
-def _look(event: Event) -> Look:
-    if event.lane == "d2h":
-        return style.PARAMETERS_OUT if event.op.of else style.OUTWARD
-    if event.lane == "h2d":
-        return style.PARAMETERS_IN if event.op.of else style.INWARD
-    alone = {OpKind.B: style.BACKWARD, OpKind.U: style.UPDATE, OpKind.H: style.HOST_UPDATE}
-    return alone.get(event.op.kind, style.RECOMPUTE if event.recompute else style.FORWARD)
 
 
 def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | None) -> None:
@@ -119,7 +105,7 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
         label = f"device, {name}" if several else "device"
         if n == 0:
             axis.fill_between(times, device, step="post", color=style.HELD, linewidth=0)
-        colour, dashes = (style.BACKWARD.colour, "-") if n == 0 else (style.RECOMPUTE.colour, (0, (4, 1.5)))
+        colour, dashes = (style.LOOKS["B"].colour, "-") if n == 0 else (style.LOOKS["R"].colour, (0, (4, 1.5)))
         axis.plot(times, device, drawstyle="steps-post", color=colour, linestyle=dashes, linewidth=1.3, label=label)
         if any(parameters) and n == 0:
             words = "of it parameters, gradients, states"
@@ -128,15 +114,14 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
             axis.plot(times, host, drawstyle="steps-post", color=style.INK, linestyle=":", linewidth=1.4, label="host")
     if limit is not None:
         axis.axhline(limit, color=style.INK, linestyle="--", linewidth=1.2, label=f"limit, {format_bytes(limit)}")
-    unit, size = style.byte_unit(most)
     axis.set_ylim(0, most * 1.06)
-    style.quiet(axis)
-    style.in_units(axis, "y", size, unit, "held")
+    style.in_units(axis, "y", style.BYTES, "held")
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=8, frameon=False, borderaxespad=0.1)
 
 
-def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> dict[str, Look]:
-    shown: dict[str, Look] = {}
+def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> set[Look]:
+    """Draw the lanes of a step; returns what is on them."""
+    shown = set[Look]()
     for row, lane in enumerate(lanes):
         drawn = [box for box in boxes(trace, lane) if box.end > box.start]
         digits = max((len(box.label) for box in drawn), default=0)  # all are labelled alike
@@ -145,7 +130,7 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
             spans.setdefault(box.look, []).append((box.start, box.end - box.start))
             wide = longest * _LABEL_SHARE * (digits + 1) * (1.6 if box.look.hatch else 1)
             if box.label and box.end - box.start > wide:
-                ink = "#FFFFFF" if box.look in (style.BACKWARD, style.INWARD) else style.INK
+                ink = "#FFFFFF" if box.look in style.DARK else style.INK
                 back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
                 middle = (box.start + box.end) / 2
                 axis.text(middle, row, box.label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
@@ -153,10 +138,10 @@ def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, 
             edge = look.colour if len(times) > _MANY and not look.hatch else style.INK
             bars = {"facecolor": look.colour, "edgecolor": edge, "hatch": look.hatch, "linewidth": 0.35}
             axis.broken_barh(times, (row - 0.38, 0.76), **bars)
-        shown |= {look.words: look for look in spans}
+        shown |= {*spans}
     axis.set_ylim(len(lanes) - 0.45, -0.55)
     axis.set_yticks(range(len(lanes)), [_NAMES[lane] for lane in lanes])
-    style.quiet(axis, "x")
+    axis.grid(visible=False, axis="y")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)
     if name:

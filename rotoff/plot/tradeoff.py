@@ -11,6 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
 from ..core.figures import percent
+from ..core.sizes import SECONDS
 from ..errors import OptionError
 from ..report.expected_step import keep_all_step
 from ..solver import Row
@@ -37,8 +38,8 @@ def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
     if len(names) > len(style.SERIES):
         raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
     everything = keep_all_step(chain)
-    base, most = everything.makespan, max(everything.peak_bytes, *(row.limit for row in made))
-    figure = style.new_figure(7.2, 5.0)
+    base = everything.makespan
+    figure = style.Picture(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(chain.name or "step time against limit", fontsize=10.5, loc="left")
     _draw_bound(axis, made)
@@ -46,9 +47,7 @@ def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)
     star: dict[str, Any] = {"marker": "*", "color": style.INK, "markersize": 11, "linestyle": "none"}
     axis.plot([everything.peak_bytes], [base], label="keeping everything", **star)
-    style.quiet(axis, "both")
-    unit, size = style.byte_unit(most)
-    style.in_units(axis, "x", size, unit, "limit, with the batch")
+    style.in_units(axis, "x", style.BYTES, "limit, with the batch")
     _scale_times(axis, made, base)
     if base:
         _show_overheads(axis, base)
@@ -84,8 +83,7 @@ def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
     slowest = max(slowest, base * (1 + _LEAST_SPAN))
     room = slowest - base or base
     axis.set_ylim(base - 0.18 * room, slowest + 0.06 * room)
-    length, seconds = style.time_unit(slowest)
-    style.in_units(axis, "y", seconds, length, "step time")
+    style.in_units(axis, "y", SECONDS, "step time")
 
 
 def _show_overheads(axis: Axes, base: float) -> None:

@@ -20,8 +20,7 @@ from ..core.simulator import Event, Trace
 from ..io.atomic_write import write_whole
 from .expected_step import held, shown_step
 
-_LANES = {"compute": (1, "compute"), "d2h": (2, "device to host"), "h2d": (3, "host to device")}
-_HOST = {"host": (4, "updates on the host")}
+_LANES = {"compute": "compute", "d2h": "device to host", "h2d": "host to device", "host": "updates on the host"}
 _MICRO = 1e6
 
 
@@ -56,8 +55,9 @@ def save_chrome_trace(
 
 def _process(pid: int, name: str, chain: Chain, trace: Trace) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = [{"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}}]
-    lanes = {**_LANES, **_HOST} if chain.parameters else _LANES
-    for tid, words in lanes.values():
+    for tid, (lane, words) in enumerate(_LANES.items(), start=1):
+        if lane == "host" and not chain.parameters:
+            continue
         made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": words}})
         made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
     made += [_counter(pid, point, bool(chain.parameters)) for point in held(trace)]
@@ -78,7 +78,7 @@ def _slice(pid: int, index: int, chain: Chain, event: Event) -> dict[str, Any]:
     return {
         "ph": "X",
         "pid": pid,
-        "tid": {**_LANES, **_HOST}[event.lane][0],
+        "tid": [*_LANES].index(event.lane) + 1,
         "ts": event.start * _MICRO,
         "dur": (event.end - event.start) * _MICRO,
         "name": str(op),

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from ..core.chain import Chain
 from ..core.chain_fields import bytes_of
 from ..core.figures import Figures, overhead
-from ..core.sequence import Op
+from ..core.sequence import Op, OpKind
 from ..core.sequence import Sequence as Plan
-from ..core.simulator import Trace, simulate
+from ..core.simulator import Event, Trace, simulate
 from ..core.sizes import parse_bytes
 from ..errors import ChainError, LimitError
 from ..solver import keep_all
@@ -76,6 +76,16 @@ def shown_step(
         return replace(step, events=events, peak_bytes=figures.peak_bytes, host_peak_bytes=figures.host_bytes)
 
     return ShownStep(plan, told(trace), measured and told(measured), figures)
+
+
+def work_of(event: Event) -> str:
+    """What an event is: "F", "R" (a forward again), "B", "U" or "H"; a copy's is its lane, with " of parameters" for
+    theirs."""
+    if event.lane in ("d2h", "h2d"):
+        return event.lane + (" of parameters" if event.op.of else "")
+    if event.op.kind in (OpKind.B, OpKind.U, OpKind.H):
+        return event.op.kind.value
+    return "R" if event.recompute else "F"
 
 
 def held(trace: Trace) -> list[tuple[float, int, int, int]]:

@@ -18,16 +18,17 @@ from typing import TextIO
 
 from ..core.chain import Chain
 from ..core.figures import percent
-from ..core.sequence import COMPUTES, Op, OpKind
-from ..core.simulator import Event, Trace
+from ..core.sequence import COMPUTES, Op
+from ..core.simulator import Trace
 from ..core.sizes import format_bytes, format_seconds, parse_bytes
-from .expected_step import ShownStep, held, shown_step
+from .expected_step import ShownStep, held, shown_step, work_of
 from .summary import in_words
 
 _HEIGHT = 7  # rows of the curve
 _LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
+_COPIES = {"d2h": ">", "h2d": "<", "d2h of parameters": "»", "h2d of parameters": "«"}
 _STYLES = {"F": "36", "R": "33", "B": "34", "U": "31", "H": "31", ".": "90", ">": "35", "<": "32", "»": "95", "«": "92"}
 _STYLES |= {_PARAMETERS: "33", "faint": "90", "bold": "1", **dict.fromkeys(_BLOCKS[1:], "34")}  # of ANSI
 
@@ -149,8 +150,8 @@ def _lane(trace: Trace, lane: str, room: int) -> str:
     for event, begun, ended in trace.spans(lane):
         if lane == "compute" and event.op.kind not in COMPUTES:
             continue
-        start, end = begun * scale, ended * scale
-        letter = _letter(event)
+        start, end, work = begun * scale, ended * scale, work_of(event)
+        letter = _COPIES.get(work, work)
         for column in range(int(start), min(room, int(end) + 1)):
             part = min(end, column + 1) - max(start, column)
             share[column][letter] = share[column].get(letter, 0.0) + max(0.0, part)
@@ -162,14 +163,6 @@ def _lane(trace: Trace, lane: str, room: int) -> str:
         found[empty] = 1 - sum(found.values())
         cells.append(max(found, key=lambda letter: found[letter]))
     return "".join(cells)
-
-
-def _letter(event: Event) -> str:
-    if event.lane in ("d2h", "h2d"):
-        return {"d2h": ">»", "h2d": "<«"}[event.lane][bool(event.op.of)]
-    if event.op.kind in (OpKind.B, OpKind.U, OpKind.H):
-        return event.op.kind.value
-    return "R" if event.recompute else "F"
 
 
 def _axis(makespan: float, room: int) -> str:

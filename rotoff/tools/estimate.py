@@ -72,10 +72,6 @@ class FoundStages:
     strategy: str
     chain: Chain
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result for JSON."""
-        return {**self.chain.to_dict(), "strategy": self.strategy}
-
     def __str__(self) -> str:
         return f"{self.strategy}\n{chain_table(self.chain)}"
 

@@ -6,11 +6,12 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ..core.backward_from import BackwardFrom
+from ..core.pipeline import check_count
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..io.progress import Bar
@@ -53,8 +54,7 @@ class Largest:
         return f"{self.size or 'nothing'} works; {self.refused} {why}: {self.binds}"
 
 
-@dataclass(frozen=True)
-class _Answer:
+class _Answer(NamedTuple):
     """About a size. margins: bytes and, if a step time was given, seconds that are left. why: makes the sentence that
     says why it does not work. proven: whether no plan can make it work."""
 
@@ -64,58 +64,49 @@ class _Answer:
     proven: bool = True
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The arguments of `largest`; see there."""
+def _answer(question: Question, built: Any, n: int, options: dict[str, Any], step_time: float | None) -> _Answer:
+    """Whether size n works, of which `built` is the model and its sample."""
+    model, args, kwargs = read_built(built, f"build({n})")
+    model = with_options(model, options)
+    try:
+        profile = question.estimated(model, args, kwargs)
+    except MeasureError as error:
+        cure = "if the model takes no such size, give the largest that it takes as most="
+        raise MeasureError(f"size {n}: {error}; {cure}") from error
+    planned = cache(partial(question.answer, profile, None, options_of(model)))
+    least, resident = question.least_bytes(profile)
+    limit, taken = question.mem_limit, sum(resident.values())
+    room = question.usable if limit is None else min(limit, question.usable - taken)
+    margins: dict[str, float] = {"bytes": room - least}
+    if margins["bytes"] < 0:
+        return _Answer(margins, planned, partial(_too_large, question, profile, least, resident, room))
+    if step_time is None:
+        return _Answer(margins, planned)
+    found = planned()
+    assert found.best is not None and found.bound_time is not None
+    best, bound = found.best.step_time, found.bound_time
+    why = f"the best plan found takes {best:.4g} s a step, and no plan takes less than {bound:.4g} s"
+    return _Answer({**margins, "seconds": step_time - best}, planned, lambda: why, bound > step_time)
 
-    build: Callable[[int], Any]
-    question: Question
-    step_time: float | None
-    options: dict[str, Any]
 
-    def ask(self, n: int) -> _Answer:
-        """Whether size n works."""
-        model, args, kwargs = read_built(self.build(n), f"build({n})")
-        model = with_options(model, self.options)
-        try:
-            profile = self.question.estimated(model, args, kwargs)
-        except MeasureError as error:
-            cure = "if the model takes no such size, give the largest that it takes as most="
-            raise MeasureError(f"size {n}: {error}; {cure}") from error
-        planned = cache(partial(self.question.answer, profile, None, options_of(model)))
-        least, resident = self.question.least_bytes(profile)
-        limit, taken = self.question.mem_limit, sum(resident.values())
-        room = self.question.usable if limit is None else min(limit, self.question.usable - taken)
-        margins: dict[str, float] = {"bytes": room - least}
-        if margins["bytes"] < 0:
-            return _Answer(margins, planned, partial(self._too_large, profile, least, resident, room))
-        if self.step_time is None:
-            return _Answer(margins, planned)
-        found = planned()
-        assert found.best is not None and found.bound_time is not None
-        why = f"the best plan found takes {found.best.step_time:.4g} s a step, and no plan takes less than"
-        seconds = self.step_time - found.best.step_time
-        proven = found.bound_time > self.step_time
-        return _Answer({**margins, "seconds": seconds}, planned, lambda: f"{why} {found.bound_time:.4g} s", proven)
-
-    def _too_large(self, profile: Estimate, device: int, resident: dict[str, int], room: int) -> str:
-        """Why nothing fits `room` bytes, as a sentence."""
-        has = f"{format_bytes(self.question.usable)} that {self.question.device.name} has for training"
-        if self.question.mem_limit is None:
-            phase, i, nbytes = largest_operation(profile.chain)
-            return (
-                f"with all that can lie on the host there, the device needs {format_bytes(device)} of the {has};"
-                f" the {phase} of stage {i} ({profile.chain.stages[i - 1].name}) alone needs {format_bytes(nbytes)}"
-            )
-        size = format_bytes(sum(resident.values()))
-        taken = f"resident bytes take {size} ({resident_parts(resident)}) of the {has}"
-        if room <= 0:
-            return taken
-        try:
-            make_plan(profile, self.question.request(room))
-        except InfeasibleError as error:
-            return str(error) if room == self.question.mem_limit else f"{taken}, and the rest is the limit: {error}"
-        raise AssertionError(f"a plan within {room} bytes, which are too few")
+def _too_large(question: Question, profile: Estimate, device: int, resident: dict[str, int], room: int) -> str:
+    """Why nothing fits `room` bytes, as a sentence."""
+    has = f"{format_bytes(question.usable)} that {question.device.name} has for training"
+    if question.mem_limit is None:
+        phase, i, nbytes = largest_operation(profile.chain)
+        return (
+            f"with all that can lie on the host there, the device needs {format_bytes(device)} of the {has};"
+            f" the {phase} of stage {i} ({profile.chain.stages[i - 1].name}) alone needs {format_bytes(nbytes)}"
+        )
+    size = format_bytes(sum(resident.values()))
+    taken = f"resident bytes take {size} ({resident_parts(resident)}) of the {has}"
+    if room <= 0:
+        return taken
+    try:
+        make_plan(profile, question.request(room))
+    except InfeasibleError as error:
+        return str(error) if room == question.mem_limit else f"{taken}, and the rest is the limit: {error}"
+    raise AssertionError(f"a plan within {room} bytes, which are too few")
 
 
 def largest(
@@ -156,15 +147,14 @@ def largest(
     """
     _check_sizes(build, step, most)
     how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link)
-    question = Question(find(device), "joint", mem_limit, *how)
+    question, answers = Question(find(device), "joint", mem_limit, *how), dict[int, _Answer]()
     _check_step_time(step_time)
-    asked = _Asked(build, question, step_time, Options(stages, backward_from, forms).chosen)
-    answers: dict[int, _Answer] = {}
+    options = Options(stages, backward_from, forms).chosen
     with Bar("searching") as bar:
 
         def ask(times: int) -> dict[str, float]:
-            bar(0.0, f"size {times * step}")
-            answers[times] = asked.ask(times * step)
+            bar(0.0, f"size {(n := times * step)}")
+            answers[times] = _answer(question, build(n), n, options, step_time)
             return answers[times].margins
 
         tried = {n: works(margins) for n, margins in sorted(searched(ask, most // step).items())}
@@ -181,11 +171,8 @@ def largest(
 
 
 def _check_sizes(build: Any, step: int, most: int) -> None:
-    for name, value in (("step", step), ("most", most)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise OptionError(f"{name} is {value!r}; give a whole number from 1")
-    if not callable(build) or isinstance(build, nn.Module):
-        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+    check_count("step", step)
+    check_count("most", most)
     check_sized(build, "build")
     if most < step:
         raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
@@ -193,6 +180,8 @@ def _check_sizes(build: Any, step: int, most: int) -> None:
 
 def check_sized(build: Callable[..., Any], name: str) -> None:
     """Raise OptionError if `build`, called `name` in the error, cannot be called with a size."""
+    if not callable(build) or isinstance(build, nn.Module):
+        raise OptionError(f"{name} is a {type(build).__name__}; give a function of a size that returns (model, sample)")
     try:
         inspect.signature(build).bind(1)
     except TypeError as error:

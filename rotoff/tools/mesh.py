@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -68,8 +69,9 @@ class Mesh:
         return {"process_group": True} if self.sizes else {}
 
     @contextmanager
-    def started(self) -> Iterator[Sharding | None]:
-        """Within, a fake process group of these ranks is the default one, whose collectives do nothing.
+    def started(self) -> Iterator[Callable[[nn.Module], None] | None]:
+        """Within, a fake process group of these ranks is the default one, whose collectives do nothing. Gives what
+        shards a model in place; None: there is one rank.
 
         Raises:
             OptionError: if there is a default one already. MeasureError: also if the mesh does not divide the model.
@@ -90,7 +92,7 @@ class Mesh:
         shape = (*self.sizes.values(),)
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=math.prod(shape))
         try:
-            yield Sharding(init_device_mesh("cpu", shape, mesh_dim_names=(*self.sizes,)))
+            yield partial(_shard, init_device_mesh("cpu", shape, mesh_dim_names=(*self.sizes,)))
         except MeasureError as error:
             if "tp" not in self.sizes:
                 raise
@@ -127,25 +129,19 @@ def _told(collective: str) -> str:
     return next((told for part, told in kinds.items() if part in collective), collective)
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """Shards models on a mesh of PyTorch's."""
+def _shard(mesh: Any, model: nn.Module) -> None:
+    """Apply the model's own tensor parallel plan, and `fully_shard` to its blocks and to itself, in place.
 
-    mesh: Any
+    Raises:
+        OptionError: if the model has no such plan, or the mesh does not divide what it splits.
+    """
+    from torch.distributed.fsdp import fully_shard
 
-    def __call__(self, model: nn.Module) -> None:
-        """Apply the model's own tensor parallel plan, and `fully_shard` to its blocks and to itself, in place.
-
-        Raises:
-            OptionError: if the model has no such plan, or the mesh does not divide what it splits.
-        """
-        from torch.distributed.fsdp import fully_shard
-
-        if "tp" in self.mesh.mesh_dim_names:
-            _in_tensor_parallel(model, self.mesh["tp"])
-        if "fsdp" in self.mesh.mesh_dim_names:
-            for block in (*blocks_of(model), model):
-                fully_shard(block, mesh=self.mesh["fsdp"])
+    if "tp" in mesh.mesh_dim_names:
+        _in_tensor_parallel(model, mesh["tp"])
+    if "fsdp" in mesh.mesh_dim_names:
+        for block in (*blocks_of(model), model):
+            fully_shard(block, mesh=mesh["fsdp"])
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:

@@ -17,7 +17,6 @@ from ..core.parameters import ParameterGroup
 from ..core.pipeline import most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
-from ..profile.estimate.devices import Device
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .estimate import estimated
 from .question import Question
@@ -123,40 +122,27 @@ def planned_pipeline(
     chain = profile.chains[-1].charging_first_runs  # where nothing stays on the device past the next stage
     beside = chain.input_bytes - profile.batch_bytes
     chain = replace(chain, input_bytes=profile.batch_bytes)
-    pieces = cut(chain, ranks * chunks)
-    pipeline = Pipeline(pieces, order, ranks_per_link, beside=beside)
+    pipeline = Pipeline(cut(chain, ranks * chunks), order, ranks_per_link, beside=beside)
     resident = _resident(question.whole(profile)[0].groups, pipeline)
     limits = [usable - nbytes if mem_limit is None else min(mem_limit, usable - nbytes) for nbytes in resident]
-    _refuse_full(resident, limits, device, usable)
-    found = plan_pipeline(pipeline, limits)
-    everything = pipeline.keep_everything()
+    for rank, limit in enumerate(limits):
+        if limit <= 0:
+            raise LimitError(
+                f"rank {rank} has {format_bytes(resident[rank])} of parameters, gradients and optimizer states, and"
+                f" {device.name} has {format_bytes(usable)} for training; take more ranks"
+            )
+    found, everything = plan_pipeline(pipeline, limits), pipeline.keep_everything()
     peaks = [rank.peak_bytes for rank in everything.ranks]
-    names = [[pieces[s].stages for s in pipeline.of_rank(rank)] for rank in range(ranks)]
-    rows = tuple(
-        PlannedRank(
-            (names[rank][0][0].name, names[rank][-1][-1].name),
-            most_in_flight(order[rank]),
-            resident[rank],
-            limits[rank],
-            pipeline.least(rank),
-            peaks[rank],
-            trace.peak_bytes,
-            trace.host_peak_bytes,
-            trace.idle_time,
-        )
-        for rank, trace in enumerate(found.trace.ranks)
-    )
+    rows = []
+    for rank, trace in enumerate(found.trace.ranks):
+        own = [stage.name for s in pipeline.of_rank(rank) for stage in pipeline.pieces[s].stages]
+        known, least = (resident[rank], limits[rank]), pipeline.least(rank)
+        held = least, peaks[rank], trace.peak_bytes, trace.host_peak_bytes
+        rows.append(PlannedRank((own[0], own[-1]), most_in_flight(order[rank]), *known, *held, trace.idle_time))
     tried = [max(1, int(share * max(peaks))) for share in SHARES]
-    return PlannedPipeline(
-        schedule,
-        micro_batches,
-        device.name,
-        found.trace.makespan,
-        everything.makespan,
-        found.trace.bubble,
-        rows,
-        tuple((limit, _step_time(pipeline, limit)) for limit in tried),
-    )
+    table = tuple((limit, _step_time(pipeline, limit)) for limit in tried)
+    times = found.trace.makespan, everything.makespan, found.trace.bubble
+    return PlannedPipeline(schedule, micro_batches, device.name, *times, tuple(rows), table)
 
 
 def refuse_alone(**options: int) -> None:
@@ -164,15 +150,6 @@ def refuse_alone(**options: int) -> None:
     for name, number in options.items():
         if number != 1:
             raise OptionError(f"{name}={number!r} is for a pipeline; give the number of its ranks as pipeline=, too")
-
-
-def _refuse_full(resident: Sequence[int], limits: Sequence[int], device: Device, usable: int) -> None:
-    for rank, limit in enumerate(limits):
-        if limit <= 0:
-            raise LimitError(
-                f"rank {rank} has {format_bytes(resident[rank])} of parameters, gradients and optimizer states, and"
-                f" {device.name} has {format_bytes(usable)} for training; take more ranks"
-            )
 
 
 def _first(leaf: Any, micro_batches: int) -> Any:

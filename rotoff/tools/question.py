@@ -30,7 +30,7 @@ from ..tensors.tree import flatten
 from .estimate import estimated
 from .mesh import ONE, Mesh, check_positive
 from .planned_steps import MARGIN, WAYS_ON, PlannedStep, PlannedSteps, resident_parts, usable_bytes
-from .size_search import largest_within
+from .size_search import MOST, largest_within
 from .whole_device import EFFORT, OPTIMIZER_STATES, WholeDevice, attaching, whole_device
 
 HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
@@ -154,7 +154,7 @@ class Question:
         self, profile: Estimate, limit: int, options: Mapping[str, Any], make: WholeDevice, growth: Growth | None
     ) -> tuple[list[PlannedStep], float | None]:
         """A row for each mode with a plan, and the seconds that none of them can beat."""
-        rows, times = [], []
+        rows, times, last = [], [], MOST
         for mode in self.modes:
             request = self.request(limit, mode)
             try:
@@ -162,13 +162,15 @@ class Question:
             except InfeasibleError:
                 continue
             times.append(plan.trace.makespan)
+            most = None if growth is None else _most(request, growth, self.mem_limit is None, last)
+            last = most if mode == "joint" and most is not None else last  # in which no other mode fits more
             name, said = ("", {}) if mode == "joint" else (f", mode {mode}", {"mode": mode})
             rows.append(
                 make.within_mem_limit(
                     f"rotoff, mem_limit{name}",
                     profile.chains.index(plan.found),
                     plan.sequence,
-                    largest_batch=None if growth is None else _most(request, growth, self.mem_limit is None),
+                    largest_batch=most,
                     setting=attaching(repr(as_size(limit)), {**said, **options}),
                 )
             )
@@ -245,8 +247,9 @@ def growth_of(
         return None
 
 
-def _most(request: Request, grown: Growth, with_batch: bool) -> int | None:
-    """The largest batch that fits in the request's mode. with_batch: whether the limit is less with more of it."""
+def _most(request: Request, grown: Growth, with_batch: bool, last: int) -> int | None:
+    """The largest batch up to `last` that fits in the request's mode. with_batch: whether the limit is less with more
+    of it."""
 
     def needs(count: int) -> int:
         profile = grown.at(count)
@@ -255,4 +258,4 @@ def _most(request: Request, grown: Growth, with_batch: bool) -> int | None:
             return min_mem_limit(profile.chains[0].charging_first_runs, request.mode) - profile.batch_bytes + more
         return least_limit(profile, request) + more
 
-    return largest_within(request.mem_limit, needs)
+    return largest_within(request.mem_limit, needs, grown.count if last == MOST else last, last)

@@ -18,25 +18,29 @@ def works(margins: Margins) -> bool:
     return min(margins.values()) >= 0
 
 
-def searched(ask: Callable[[int], Margins], last: int) -> dict[int, Margins]:
+def searched(ask: Callable[[int], Margins], last: int, first: int = 1) -> dict[int, Margins]:
     """Margins by number, among them those of the largest number up to `last` that works and of the next one. A larger
-    number must need more.
+    number must need more. first: is asked first.
 
     Margins fall about as a line or a parabola, so the next number is where a line through two answers meets 0; if that
     converges slowly, the middle of the open interval.
     """
-    tried = {1: ask(1)}
-    low, high = (1, last + 1) if works(tried[1]) else (0, 1)
-    slow = 0
-    while low + 1 < high:
-        most = high - 1 if high in tried else min(GROWTH * low, last)
-        guess = (low + most + 1) // 2 if slow == PATIENCE else min(_roots(tried), default=most)
-        guess = max(low + 1, min(guess, most)) if len(tried) > 1 else 2
+    tried = dict[int, Margins]()
+    low, high, slow, guess = 0, last + 1, 0, min(first, last)
+    while True:
         tried[guess] = ask(guess)
         before = high - low
         low, high = (guess, high) if works(tried[guess]) else (low, guess)
-        slow = 0 if 2 * (high - low) <= before or slow == PATIENCE else slow + 1
-    return tried
+        if low + 1 == high:
+            return tried
+        halved = 2 * (high - low) <= before or len(tried) == 1
+        slow = 0 if halved or slow == PATIENCE else slow + 1
+        most = high - 1 if high in tried else min(GROWTH * low, last)
+        if len(tried) == 1:
+            guess += max(1, guess // GROWTH) * (1 if low else -1)
+        else:
+            guess = (low + most + 1) // 2 if slow == PATIENCE else min(_roots(tried), default=most)
+        guess = max(low + 1, min(guess, most))
 
 
 def _roots(tried: Mapping[int, Margins]) -> Iterator[int]:
@@ -50,7 +54,7 @@ def _roots(tried: Mapping[int, Margins]) -> Iterator[int]:
                 yield math.floor(n - found / slope)
 
 
-def largest_within(room: int, needs: Callable[[int], int]) -> int | None:
-    """The largest number up to `MOST` that needs at most `room` bytes; None if none does."""
-    tried = searched(lambda n: {"bytes": room - needs(n)}, MOST)
+def largest_within(room: int, needs: Callable[[int], int], first: int, last: int = MOST) -> int | None:
+    """The largest number up to `last` that needs at most `room` bytes; None if none does. first: about where it is."""
+    tried = searched(lambda n: {"bytes": room - needs(n)}, last, first)
     return max((n for n, margins in tried.items() if works(margins)), default=None)

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -83,15 +83,11 @@ class WholeDevice:
     growth: Growth | None = None
     which: int = 0
     collectives: Collectives | None = None
-    _known: dict[tuple[int, int], WholeDevice] = field(default_factory=dict, compare=False)
 
     def at(self, count: int) -> WholeDevice:
         """This at a batch of `count`."""
         assert self.growth is not None
-        key = count, self.which
-        if key not in self._known:
-            self._known[key] = replace(self, profile=self.growth.at(count), growth=None)
-        return self._known[key]
+        return replace(self, profile=self.growth.at(count), growth=None)
 
     def of_step(self, profile: TapeProfile, limit: int, growth: Growth | None) -> WholeDevice:
         """What a step allocates, with all the rest on the device; `limit` is for that."""
@@ -216,12 +212,12 @@ class WholeDevice:
         such step can beat. plain: the plain model's step; where it fits nothing moves. options: of `Checkpointable`,
         for the setting."""
         rows: list[PlannedStep] = []
-        chain, limit, bound = self.chain, self.limit - self.beside, None
+        chain, limit, growth, bound = self.chain, self.limit - self.beside, self.growth, None
         best: Candidate | None = None
         for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
             during = {"updates": updates} if updates != "after" else {}
             name = ", ".join(["rotoff, device_limit", *(f"updates {when}" for when in during.values())])
-            most = None if self.growth is None else largest_within(self.limit, partial(self.least, updates))
+            most = None if growth is None else largest_within(self.limit, partial(self.least, updates), growth.count)
             if plain.fits:
                 rows.append(replace(plain, name=name, largest_batch=most))
                 continue

@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -200,15 +199,3 @@ def test_the_site_is_built_without_a_warning_and_has_every_page_and_public_name(
     tour = (tmp_path / "tour.html").read_text(encoding="utf-8")
     assert "keeping everything takes" in tour
     assert len(re.findall(r'<img[^>]* src="[^"]*\.png"', tour)) == 2  # the curve and the timeline
-
-
-def test_literal_blocks_of_docstrings_are_indented() -> None:
-    """Otherwise the site has no code there, and `make docs` fails."""
-    for path in sorted((ROOT / "rotoff").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                lines = [line for line in (ast.get_docstring(node) or "").splitlines() if line.strip()]
-                for line, following in pairwise([*lines, ""]):
-                    if line.endswith("::"):
-                        indents = [len(one) - len(one.lstrip()) for one in (line, following)]
-                        assert following and indents[0] < indents[1], f"{path.name}: {line}"

@@ -110,42 +110,32 @@ def test_what_is_expected_goes_with_the_plan_to_its_file_and_not_to_other_plans(
         )
 
 
-BAD: list[Any] = [None, 5, "x", [], {}, True, -1, math.nan, 10**400, "1 GiB", [None]]
+BAD: list[Any] = ["x", [], {}, -1, math.nan, 10**400, "1 GiB", [None]]
 FIELDS = ("mem_limit", "peak_bytes", "memory")  # and host_bytes, which files of older versions do not have
 
 
 def test_damaged_figures_are_as_none(
     model: rotoff.Checkpointable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The commands then show the simulated step, as of a plan without figures."""
+    """The command then shows the simulated step, as of a plan without figures."""
     model.compute_sequence(model.keep_all_memory // 2, refine=False)
     chain, plan = model.chain, model.sequence
     said = plan.meta["expected"]
-    damaged = [
-        *BAD,
-        {"machine": said["machine"]},
-        *({**said, name: one} for name in (*FIELDS, "host_bytes") for one in BAD),
-    ]
+    damaged = [*BAD, {"machine": said["machine"]}, {**said, "machine": {}}, {**said, "memory": [*said["memory"], 1]}]
+    damaged += [{**said, name: one} for name in (*FIELDS, "host_bytes") for one in BAD]
     damaged += [{k: v for k, v in said.items() if k != name} for name in FIELDS]
     damaged += [{**said, "memory": [one, *said["memory"][1:]]} for one in BAD]
-    damaged += [{**said, "memory": [*said["memory"], 1]}, {**said, "machine": {}}]
-    right = [
-        {**said, "mem_limit": 5},
-        {**said, "mem_limit": None},
-        {**said, "peak_bytes": 5},
-        {**said, "host_bytes": 5},
-    ]
-    right += [{**said, "memory": [5, *said["memory"][1:]]}]
-    without = rotoff.render(chain, replace(plan, meta={}), width=100, colour=False)
-    chain.save(tmp_path / "chain.json")
-    for one in damaged:
-        replace(plan, meta={"expected": one}).save(tmp_path / "plan.json")
-        loaded = rotoff.Sequence.load(tmp_path / "plan.json")
-        files = [str(tmp_path / name) for name in ("chain.json", "plan.json")]
-        code = main(["show", *files, "-o", str(tmp_path / "trace.json")])
-        if loaded.meta["expected"] not in right:
-            assert code == 0 and rotoff.render(chain, loaded, width=100, colour=False) == without, one
-    capsys.readouterr()
+    files = [str(tmp_path / name) for name in ("chain.json", "plan.json")]
+    chain.save(files[0])
+
+    def shown(meta: dict[str, Any]) -> str:
+        replace(plan, meta=meta).save(files[1])
+        assert main(["show", *files]) == 0
+        return capsys.readouterr().out
+
+    without = shown({})
+    assert shown({"expected": said}) != without
+    assert [one for one in damaged if shown({"expected": one}) != without] == []
 
 
 def test_a_measured_step_is_drawn_in_the_same_terms(model: rotoff.Checkpointable) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,19 +43,6 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 2) ->
     assert said.out == ""
     assert "Traceback" not in said.err
     return said.err
-
-
-def test_python_m_rotoff_runs_and_needs_no_torch(tmp_path: Path) -> None:
-    CHAIN.save(tmp_path / "chain.json")
-    code = (
-        "import sys; sys.modules['torch'] = None; sys.argv = ['rotoff', 'solve', 'chain.json', '--mem-limit', '20MiB',"
-        " '--json', '--no-refine'];import runpy; runpy.run_module('rotoff', run_name='__main__')"
-    )
-    told = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=told)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stderr == ""  # no progress bar where there is no terminal
-    assert json.loads(ran.stdout)["mem_limit"] == 20 * 2**20
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -158,14 +144,26 @@ def broken():
 
 def wrong():
     return nn.Linear(2, 2)
+
+def sized(n):
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+    return model.to("meta"), torch.empty(n, 64, device="meta")
 """
 
 
-def test_profile_measures_or_estimates_what_a_function_returns(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def models(files: Path) -> str:
+    """The module with `MODELS`, in the current folder."""
     pytest.importorskip("torch")
-    (files / "my_models_of_the_test.py").write_text(MODELS)
-    build, quick = "my_models_of_the_test:build", ("--repeats", "1")
-    for target in (build, str(files / "my_models_of_the_test.py") + ":build"):
+    (files / "cli_models.py").write_text(MODELS)
+    return "cli_models"
+
+
+def test_profile_measures_or_estimates_what_a_function_returns(
+    models: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build, quick = f"{models}:build", ("--repeats", "1")
+    for target in (build, f"{files / models}.py:build"):
         data = json.loads(out(capsys, "profile", target, "--json", "-o", "measured.json", *quick))
         made = rotoff.Chain.load("measured.json")
         assert made == rotoff.Chain.from_dict(data)
@@ -179,57 +177,68 @@ def test_profile_measures_or_estimates_what_a_function_returns(files: Path, caps
     assert elsewhere["meta"]["times"].startswith("estimated")
     cut = json.loads(out(capsys, "profile", build, "--device", "H200", "--stages", "2", "--json"))
     assert [row["saved_bytes"] for row in cut["stages"]] == [row["saved_bytes"] for row in fewer["stages"]]
-    named = error(capsys, "profile", build, "--device", "T4", "--backward-from", "0,loss")
-    assert "backward_from names 'loss', but the model returns a tensor alone" in named
-    assert "device is 'abacus'" in error(capsys, "profile", build, "--device", "abacus")
     plan = "plan", build, "--device", "A100", "--mem-limit"
     found = json.loads(out(capsys, *plan, "128 KiB", "--optimizer", "sgd", "--json"))
     assert [*found["min_mem_limits"]] == ["joint", "remat", "offload"]
     assert found["mem_limit"] == 128 * 1024 >= max(row["peak_bytes"] for row in found["steps"] if row["fits"])
     assert "joint" in out(capsys, *plan, "128 KiB", "--stages", "4")
     assert "DOES NOT FIT" in out(capsys, *plan, "1 KiB", code=1)
-    said = error(capsys, "profile", "my_models_of_the_test:broken")
-    assert "raised RuntimeError: no such weights" in said
-    assert "it must return (model, sample)" in error(capsys, "profile", "my_models_of_the_test:wrong")
-    assert "no function 'build2'" in error(capsys, "profile", "my_models_of_the_test:build2")
-    assert "cannot be imported" in error(capsys, "profile", "no_such_module_at_all:build")
-    assert "is not MODULE:FUNCTION" in error(capsys, "profile", "my_models_of_the_test")
+    found = json.loads(out(capsys, "plan", build, "--mesh", "fsdp=4", "--link", "1e9", "--modes", "remat", "--json"))
+    mesh = found["mesh"]
+    assert (mesh["axes"], mesh["ranks"], mesh["link"]) == ("fsdp=4", 4, 0.8e9)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "sentence"),
-    [
-        (["solve", "nowhere.json", "--mem-limit", "1GiB"], 2, "nowhere.json: No such file or directory"),
-        (["solve", "sequence.json", "--mem-limit", "1GiB"], 2, 'the field "format" must be "rotoff.chain"'),
-        (["solve", "chain.json", "--mem-limit", "3 MiB"], 1, "needs at least"),
-        (["solve", "chain.json", "--mem-limit", "lots"], 2, "mem_limit is 'lots'"),
-        (["solve", "chain.json", "--mem-limit", "0.5"], 2, "a number without a unit"),
-        (["solve", "chain.json", "--mem-limit", "1GiB", "--mem-slots", "0"], 2, "mem_slots is 0"),
-        (["solve", "chain.json"], 2, "required: --mem-limit"),
-        (["sweep", "chain.json", "--modes", "fast"], 2, "mode is 'fast'; modes are 'joint', 'remat', 'offload'"),
-        (["show", "chain.json", "-o", "picture.jpg"], 2, "end it in .png"),
-        (["show", "chain.json", "--events"], 2, "need a sequence"),
-        (["show", "-", "-"], 2, "only one of the two"),
-        ([], 2, "required: COMMAND"),
-    ],
-)
+def test_audit_and_largest(models: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "ds.json").write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
+    found = json.loads(out(capsys, "audit", f"{models}:build", "ds.json", "--device", "T4", "--json"))
+    assert (found["kind"], found["now"]["name"]) == ("DeepSpeed", "ZeRO-Offload")
+    command = "largest", f"{models}:sized", "--device", "T4", "--mem-limit", "4 MiB", "--step", "512"
+    found = json.loads(out(capsys, *command, "--json"))
+    assert found["size"] % 512 == 0 and found["refused"] == found["size"] + 512
+    assert found["planned"]["fits"]
+    assert f"{found['size']} works; {found['refused']} cannot work" in out(capsys, *command)
+    out(capsys, *command, "--step-time", "1e-12", code=1)
+
+
+WRONG = {
+    "solve nowhere.json --mem-limit 1GiB": "nowhere.json: No such file or directory",
+    "solve sequence.json --mem-limit 1GiB": 'the field "format" must be "rotoff.chain"',
+    "solve chain.json --mem-limit lots": "mem_limit is 'lots'",
+    "solve chain.json --mem-limit 0.5": "a number without a unit",
+    "solve chain.json --mem-limit 1GiB --mem-slots 0": "mem_slots is 0",
+    "solve chain.json": "required: --mem-limit",
+    "sweep chain.json --modes fast": "mode is 'fast'; modes are 'joint', 'remat', 'offload'",
+    "show chain.json -o picture.jpg": "end it in .png",
+    "show chain.json --events": "need a sequence",
+    "show - -": "only one of the two",
+    "": "required: COMMAND",
+    "profile cli_models:build --device T4 --backward-from 0,loss": "backward_from names 'loss', but the model returns a",
+    "profile cli_models:build --device abacus": "device is 'abacus'",
+    "profile cli_models:broken": "raised RuntimeError: no such weights",
+    "profile cli_models:wrong": "it must return (model, sample)",
+    "profile cli_models:build2": "no function 'build2'",
+    "profile no_such_module_at_all:build": "cannot be imported",
+    "profile cli_models": "is not MODULE:FUNCTION",
+    "audit cli_models:build nothing.json": "nothing.json",
+    "largest cli_models:build": "cli_models:build cannot be called with a size",
+    "doctor --device tpu": "device is 'tpu'; give one such as",
+    "doctor --device meta": "device is 'meta'; rotoff runs steps on cpu and cuda",
+    "doctor --seconds many": "--seconds: invalid float value: 'many'",
+    "doctor -o nowhere/doctor.json": "nowhere/doctor.json cannot be written (No such file or directory); name",
+}
+
+
+@pytest.mark.parametrize("command", WRONG)
 def test_wrong_input_is_a_sentence_and_an_exit_code(
-    files: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, sentence: str
+    models: str, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert sentence in error(capsys, *arguments, code=code)
+    assert WRONG[command] in error(capsys, *command.split())
 
 
-def test_traceback_on_demand(files: Path) -> None:
+def test_nothing_fits_is_1_and_a_traceback_is_on_demand(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "needs at least" in error(capsys, "solve", "chain.json", "--mem-limit", "3 MiB", code=1)
     with pytest.raises(FileNotFoundError):
         main(["solve", "nowhere.json", "--mem-limit", "1GiB", "--traceback"])
-
-
-def test_an_interrupt_is_130(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rotoff.cli.plans.solve", interrupted)
-    assert error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", code=130) == "rotoff: interrupted\n"
 
 
 @pytest.mark.slow

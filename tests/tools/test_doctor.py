@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,25 +105,6 @@ def test_what_was_found_before_an_interrupt_is_on_disk(
     assert not data["complete"] and [*checks] == [*CHECKS[: CHECKS.index("small model")]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--device", "tpu"], "device is 'tpu'; give one such as"),
-        (["--device", "meta"], "device is 'meta'; rotoff runs steps on cpu and cuda"),
-        (["--seconds", "many"], "--seconds: invalid float value: 'many'"),
-        (["-o", "nowhere/doctor.json"], "nowhere/doctor.json cannot be written (No such file or directory); name"),
-    ],
-)
-def test_wrong_usage_is_one_sentence_before_any_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["doctor", *arguments]) == 2
-    spoken = capsys.readouterr()
-    assert said in spoken.err and spoken.out == ""
-    assert not (tmp_path / "doctor.json").exists()
-
-
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Broken:
         def find_spec(self, name: str, *_: Any) -> None:
@@ -147,68 +129,57 @@ def test_the_tested_versions_are_those_of_the_package(monkeypatch: pytest.Monkey
         assert machine.versions(CPU).verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("rates", "device", "verdict", "said"),
-    [
-        ((24e9, 24e9, 20e9, 20e9), GPU, OK, "out 24 GB/s, in 24 GB/s; both at once 20 GB/s and 20 GB/s"),
-        ((3e9, 12e9, 2e9, 9e9), GPU, ATTENTION, "slow for a GPU"),
-        ((3e9, 12e9, 2e9, 9e9), CPU, OK, "out 3 GB/s"),
-        ((24e9, 24e9, 0.4e9, 20e9), CPU, ATTENTION, "cannot be right"),
-        ((24e9, 24e9, 60e9, 20e9), GPU, ATTENTION, "cannot be right"),
-        ((5e15, 5e15, 5e15, 5e15), CPU, ATTENTION, "cannot be right"),
-    ],
-)
-def test_bandwidths(rates: tuple[float, ...], device: torch.device, verdict: str, said: str) -> None:
-    figures = dict(zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True))
-    finding = machine.judge_rates(device, figures)
-    assert finding.verdict == verdict and said in finding.sentence
+def bandwidths(device: torch.device, *rates: float) -> Finding:
+    """The finding for rates in GB/s: out, in, and both at once."""
+    names = ("out", "in", "out_beside_in", "in_beside_out")
+    return machine.judge_rates(device, {name: 1e9 * rate for name, rate in zip(names, rates, strict=True)})
 
 
-SAME = {"bit_for_bit": True, "largest": 0.0}
+SAME, OTHER = {"bit_for_bit": True, "largest": 0.0}, {"bit_for_bit": False}
 
 
-def stepped(part: str, device: torch.device = CPU, **row: Any) -> Any:
-    """A small model of which one of the planned steps is that `row`."""
-    steps = [{"gradients": {**SAME}, "peak": {}, "time": {}} for _ in SHARES]
-    for share, step in zip(SHARES, steps, strict=True):
-        step["gradients"] |= {"share": share}
+def stepped(check: Any, part: str, device: torch.device = CPU, repeated: Any = SAME, **row: Any) -> Finding:
+    """What a check finds in planned steps of which one is that `row`."""
+    steps = [{"gradients": {**SAME, "share": share}, "peak": {}, "time": {}} for share in SHARES]
+    for step in steps:
         step["peak"] = {"limit": 100, "predicted": 90, "asked": 90}
         step["time"] = {"measured_ratio": 1.0, "predicted_ratio": 1.0, "ratio_error": 0.0, "plain": 1.0, "load": 0.0}
     steps[1][part] |= row
-    return SimpleNamespace(device=device, steps=steps, repeated=SAME)
+    return check(SimpleNamespace(device=device, steps=steps, repeated=repeated))
 
 
-OTHER = {"bit_for_bit": False}
-VERDICTS: list[tuple[Any, str, torch.device, dict[str, Any], str, str]] = [
-    (training.gradients, "gradients", CPU, {}, OK, "those of a plain step bit for bit, at 3 limits"),
-    (training.gradients, "gradients", CPU, {**OTHER, "largest": 1e-9}, FAILED, "not the same at limits 70%"),
-    (training.gradients, "gradients", GPU, {**OTHER, "largest": 1e-6}, OK, "to 1.0e-06 of the largest element"),
-    (training.gradients, "gradients", GPU, {**OTHER, "largest": 1e-3}, FAILED, "not the same at limits 70%"),
-    (training.gradients, "gradients", GPU, {**OTHER, "largest": None}, FAILED, "not the same at limits 70%"),
-    (training.peak_bytes, "peak", CPU, {}, OK, "measured of predicted: 90 B of 90 B"),
-    (training.peak_bytes, "peak", CPU, {"asked": 130}, FAILED, "a step exceeds its limit"),
-    (training.peak_bytes, "peak", CPU, {"asked": 50}, ATTENTION, "not as predicted"),
-    (training.peak_bytes, "peak", CPU, {"given": 110, "slack": 20}, OK, "expandable_segments"),
-    (training.peak_bytes, "peak", CPU, {"given": 110, "slack": 0}, ATTENTION, "more than it leaves unsplit"),
-    (training.peak_bytes, "peak", CPU, {"retries": 2}, ATTENTION, "ran out 2 times"),
-    (training.step_time, "time", CPU, {"ratio_error": 0.1}, OK, ""),
-    (training.step_time, "time", CPU, {"ratio_error": 0.3}, ATTENTION, ""),
-    (training.step_time, "time", CPU, {"ratio_error": -0.3}, ATTENTION, ""),
+gradients = partial(stepped, training.gradients, "gradients")
+peaks = partial(stepped, training.peak_bytes, "peak")
+times = partial(stepped, training.step_time, "time")
+VERDICTS: list[tuple[Finding, str, str]] = [
+    (bandwidths(GPU, 24, 24, 20, 20), OK, "out 24 GB/s, in 24 GB/s; both at once 20 GB/s and 20 GB/s"),
+    (bandwidths(GPU, 3, 12, 2, 9), ATTENTION, "slow for a GPU"),
+    (bandwidths(CPU, 3, 12, 2, 9), OK, "out 3 GB/s"),
+    (bandwidths(CPU, 24, 24, 0.4, 20), ATTENTION, "cannot be right"),
+    (bandwidths(GPU, 24, 24, 60, 20), ATTENTION, "cannot be right"),
+    (bandwidths(CPU, 5e6, 5e6, 5e6, 5e6), ATTENTION, "cannot be right"),
+    (gradients(CPU), OK, "those of a plain step bit for bit, at 3 limits"),
+    (gradients(CPU, **OTHER, largest=1e-9), FAILED, "not the same at limits 70%"),
+    (gradients(GPU, **OTHER, largest=1e-6), OK, "to 1.0e-06 of the largest element"),
+    (gradients(GPU, **OTHER, largest=1e-3), FAILED, "not the same at limits 70%"),
+    (gradients(GPU, **OTHER, largest=None), FAILED, "not the same at limits 70%"),
+    (gradients(CPU, {**OTHER, "largest": 1.0}), FAILED, "no step can be repeated here"),
+    (peaks(), OK, "measured of predicted: 90 B of 90 B"),
+    (peaks(asked=130), FAILED, "a step exceeds its limit"),
+    (peaks(asked=50), ATTENTION, "not as predicted"),
+    (peaks(given=110, slack=20), OK, "expandable_segments"),
+    (peaks(given=110, slack=0), ATTENTION, "more than it leaves unsplit"),
+    (peaks(retries=2), ATTENTION, "ran out 2 times"),
+    (times(ratio_error=0.1), OK, ""),
+    (times(ratio_error=0.3), ATTENTION, ""),
+    (times(ratio_error=-0.3), ATTENTION, ""),
 ]
 
 
-@pytest.mark.parametrize(("judge", "part", "device", "row", "verdict", "said"), VERDICTS)
-def test_a_planned_step(
-    judge: Any, part: str, device: torch.device, row: dict[str, Any], verdict: str, said: str
-) -> None:
-    finding = judge(stepped(part, device, **row))
+@pytest.mark.parametrize("row", range(len(VERDICTS)))
+def test_what_figures_say(row: int) -> None:
+    finding, verdict, said = VERDICTS[row]
     assert finding.verdict == verdict and said in finding.sentence
-
-
-def test_a_step_that_cannot_be_repeated() -> None:
-    restless = stepped("gradients")
-    restless.repeated = {**OTHER, "largest": 1.0}
-    assert "no step can be repeated here" in training.gradients(restless).sentence
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import same
 from planned_steps import step_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import rotoff
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-from grid import models
+from grid import models as grid_models
 
 Draw = Callable[[], torch.Tensor]
 
@@ -73,8 +74,8 @@ class Noisy(nn.Module):
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Draw]] = {
-    "gpt": (lambda: models.gpt(4, 64, 2, 64, 50, 0.1), lambda: torch.randint(50, (8, 64))),
-    "resnet": (lambda: models.resnet((2, 2, 2), 10, 8), lambda: torch.randn(16, 3, 64, 64)),
+    "gpt": (lambda: grid_models.gpt(4, 64, 2, 64, 50, 0.1), lambda: torch.randint(50, (8, 64))),
+    "resnet": (lambda: grid_models.resnet((2, 2, 2), 10, 8), lambda: torch.randn(16, 3, 64, 64)),
     "drawing": (lambda: nn.Sequential(*[Drawing(64) for _ in range(4)]), lambda: torch.randn(2048, 64)),
     "counting": (lambda: nn.Sequential(*[Counting(64) for _ in range(4)]), lambda: torch.randn(2048, 64)),
     "between": (lambda: Between(64), lambda: torch.randn(2048, 64)),
@@ -100,10 +101,6 @@ def trained(model: nn.Module, draw: Draw, run: Callable[..., Any] | None = None,
     for output in outputs:
         output.square().sum().backward()
     return [*(p.grad for p in model.parameters() if p.grad is not None), *model.buffers()]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("device", [None, "CPU"])

@@ -15,25 +15,13 @@ from . import machine, training
 from .findings import FAILED, Finding, Report
 from .model import SmallModel
 
-_DEVICE: dict[str, Callable[[torch.device], Finding]] = {
-    "versions": machine.versions,
-    "load": machine.load,
-    "memory": machine.memory,
-    "host bytes": machine.host_bytes,
-    "bandwidth": machine.bandwidth,
-}
-MEASURING = "small model"
-_MODEL: dict[str, Callable[[SmallModel], Finding]] = {
-    MEASURING: training.measured,
-    "gradients": training.gradients,
-    "odd steps": training.odd_steps,
-    "optimizer steps": training.optimizer_steps,
-    "peak bytes": training.peak_bytes,
-    "step time": training.step_time,
-    "host waits": training.host_waits,
-    "overlap": training.overlap,
-}
-CHECKS = (*_DEVICE, *_MODEL)
+OF_DEVICE = machine.versions, machine.load, machine.memory, machine.host_bytes, machine.bandwidth
+OF_TRAINING = (
+    *(training.small_model, training.gradients, training.odd_steps, training.optimizer_steps),
+    *(training.peak_bytes, training.step_time, training.host_waits, training.overlap),
+)
+CHECKS = tuple(check.__name__.replace("_", " ") for check in (*OF_DEVICE, *OF_TRAINING))
+MEASURING = "small model"  # without which those that train cannot run
 
 
 def examine(device: torch.device, seconds: float, told: Callable[[Report, Finding], None] = lambda *_: None) -> Report:
@@ -44,11 +32,10 @@ def examine(device: torch.device, seconds: float, told: Callable[[Report, Findin
     """
     report, begun = Report(str(device)), time.perf_counter()
     small = SmallModel(device, seconds, machine.cores())
-    checks = {name: partial(check, device) for name, check in _DEVICE.items()}
-    checks |= {name: partial(check, small) for name, check in _MODEL.items()}
+    checks = [*(partial(check, device) for check in OF_DEVICE), *(partial(check, small) for check in OF_TRAINING)]
     lost = False  # whether the model could not be measured
     try:
-        for name, check in checks.items():
+        for name, check in zip(CHECKS, checks, strict=True):
             start = time.perf_counter()
             finding = Finding(FAILED, f"not checked, since {MEASURING!r} failed") if lost else _attempt(check)
             lost |= name == MEASURING and finding.verdict == FAILED

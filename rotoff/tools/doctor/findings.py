@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...io.json_file import save_json
 from ...version import __version__
 
 TIMES = ("load", "bandwidth", "step time", "host waits", "overlap")  # checks that may say that steps are slower
@@ -61,10 +59,6 @@ class Report:
             return f"DO NOT USE (send {path})"
         slower = [finding.check for finding in self.findings if finding.verdict == ATTENTION and finding.check in TIMES]
         return f"WORKS, SLOWER THAN PREDICTED (see {', '.join(slower)})" if slower else "WORKS"
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` to `path`."""
-        save_json(path, self.to_dict())
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON, in the format of docs/command-line.md."""

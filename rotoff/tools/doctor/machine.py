@@ -37,7 +37,7 @@ def versions(device: torch.device) -> Finding:
     """Versions of rotoff, torch, CUDA, driver, Python and system."""
     figures: dict[str, Any] = {"rotoff": __version__, "torch": torch.__version__, "python": platform.python_version()}
     figures |= {"system": platform.platform(), "machine": platform.machine()}
-    figures |= {"cores": cores(), "device": _processor()}
+    figures |= {"cores": cores(), "device": processor()}
     said = f"rotoff {__version__}, torch {torch.__version__}, Python {figures['python']}, {figures['system']}"
     if is_accelerator(device):
         figures |= described(device) | {"driver": _driver()}
@@ -186,7 +186,7 @@ def _host_memory() -> dict[str, int]:
         return {}
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's name, if the system reports it."""
     try:
         rows = Path("/proc/cpuinfo").read_text().splitlines()

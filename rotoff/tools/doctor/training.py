@@ -30,7 +30,7 @@ WRONG = "do not train with rotoff here, and send the file"
 Rows = list[dict[str, Any]]
 
 
-def measured(small: SmallModel) -> Finding:
+def small_model(small: SmallModel) -> Finding:
     """Cut the model into stages and measure it."""
     start = time.perf_counter()
     planned = small.planned

@@ -1,0 +1,79 @@
+"""Questions that are refused at once, in a sentence with the value and the cure."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import rotoff
+from rotoff.errors import InfeasibleError, LimitError, MeasureError, OptionError
+
+with torch.device("meta"):
+    MODEL, X = nn.Sequential(nn.Linear(4, 4)), torch.empty(64, 4)
+
+
+def sized(n: int) -> tuple[nn.Module, torch.Tensor]:
+    return MODEL, torch.empty(n, 4, device="meta")
+
+
+plan = partial(rotoff.plan, MODEL, X)
+first_device = partial(rotoff.first_device, MODEL, X)
+PIPELINE = {"pipeline": 2, "microbatches": 8}
+MODES, SECONDS = "modes are 'joint', 'remat', 'offload'", "step_time is .*; give seconds above 0"
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (plan, {"device": "abacus"}, "device is 'abacus'; known ones are"),
+    (plan, {"optimizer": "magic"}, "optimizer is 'magic'; known ones are sgd, momentum, adam"),
+    (plan, {"optimizer": ["adam"]}, r"optimizer is \['adam'\]; known ones are sgd"),
+    *((plan, {"modes": wrong}, MODES) for wrong in (["remat", "guess"], "guess", None)),
+    (plan, {"modes": ()}, "modes is empty"),
+    (plan, {"mem_slots": "50"}, "mem_slots is '50'; give a whole number"),
+    (plan, {"host_bandwidth": 0}, "host_bandwidth is 0; give bytes per second above 0"),
+    (plan, {"master_weights": 1}, "master_weights is 1; give true or false"),
+    (plan, {"limit": 3}, "limit is no argument of rotoff.plan, nor of the forward of Sequential; did you mean mem_li"),
+    (plan, {**PIPELINE, "microbatches": 7}, "microbatches is 7; it does not divide a batch of 64"),
+    (plan, {**PIPELINE, "ranks_per_link": 0}, "ranks_per_link is 0; give a whole number"),
+    (plan, {**PIPELINE, "schedule": "ZBV"}, "schedule is 'ZBV'; it is one of GPipe, 1F1B, Interleaved1F1B"),
+    (plan, {"chunks": 2}, "chunks=2 is for a pipeline"),
+    (plan, {"mesh": "fsdp=8", "pipeline": 2}, "mesh='fsdp=8' and pipeline=2: a plan is for one of them"),
+    (plan, {"mesh": "fsdp=8", "link": 0}, "link is 0; give bytes per second above 0"),
+    (plan, {"link": 1e9}, "link=1000000000.0 is for a mesh; give one, too"),
+    (
+        plan,
+        {"mesh": "dp=8"},
+        "mesh is 'dp=8'; give the number of ranks on one or both of the axes fsdp and tp, such as",
+    ),
+    (plan, {"mesh": "fsdp=0"}, "mesh is 'fsdp=0'; give the number of ranks"),
+    (plan, {"mesh": "fsdp=2,fsdp=2"}, "mesh is 'fsdp=2,fsdp=2'; give the number of ranks"),
+    (rotoff.largest, {"build": lambda n: MODEL}, r"build\(1\) returned Sequential; it must return \(model, sample\)"),
+    (rotoff.largest, {"build": MODEL}, "build is a Sequential; give a function of a size"),
+    (rotoff.largest, {"build": lambda: (MODEL, X)}, "build cannot be called with a size .*; give a function such as b"),
+    (rotoff.largest, {"build": sized, "step": 0}, "step is 0; give a whole number of at least 1"),
+    (rotoff.largest, {"build": sized, "step": 4, "most": 3}, "most is 3, and sizes are multiples of 4"),
+    (rotoff.largest, {"build": sized, "optimizer": "lion"}, "optimizer is 'lion'; known ones are sgd"),
+    *((rotoff.largest, {"build": sized, "step_time": wrong}, SECONDS) for wrong in (-1, "1 s", float("nan"), True)),
+    (first_device, {"devices": ["T4"], "step_time": -1}, SECONDS),
+    (first_device, {"devices": ["T4"], "modes": 3}, "modes is no argument of first_device, which plans in mode joint"),
+    (first_device, {"devices": 3}, "devices is 3; give names or Devices"),
+    (first_device, {"devices": []}, "devices is empty; give at least one"),
+]
+
+
+@pytest.mark.parametrize(("ask", "options", "sentence"), REFUSED, ids=[str(n) for n in range(len(REFUSED))])
+def test_a_wrong_option_is_named_with_its_cure(ask: Any, options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(OptionError, match=sentence):
+        ask(**options)
+
+
+def test_what_is_no_model_or_no_limit_is_said() -> None:
+    for ask in (rotoff.plan, rotoff.estimate):
+        with pytest.raises(MeasureError, match=r"the model is a str; give a torch.nn.Module"):
+            ask("gpt2", X)
+    with pytest.raises(LimitError, match="looks like a fraction"):
+        plan(mem_limit=0.5)
+    tiny = rotoff.Device("tiny", 2**8, 1e9, {"float32": 1e9}, 1e9, 1e9)
+    with pytest.raises(InfeasibleError, match="none of the devices works. tiny.*at least"):
+        first_device(devices=[tiny])
