@@ -38,12 +38,12 @@ from .planning.inputs import chain_input, check_measurable, halves, lazy, read_s
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
-from .planning.signatures import constants, family_of, signature
+from .planning.signatures import family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan, least_limit
-from .planning.tape_placed_planner import read_optimizers
-from .planning.tape_placed_runner import PlacedCourse, PlacedRunner
+from .planning.tape_placed_planner import PlacedStepPlan, read_optimizers
+from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
 from .report.rotor_names import NO_LIMIT, RotorNames
@@ -102,8 +102,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     """
 
     _own = frozenset(
-        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_placed", "_warned", "_shown", "_plain"]
-        + ["_caches"]
+        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_warned", "_shown", "_plain", "_caches"]
     )
 
     def __init__(
@@ -141,17 +140,24 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory)
         self._plain: Callable[..., Any] | None = None  # runs the unplanned model, if calling it does not
-        self._steps = StepRunner(self._model, self._options, self._links, self._check, self._group)
-        self._placed: PlacedRunner | None = None  # runs the steps, if there is a `device_limit`
+        self._steps = self._runner()
         self._warned: set[str] = set()
         self._caches: list[dict[str, Any]] | None = None  # settings of the model that steps switch off
         self._shown: tuple[Any, Sequence] | None = None
         weakref.finalize(self, self._links.close)
 
+    def _runner(self) -> StepRunner:
+        return StepRunner(self._model, self._options, self._links, self._check, self._group)
+
+    @property
+    def _placed(self) -> PlacedRunner | None:
+        """What runs the steps, if there is a `device_limit`."""
+        return self._steps if isinstance(self._steps, PlacedRunner) else None
+
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_steps", "_placed", "_shown", "_plain", "_caches")
+        own = ("_cache", "_links", "_steps", "_shown", "_plain", "_caches")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
@@ -244,18 +250,13 @@ class Checkpointable(RotorNames, ModuleProxy):
             originals.put_back()
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:
-        device = self._options.device
-        if self._placed is None and all(p.device == device for p in self._model.parameters() if device is not None):
-            self._steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
-            return
-        placed = self._placed or PlacedRunner(self._model, (), None, self._options, self._links)
-        placed.record(args, kwargs, lambda result: _backward_of(self._starts(result)))
-        found = placed.recordings[placed.latest]
-        self._steps.take(placed.latest, Course(found.profile, constants((args, kwargs)), found.reads))
-        self._steps.known.sure |= placed.known.sure
-        self._steps.known.held |= placed.known.held
-        if placed is not self._placed:
-            placed.close()
+        steps, device = self._steps, self._options.device
+        if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
+            steps = PlacedRunner(self._steps)
+        steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
+        if steps is not self._steps:
+            steps.close(resident=False)
+            self._steps = self._runner().take_over(steps)
 
     def _starts(self, result: Any) -> list[torch.Tensor]:
         """The outputs from which a backward starts."""
@@ -331,12 +332,13 @@ class Checkpointable(RotorNames, ModuleProxy):
         self._caches = None
         largest = self._measure_up_to(up_to)
         try:
-            self._steps.ask(request)
+            steps = self._steps if self._placed is None else self._runner().take_over(self._steps)
+            steps.ask(request)
         except InfeasibleError as error:
             raise self._with_cures(error, request, largest) from None
         if self._placed is not None:
             self._placed.close()
-            self._placed = None
+        self._steps = steps
         return self
 
     def _measure_up_to(self, up_to: Any) -> Any:
@@ -397,16 +399,9 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         self._measure_up_to(up_to)
-        self._steps.settle()
-        request = Request(limit, mode, mem_slots, options, here=True, placed=True)
-        several = self._links, self._placed, self._group, shards
-        placed = PlacedRunner(self._model, optimizers, request, self._options, *several)
-        if self._placed is None:
-            placed.known = self._steps.known
-            placed.recordings = self._steps.recordings
-            placed.latest = next(reversed(placed.recordings), None)
-        placed.prepare()
-        self._placed, self._steps.request = placed, request
+        steps = PlacedRunner(self._steps, optimizers, shards)
+        steps.ask(Request(limit, mode, mem_slots, options, here=True, placed=True))
+        self._steps = steps
         return self
 
     def _free_memory(self) -> int:
@@ -451,9 +446,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     @property
     def chain(self) -> Chain:
         """The chain that the last plan was made for. Without a plan, the chain measured last."""
-        if self._placed is not None and self._placed.course is not None:
-            return self._placed.course.chain
-        return self._latest.profile.chain if self._steps.request is None else self._step_plan.chain
+        return self._latest.profile.chain if self._steps.request is None else self._plan.chain
 
     @property
     def strategy(self) -> str:
@@ -467,11 +460,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         if self._shown is None or self._shown[0] is not plan:
             self._shown = plan, with_expected(plan.chain, plan.sequence, plan.levels, self._figures)
         return self._shown[1]
-
-    @property
-    def _placed_plan(self) -> PlacedCourse:
-        assert self._placed is not None
-        return self._placed.shown()
 
     @property
     def mem_limit(self) -> int | None:
@@ -490,11 +478,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> StepPlan | PlacedCourse:
-        return self._step_plan if self._placed is None else self._placed_plan
-
-    @property
-    def _step_plan(self) -> StepPlan:
+    def _plan(self) -> StepPlan | PlacedStepPlan:
         latest = self._latest
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
@@ -538,7 +522,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Use it if inputs vary, to see which sizes were measured, and the expected bytes and seconds of each.
         """
-        return self._steps.plans() if self._placed is None else self._placed.plans()
+        return self._steps.plans()
 
     # -- running
 
@@ -560,7 +544,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        return plain(*args, **kwargs) if self._placed is None else self._placed.unplanned(plain, args, kwargs)
+        return self._steps.unplanned(plain, args, kwargs)
 
     @property
     def _is_frozen(self) -> bool:
@@ -570,7 +554,7 @@ class Checkpointable(RotorNames, ModuleProxy):
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, parameters that a `device_limit` keeps on the host are fetched as the model's calls need
         them. Forwards without gradients use it by themselves; use it around other methods, such as ``generate``."""
-        return nullcontext() if self._placed is None else self._placed.streamed()
+        return self._steps.streamed()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -580,18 +564,15 @@ class Checkpointable(RotorNames, ModuleProxy):
     def _planned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a planned training step, or `plain` if nothing needs a plan."""
         args, kwargs = chain_input(self._model, args, kwargs)
-        seen = self._steps.latest is not None or (self._placed is not None and self._placed.recordings)
-        if not seen and (name := lazy(self._model)) is not None:
+        if self._steps.latest is None and (name := lazy(self._model)) is not None:
             self._steps.say_plain(f"{name!r} gets its shape in it (a lazy module)")
             return plain(*args, **kwargs)
+        if self._placed is not None and self._steps.recording is not None:
+            raise OptionError(
+                "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
+            )
         with self._without_caches(kwargs), refusing_torch_func():
-            if self._placed is None:
-                return self._steps.forward(plain, args, kwargs)
-            if self._steps.recording is not None:
-                raise OptionError(
-                    "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
-                )
-            return self._placed.forward(args, kwargs)
+            return self._steps.forward(plain, args, kwargs)
 
     def _without_caches(self, kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         """A context for a step, in which settings ``use_cache`` of the model are off, unless its caller asks for it."""
@@ -624,10 +605,8 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def close(self) -> None:
         """Release host memory, files and threads; the next step takes new ones."""
-        self._steps.close()
+        self._steps.close(resident=False)
         self._links.close()
-        if self._placed is not None:
-            self._placed.close(resident=False)
 
 
 # Under ``torch.compile`` of a `Checkpointable`, planned steps run eagerly, since its graphs support neither hooks nor
@@ -652,11 +631,6 @@ def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
 
 def _sizes(course: Course) -> str:
     return str([list(shape) for shape in course.profile.shapes])
-
-
-def _backward_of(roots: list[torch.Tensor]) -> None:
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
 
 
 def _needing(output: Any, name: str | int) -> list[torch.Tensor]:

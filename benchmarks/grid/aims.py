@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-OURS = {mode: f"rotoff {mode}" for mode in ("joint", "remat", "offload")} | {"joint-compiled": "rotoff joint, compiled"}
+OURS = {mode: f"rotoff {mode}" for mode in ("joint", "remat", "offload")}
 EVERYTHING = "everything"  # where a limit leaves room for all
 ITSELF = "plain-again"  # plain PyTorch, its steps in turn with plain PyTorch's
 MIB = 2**20
@@ -75,7 +75,7 @@ def judge(runs: list[Run], device: str) -> list[Aim]:
     ours = [r for r in asked if r.ok and r.result["predicted_peak"] is not None]
     peaks = [(r, r.result["predicted_peak"] / r.result["peak_allocated"]) for r in ours]
     times = [(r, r.ratio / r.result["predicted_ratio"] - 1) for r in timed(ours, lambda _: True)]
-    exact = [r for r in ours if r.result["equal_gradients"] is not None and r.method != "joint-compiled"]
+    exact = [r for r in ours if r.result["equal_gradients"] is not None]
     reserved = [r for r in ours if r.result["peak_reserved"] is not None]
     everything = timed(runs, lambda r: r.limit == EVERYTHING)
     most = TIME_ERROR[device]
@@ -136,7 +136,7 @@ def _rivals(runs: list[Run]) -> Iterable[tuple[Run, Run]]:
         plan = run.result.get("plan")
         rivals = [
             r
-            for r in timed(runs, lambda r: r.method not in ("joint", "plain", ITSELF) and not is_compiled(r))
+            for r in timed(runs, lambda r: r.method not in ("joint", "plain", ITSELF))
             if r.workload == run.workload
             and r.result["peak_allocated"] <= run.cell["limit"]
             and (plan is None or r.result.get("plan") != plan)
@@ -150,7 +150,3 @@ def _in_bytes(runs: list[Run]) -> Iterable[tuple[Run, Run]]:
     peers = {(r.workload, r.method): r for r in timed(runs, lambda r: not r.limit)}
     for run in timed(runs, lambda r: r.method.startswith("joint") and (r.workload, r.limit) in peers):
         yield run, peers[run.workload, run.limit]
-
-
-def is_compiled(run: Run) -> bool:
-    return run.method.startswith("budget") or run.method.endswith("compiled")

@@ -31,7 +31,6 @@ from rotoff.planning.step_planner import least_time
 
 from . import memory, methods, workloads
 from .memory import keep_freed_memory
-from .methods import COMPILED
 
 WARM = 2  # steps of each that are not timed: gradients are allocated, kernels chosen, pinned memory taken
 
@@ -154,12 +153,7 @@ def _measure(cell: Cell, result: Result) -> None:
     peak = memory.peak_of(runner.step, device)
     result.peak_allocated, result.peak_reserved = peak.allocated, peak.reserved
     if isinstance(run, rotoff.Checkpointable):
-        # without the copies of gradients that a plan may add
-        kept = (
-            run.profile.chain.compute_time
-            if cell.method != COMPILED
-            else _plain_compute_time(run, model, workload, device)
-        )
+        kept = run.profile.chain.compute_time  # without the copies of gradients that a plan may add
         _predictions(run, cell, kept, result)
     plain = _plain_beside(workload, device, result) if cell.method != "plain" else None
     if plain is not None:
@@ -181,21 +175,6 @@ def _best_segments(method: str, model: nn.Module, x: torch.Tensor) -> str:
 
     counts = methods.segment_counts(model)
     return f"{method}:{min(counts, key=peak)}" if counts else method
-
-
-def _plain_compute_time(
-    run: rotoff.Checkpointable, compiled: nn.Module, workload: workloads.Workload, device: torch.device
-) -> float:
-    """What the plain model's stages take where those of `run`, which are `compiled`, take what they were found to; both
-    are measured in turn, and the less of two counts, so that what else the machine does shows in neither."""
-    plain, x = workload.make(device)
-    seconds: dict[nn.Module, list[float]] = {compiled: [], plain: []}
-    for _ in range(2):
-        for model, found in seconds.items():
-            wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
-            found.append(wrapped.chain.compute_time)
-            wrapped.close()
-    return run.profile.chain.compute_time * min(seconds[plain]) / min(seconds[compiled])
 
 
 def _predictions(run: rotoff.Checkpointable, cell: Cell, kept: float, result: Result) -> None:

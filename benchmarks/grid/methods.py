@@ -9,7 +9,7 @@ Names, as cells give them:
 * ``save_on_cpu``: `torch.autograd.graph.save_on_cpu(pin_memory=True)`; CUDA only
 * ``offload_activations``: torchtune's, where it is installed; CUDA only
 * ``budget:0.5``: `torch.compile` with that activation memory budget
-* ``remat``, ``offload``, ``joint``: rotoff within a limit; ``joint-compiled``: over stages compiled one by one
+* ``remat``, ``offload``, ``joint``: rotoff within a limit
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from .workloads import blocks
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
-COMPILED = "joint-compiled"
-OURS = ("joint", "remat", "offload", COMPILED)
+OURS = ("joint", "remat", "offload")
 PEERS = ("checkpoint", "checkpoint_sequential", "selective", "save_on_cpu", "offload_activations")
 BUDGETS = ("budget:0.5", "budget:0.2")
 
@@ -77,20 +76,12 @@ def prepare(method: str, model: nn.Module, x: torch.Tensor, limit: int | None, h
 
 
 def _rotoff(name: str, model: nn.Module, x: torch.Tensor, limit: int, host_directory: str | None) -> Run:
-    mode, _, compiled = name.partition("-")
-    if compiled:
-        _compile_blocks(model)
     wrapped = rotoff.Checkpointable(model, host_directory=host_directory)
-    return wrapped.measure(x).compute_sequence(limit, mode=mode)
+    return wrapped.measure(x).compute_sequence(limit, mode=name)
 
 
 def _plain(model: nn.Module, x: torch.Tensor, _: str) -> Run:
     return model
-
-
-def _compile_blocks(model: nn.Module) -> None:
-    for block in blocks(model):
-        block.compile()
 
 
 def _checkpoint(model: nn.Module, x: torch.Tensor, _: str) -> Run:

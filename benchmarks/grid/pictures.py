@@ -11,7 +11,6 @@ STYLES = {  # Okabe and Ito's colours; markers and dashes tell the same apart in
     "joint": ("#0072B2", "o", "-"),
     "remat": ("#D55E00", "s", "--"),
     "offload": ("#009E73", "^", ":"),
-    "joint-compiled": ("#56B4E9", "h", "-."),
 }
 PEER_MARKERS = dict(zip([*methods.PEERS, *methods.BUDGETS], ["P", "X", "D", "v", "<", "1", "2"], strict=True))
 

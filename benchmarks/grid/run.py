@@ -7,7 +7,7 @@ stopped.
 
 Cells of one workload: plain; rotoff joint at --limits (percent of the plain peak); joint with room for everything, and
 plain beside itself; each peer, and rotoff joint at its peak, named ``joint@PEER``; rotoff remat and offload; with
---compiled, `torch.compile` with its memory budgets and rotoff over compiled blocks. A cell that is in the file already,
+--compiled, `torch.compile` with its memory budgets and rotoff in its bytes. A cell that is in the file already,
 from the same machine and versions, is not run again (--again CELL forces it; each keeps the commit that ran it). Where
 others used the machine, --wider 0.06 runs those cells again, at the end, whose quartiles are further apart than that,
 and keeps whichever run has them closer: a cell is chosen by its spread alone, never by what it says. Cells go round by
@@ -142,7 +142,7 @@ class Grid:
         for mode in ("remat", "offload"):
             yield from (Round(mode, every, percent=percent) for percent in self.options.limits)
         for peer in methods.BUDGETS:
-            yield from (Round(peer, compiled), Round("joint-compiled", compiled, like=peer))
+            yield from (Round(peer, compiled), Round("joint", compiled, like=peer))
 
     def _cell(self, workload: str, of: Round) -> tuple[str, dict[str, Any]] | None:
         """The cell of a round, if it has not run and its limit is known."""

@@ -6,7 +6,8 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,14 +24,17 @@ from ..errors import InfeasibleError, MeasureError
 from ..profile.other_size import at_size
 from ..profile.reads import Reads, RecordedReads
 from ..profile.recorded_step import ASIDE, BACK, BUSY, aside, mark_in_log, stop_complete, within_backward
-from ..profile.tape_groups import RecordedProfile
+from ..profile.tape_groups import RecordedLent
 from ..profile.tape_profile import TapeProfile
 from ..profile.trace import trace_of
+from ..runtime.execution_plan import ExecutionPlan
 from ..runtime.held_check import HeldCheck
+from ..runtime.links.base import Link
 from ..runtime.links.pool import LinkPool
 from ..runtime.links.spill import Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..runtime.step_times import Recording
+from ..runtime.tape_placed import Lending, PlacedTape
 from ..runtime.tape_step import TapeStep
 from ..tape import kernel
 from ..tape.contents import is_plain
@@ -44,6 +48,7 @@ from .request import Request
 from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, room_of
+from .tape_placed_planner import PlacedStepPlan
 
 logger = logging.getLogger("rotoff")
 PATIENCE = 2  # steps in a row off their course before another one is recorded
@@ -64,7 +69,7 @@ class Course:
     profile: TapeProfile
     hint: str
     reads: Reads
-    plan: StepPlan | None = None
+    plan: StepPlan | PlacedStepPlan | None = None
     strayed: int = 0
     patience: int = PATIENCE
     beside: int = 0
@@ -160,7 +165,7 @@ class _Aside(TapeStep):
 
 
 class StepRunner:
-    """Runs steps of `model`, and owns what lives longer than one step.
+    """Runs steps of `model` within a `mem_limit`, and owns what lives longer than one step.
 
     Args:
         links: where steps take their links. check: whether every operation compares the bytes held with the bytes
@@ -175,6 +180,8 @@ class StepRunner:
         waits: whether steps wait for a plan that they make with others.
     """
 
+    follows_all = True  # whether a step that may vary is followed though its plan keeps everything
+
     def __init__(
         self, model: nn.Module, options: Options, links: LinkPool, check: bool = False, group: Any = None
     ) -> None:
@@ -187,7 +194,7 @@ class StepRunner:
         self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
-        self._check, self._group = check, group
+        self.group, self._check = group, check
         self._courses: OrderedDict[Any, list[Course]] = OrderedDict()
         self._recorded: _Recorded | None = None
         self._rates: dict[torch.device, LinkRates] = {}
@@ -203,6 +210,17 @@ class StepRunner:
     def __iter__(self) -> Iterator[Course]:
         return (course for courses in self._courses.values() for course in courses)
 
+    def take_over(self, before: StepRunner) -> StepRunner:
+        """Know what `before`, of the same model, has recorded; returns this."""
+        before.settle()
+        self.known, self.new_tape, self._rates = before.known, before.new_tape, before._rates
+        self.plain, self.ceiling = before.plain, before.ceiling
+        for key, known in before._courses.items():
+            self._courses[key] = [replace(course, plan=None) for course in known]
+            if before.latest in known:
+                self.latest = self._courses[key][known.index(before.latest)]
+        return self
+
     # -- a step
 
     def forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -210,9 +228,9 @@ class StepRunner:
         value = args, kwargs
         given = tensor_leaves(value)
         if not any(t.requires_grad for t in chain(self.model.parameters(), given)):
-            return plain(*args, **kwargs)
+            return self.unplanned(plain, args, kwargs)
         self.settle()
-        key, hint = signature(value, self.model), constants(value)
+        key, hint = self._key(value), constants(value)
         if (course := self._course(key, hint)) is None:
             self._say_larger(key)
             course = self._foretold(key, hint, args, kwargs)
@@ -229,10 +247,34 @@ class StepRunner:
                 raise
             return self._away(plain, args, kwargs)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if planned.execution.keeps_all and recording is None and not course.watched(hint):
-            return plain(*args, **kwargs)
+        if planned.keeps_all and recording is None and not (self.follows_all and course.watched(hint)):
+            return self._as_it_is(plain, args, kwargs)
         _refuse_capture()
         return self._follow(key, course, planned, recording, hint, partial(plain, *args, **kwargs))
+
+    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward that has no plan: in eval mode, without gradients, or of a model that needs none."""
+        return plain(*args, **kwargs)
+
+    def streamed(self) -> AbstractContextManager[object]:
+        """Within this context, other methods of the model may be called than its forward."""
+        return nullcontext()
+
+    def _key(self, value: Any) -> Any:
+        """What tells steps from others that need other plans."""
+        return signature(value, self.model)
+
+    def _as_it_is(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a step whose plan is the model as it is."""
+        return plain(*args, **kwargs)
+
+    def _watched(self, result: Any) -> Any:
+        """Return what the forward of a step without a plan has returned."""
+        return result
+
+    def _lending(self) -> Lending | None:
+        """What lends the parameters in a step without a plan; None where operations read them where they lie."""
+        return None
 
     def _course(self, key: Any, hint: str) -> Course | None:
         """The course that is expected of an input: of those with its numbers the one that followed the last step's
@@ -249,14 +291,14 @@ class StepRunner:
     def _is_new(self, course: Course) -> bool:
         """Whether steps have left a course so often that one is recorded where a course is expected that none knows."""
         unknown = self._after.get(self._taken) is None
-        return unknown and course.strayed >= course.patience and self._group is None
+        return unknown and course.strayed >= course.patience and self.group is None
 
     def _dropped(self, key: Any, course: Course) -> bool:
         """Forget a course for which there is no plan, if there is one for another course of such inputs: steps that
         take it leave that one."""
         known = self._courses[key]
         others = [one for one in known if one is not course and one.plan is not None]
-        if not others or self._group is not None:
+        if not others or self.group is not None:
             return False
         known.remove(course)
         self.latest = others[0]
@@ -264,6 +306,8 @@ class StepRunner:
 
     def _took(self, key: Any, course: Course, step: TapeStep) -> None:
         """Note which course a step took; of two it is the other if it left this one."""
+        if self.group is not None:
+            return
         others = [one for one in self._courses.get(key, []) if one is not course]
         taken = course if not step.left_course else others[0] if len(others) == 1 else None
         self._after[self._taken] = taken
@@ -272,7 +316,7 @@ class StepRunner:
     def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
         """The course of an input whose size no step has had, if a step at another size has made the same operations."""
         family, _ = family_of(key)
-        if self._group is not None or family in self._unforeseen:
+        if self.group is not None or family in self._unforeseen:
             return None
         alike = (known for other, known in reversed(self._courses.items()) if family_of(other)[0] == family)
         seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
@@ -294,23 +338,30 @@ class StepRunner:
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
-        if not everywhere(not several and not profiled, self._group):
+        if not everywhere(not several and not profiled, self.group):
             return self._away(plain, args, kwargs)
-        recorded = self._begin(
-            key, hint, args, kwargs, RecordedReads(self.known, self.model, self._spill(args, kwargs))
-        )
-        self._recorded = recorded
+        recorded = self._recorded = self._begin(key, hint, args, kwargs)
         try:
-            return together(partial(recorded.step.run, plain, *args, **kwargs), self._group)
+            return self._watched(together(partial(recorded.step.run, plain, *args, **kwargs), self.group))
         except BaseException:
             recorded.step.stop()
             self._recorded = None
             raise
 
-    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, step: RecordedReads) -> _Recorded:
-        given = tensor_leaves((args, kwargs))
-        nbytes = sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
-        return _Recorded(step, key, hint, tuple(tuple(t.shape) for t in given), nbytes, self.device_for(given))
+    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, patient: bool = False) -> _Recorded:
+        given, step = tensor_leaves((args, kwargs)), self._recorder(self._spill(args, kwargs), patient)
+        shapes = tuple(tuple(t.shape) for t in given)
+        return _Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
+
+    def _recorder(self, spill: Spill, patient: bool) -> RecordedReads:
+        """What records a step; its parameters lie where it reads them, or are lent."""
+        if (lending := self._lending()) is None:
+            return RecordedReads(self.known, self.model, spill, patient)
+        return RecordedLent(self.known, self.model, lending, spill, patient)
+
+    def _batch_bytes(self, given: list[torch.Tensor]) -> int:
+        """What the caller holds of a step's input."""
+        return sum({storage_key(t): t.untyped_storage().nbytes() for t in given}.values())
 
     def device_for(self, given: list[torch.Tensor]) -> torch.device:
         """Where a step runs on these tensors."""
@@ -322,21 +373,22 @@ class StepRunner:
 
     def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
-        step = _Aside(None, spill=self._spill(args, kwargs))
-        tape = self.new_tape(self.known)
-        with aside(), gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
-            return plain(*args, **kwargs)
+        lending, step = self._lending(), _Aside(None, spill=self._spill(args, kwargs))
+        tape = self.new_tape(self.known) if lending is None else PlacedTape(self.known, lending)
+        lent = nullcontext() if lending is None else lending.forward()
+        with aside(), lent, gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
+            return self._watched(plain(*args, **kwargs))
 
     def settle(self) -> None:
         """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
         recorded = self._recorded
         if recorded is None or within_backward():
             return
-        if not everywhere(recorded.step.ended, self._group):
+        if not everywhere(recorded.step.ended, self.group):
             return
         self._recorded = None
         recorded.step.stop()
-        if everywhere(recorded.step.shown, self._group):
+        if everywhere(recorded.step.shown, self.group):
             self._learn(recorded)
             most = recorded.step.most_bytes
             if self.request is not None and most > self.request.mem_limit:
@@ -353,7 +405,7 @@ class StepRunner:
         Raises:
             MeasureError: in a group, if all of it must meet before there is one.
         """
-        if self._group is None:
+        if self.group is None:
             self.settle()
         elif self.latest is None and self._recorded is not None:
             raise MeasureError(APART)
@@ -373,13 +425,15 @@ class StepRunner:
             varies=recorded.step.varies,
             borders_stay=bool(units),
         )
-        common = common_profile(profile, self._group)
-        new = Course(common, recorded.hint, recorded.step.reading)
-        course = self.take(recorded.key, new)
-        course.profile = common_profile(course.profile, self._group)  # with the times of the step before, too
+        course = self.take(recorded.key, Course(self._common(profile), recorded.hint, recorded.step.reading))
+        course.profile = self._common(course.profile)  # with the times of the step before, too
         for found in course.profile.chains:
             recorded.step.trust_stages(found.layout.begins)
         return course
+
+    def _common(self, profile: TapeProfile) -> TapeProfile:
+        """The profile of a step in all processes of the group."""
+        return common_profile(profile, self.group)
 
     def take(self, key: Any, course: Course) -> Course:
         """Keep a course of inputs with this signature; returns that which it is."""
@@ -387,8 +441,10 @@ class StepRunner:
         patience = max((one.patience * (1 + (one.strayed > 0)) for one in known), default=PATIENCE)
         alike = [one for one in known if one.profile.chain_keys == profile.chain_keys]
         if alike:
-            course = alike[0]
-            course.profile, course.plan = course.profile.timed_by(profile.trace), None
+            new, course = course, alike[0]
+            seen = course.profile.seen  # else its bytes are those of fake tensors
+            course.profile = course.profile.timed_by(profile.trace) if seen else profile
+            course.reads, course.plan = new.reads, None
             known.remove(course)
         known.insert(0, course)
         del known[OF_ONE_KIND:]
@@ -400,31 +456,23 @@ class StepRunner:
         self.latest = course
         return course
 
-    @property
-    def recordings(self) -> dict[Any, RecordedProfile]:
-        """What recorded steps have shown, by the signature of their inputs; the latest comes last."""
-        first = {key: known[0] for key, known in self._courses.items() if known}
-        found = {key: RecordedProfile(course.profile, course.reads) for key, course in first.items()}
-        last = next((key for key, known in self._courses.items() if self.latest in known), None)
-        return found if last is None else {**{k: v for k, v in found.items() if k != last}, last: found[last]}
-
     def _rates_of(self, device: torch.device) -> LinkRates:
         if device not in self._rates:
-            found = agree_on_rates(lambda: self.links.bandwidth(device, LINK_BYTES), self._group)
+            found = agree_on_rates(lambda: self.links.bandwidth(device, LINK_BYTES), self.group)
             self._rates[device] = self.links.shared(found)
         return self._rates[device]
 
-    def shown(self, course: Course) -> StepPlan:
+    def shown(self, course: Course) -> StepPlan | PlacedStepPlan:
         """Return the plan of a course; in a group, one process may ask alone.
 
         Raises:
             InfeasibleError: if nothing fits the request. MeasureError: in a group, if there is no plan yet.
         """
-        if self._group is not None and course.plan is None:
+        if self.group is not None and course.plan is None:
             raise MeasureError(APART)
         return self.planned(course)
 
-    def planned(self, course: Course) -> StepPlan:
+    def planned(self, course: Course) -> StepPlan | PlacedStepPlan:
         """Return the plan of a course; it is made now if there is none, in a group by all together.
 
         Raises:
@@ -432,39 +480,33 @@ class StepRunner:
         """
         assert self.request is not None
         if course.plan is None:
-            near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.execution.keeps_all]
-            room = room_of(course.profile.device, self._group)
-            course.plan = agree_on_plan(course.profile, self.request, near, room)
+            course.plan = self._made(course, self.request)
         return course.plan
+
+    def _made(self, course: Course, request: Request) -> StepPlan | PlacedStepPlan:
+        """Make a plan for a course."""
+        near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.keeps_all]
+        return agree_on_plan(course.profile, request, near, room_of(course.profile.device, self.group))
 
     def _follow(
         self,
         key: Any,
         course: Course,
-        planned: StepPlan,
+        planned: StepPlan | PlacedStepPlan,
         recording: Recording | None,
         hint: str,
         run: Callable[[], Any],
     ) -> Any:
-        plan, device = planned.execution, course.profile.device
-        step = TapeStep(
-            plan,
-            planned.found.layout,
-            partial(self.links.take, device, plan.host_bytes) if plan.host_bytes else None,
-            self.links.give_back,
-            Spill(device, self.options.host_directory),
-            self._held_check(planned),
-        )
+        device = course.profile.device
+        step, tape = self._begun(course, planned)
         if recording is not None:
-            step.times = recording.begin(plan.trace, device, step.link)
-        tape = self.new_tape(self.known)
+            step.times = recording.begin(planned.execution.trace, device, step.link)
         self._warn_in_flight(step)
         self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
         course.followed(step, hint)
-        if self._group is None:
-            self._took(key, course, step)
+        self._took(key, course, step)
         if course.strayed and not self._said_astray:
             self._said_astray = True
             logger.warning(
@@ -473,6 +515,19 @@ class StepRunner:
                 " planned; that happens when it recurs"
             )
         return result
+
+    def _begun(self, course: Course, planned: Any) -> tuple[TapeStep, Tape]:
+        """Return a step by a plan, and its tape."""
+        take, give_back = self._lender(planned.execution, course.profile.device)
+        spill = Spill(course.profile.device, self.options.host_directory)
+        check = self._held_check(planned)
+        step = TapeStep(planned.execution, planned.found.layout, take, give_back, spill, check)
+        return step, self.new_tape(self.known)
+
+    def _lender(self, plan: ExecutionPlan, device: torch.device) -> tuple[Callable[[], Link] | None, Any]:
+        """What lends a step its link, and takes it back."""
+        take = partial(self.links.take, device, plan.host_bytes) if plan.host_bytes else None
+        return take, self.links.give_back
 
     def _held_check(self, planned: StepPlan) -> HeldCheck | None:
         if not self._check or self.request is None:
@@ -539,16 +594,15 @@ class StepRunner:
         storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
-        key, hint = signature((args, kwargs), self.model), constants((args, kwargs))
-        step = RecordedReads(self.known, self.model, self._spill(args, kwargs), True)
-        step.before_write, step.arrived = before_write, _dropped
-        recorded = self._begin(key, hint, args, kwargs, step)
+        recorded = self._begin(self._key((args, kwargs)), constants((args, kwargs)), args, kwargs, patient=True)
+        step = recorded.step
+        step.before_write, step.arrived = before_write, step.arrived or _dropped
 
         beside = 0
 
         def record() -> None:
             nonlocal beside
-            result = step.run(plain, *args, **kwargs)
+            result = self._watched(step.run(plain, *args, **kwargs))
             roots = starts(result)
             if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
                 del result  # else its caller may hold it
@@ -559,12 +613,12 @@ class StepRunner:
             torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
-            together(record, self._group)
+            together(record, self.group)
         finally:
             step.stop()
         course, self._taken = self._learn(recorded), None  # which is expected next, whatever the steps before took
         course.beside = beside
-        if self._group is not None and self.request is not None:
+        if self.group is not None and self.request is not None:
             self.planned(course)  # while all are here
         return course
 
@@ -590,17 +644,17 @@ class StepRunner:
 
     def plans(self) -> list[PlannedSize]:
         """The plans so far."""
-        if self._group is None:
+        if self.group is None:
             self.settle()
         found = []
         for course in self:
-            if course.plan is None and (self.request is None or self._group is not None):
+            if course.plan is None and (self.request is None or self.group is not None):
                 continue
             found.append(PlannedSize.of(course.profile, self.planned(course).figures(None)))
         return found
 
-    def close(self) -> None:
-        """Give back what belongs to no step."""
+    def close(self, resident: bool = True) -> None:
+        """Give back what belongs to no step. resident: whether a model that is placed comes to the device."""
         if self._recorded is not None:
             self._recorded.step.stop()
             self._recorded = None

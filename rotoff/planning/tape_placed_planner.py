@@ -14,13 +14,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.chain import Chain, LinkRates
+from ..core.figures import Figures
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, OptionError
 from ..profile.tape_groups import TapeGroups
+from ..report.expected_step import keep_all_step
 from ..runtime.execution_plan import ExecutionPlan, compile_placed
 from ..runtime.links.pinned import room_for_plan
+from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.updates import parameters_of
 from ..solver import solve
 from ..solver.anneal import Budget
@@ -40,6 +43,51 @@ MORE = 1.0, 1.05, 1.2  # than the bytes of the largest operation, in which a pla
 FEW = 2  # proposals in each
 
 Found = tuple[TapeGroups, Sequence]
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedStepPlan:
+    """A plan for a step under a `device_limit`. execution: what it runs; `keeps_all` if it is the model as it is."""
+
+    groups: TapeGroups
+    execution: ExecutionPlan
+
+    @property
+    def placed(self) -> PlacedPlan | None:
+        """Where parameters lie; None if nothing is moved."""
+        return self.execution.placed
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.execution.keeps_all
+
+    @property
+    def chain(self) -> Chain:
+        return self.groups.chain
+
+    @property
+    def sequence(self) -> Sequence:
+        return self.execution.sequence
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The most bytes that the device holds in each operation."""
+        if self.placed is not None:
+            return self.placed.levels
+        return tuple(min(level, self.groups.expected) for level in self.groups.levels(self.sequence, False))
+
+    def figures(self, device_limit: int | None) -> Figures:
+        """The figures of the step under a `device_limit`, which counts the batch. The plain model's peak is that of a
+        loop which sets gradients to None; `keep_all_bytes` is the smallest limit at which it runs unplanned."""
+        placed = self.placed
+        return Figures(
+            device_limit,
+            self.groups.expected if placed is None else placed.peak_bytes,
+            self.execution.host_bytes + (0 if placed is None else placed.host_bytes),
+            self.execution.trace.makespan,
+            keep_all_step(self.chain).makespan,
+            self.groups.whole,
+        )
 
 
 def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
@@ -84,7 +132,7 @@ def check_updates(optimizers: Several[Optimizer], request: Request) -> None:
         )
 
 
-def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGroups, ExecutionPlan]] = ()) -> Found:
+def plan(ways: Several[TapeGroups], request: Request, near: Several[PlacedStepPlan] = ()) -> Found:
     """Return the fastest sequence that holds at most the request's limit, and its groups. ways: of the same step. near:
     plans of other sizes, one of which is taken if it fits, so that a new size needs no search and moves no parameters.
 
@@ -95,10 +143,10 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[tuple[TapeGr
     limit = request.mem_limit
     request = _within_host(ways[0], request)
     reused = [
-        Proposal(groups, groups.chain, 0, known.sequence, request)
-        for other, known in near
+        Proposal(groups, groups.chain, 0, other.sequence, request)
+        for other in near
         for groups in ways
-        if groups.is_like(other)
+        if groups.is_like(other.groups)
     ]
     if fitting := [one for one in reused if one.peak <= limit]:
         return min(fitting, key=lambda one: one.seconds).found

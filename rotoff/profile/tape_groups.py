@@ -37,23 +37,18 @@ from .trace import Trace
 class RecordedLent(PlacedTape, RecordedReads):
     """The same, with parameters that lie on the host and are lent."""
 
-    def __init__(self, known: Known, model: nn.Module, lending: Lending, device: torch.device, *how: Any) -> None:
+    def __init__(self, known: Known, model: nn.Module, lending: Lending, *how: Any) -> None:
         super().__init__(known, lending, model, *how)
-        self.device = device
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._lending.forward():
+            return super().run(forward, *args, **kwargs)
 
     def __enter__(self) -> RecordedLent:
         self._own = self._lending.keys()
         self._lending.around = partial(self.region, OWN)
         super().__enter__()
         return self
-
-
-@dataclass(frozen=True)
-class RecordedProfile:
-    """What a recorded step did, in numbers alone."""
-
-    profile: TapeProfile
-    reads: Reads
 
 
 @dataclass(frozen=True)

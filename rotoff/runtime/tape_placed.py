@@ -38,10 +38,6 @@ from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plai
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
 from ..tensors.storage import in_shared_memory, uses_of
-from .execution_plan import ExecutionPlan
-from .layout import Layout
-from .links.base import Link
-from .links.spill import Spill
 from .placed.groups import ParameterPlaces
 from .placed.placement import Placement
 from .placed.tensor import PlacedTensor, offload, prefetch
@@ -436,21 +432,12 @@ class PlacedStep(TapeStep):
     """One training step whose plan moves parameters, gradients and optimizer states, too.
 
     Args:
-        plan, layout, link, done, spill: as for `TapeStep`. placement: runs those operations.
+        placement: runs those operations. lending: the parameters. how: as for `TapeStep`.
     """
 
-    def __init__(
-        self,
-        plan: ExecutionPlan,
-        layout: Layout,
-        link: Link | None,
-        placement: Placement,
-        lending: Lending,
-        done: Callable[[], None] = lambda: None,
-        spill: Spill | None = None,
-    ) -> None:
-        super().__init__(plan, layout, None if link is None else lambda: link, lambda _: done(), spill)
-        self._placement, self._lending = placement, lending
+    def __init__(self, placement: Placement, lending: Lending, *how: Any) -> None:
+        super().__init__(*how)
+        self._placement, self.lending = placement, lending
         self._tape: weakref.ref[Tape] | None = None
         self._late: list[Op] = []  # updates whose gradients had not come
         self._ended = False
@@ -459,7 +446,7 @@ class PlacedStep(TapeStep):
     def forward(self, tape: Tape) -> Iterator[None]:
         assert isinstance(tape, PlacedTape)
         self._tape, tape.on_error = weakref.ref(tape), self._failed
-        with self._lending.forward(), super().forward(tape):
+        with self.lending.forward(), super().forward(tape):
             yield
 
     def _look_ahead(self, tape: Tape) -> None:
@@ -470,7 +457,7 @@ class PlacedStep(TapeStep):
 
     def _leave_course(self) -> None:
         super()._leave_course()
-        self._lending.on_demand()
+        self.lending.on_demand()
 
     def _run(self, tape: Tape, op: Op) -> None:
         if not op.of and op.kind not in UPDATES:
@@ -483,7 +470,7 @@ class PlacedStep(TapeStep):
         self._placement.operate(op)
         if op.of == "w":
             tensors = self._placement.tensors(Value(False, op.stage, "w"))
-            self._lending.moved(tensors, op.kind in (OpKind.PREFETCH, OpKind.WAIT))
+            self.lending.moved(tensors, op.kind in (OpKind.PREFETCH, OpKind.WAIT))
 
     # -- the backward
 
@@ -492,9 +479,9 @@ class PlacedStep(TapeStep):
             if not self._queued:
                 self._placement.check_process()
                 self._placement.gradients.backward_begins()
-            self._lending.empty()
+            self.lending.empty()
             if self._ended:  # another backward through the graph
-                Variable._execution_engine.queue_callback(self._lending.empty)
+                Variable._execution_engine.queue_callback(self.lending.empty)
         super().advance(tape, stage)
 
     def _failed(self, tape: Tape, error: BaseException) -> None:
@@ -508,7 +495,7 @@ class PlacedStep(TapeStep):
         if self._ended:
             return
         self._ended = True
-        self._lending.empty()
+        self.lending.empty()
         if self._queued:  # and not a forward that has failed
             ops = self._ops[self._next :]
             self._next = len(self._ops)
@@ -520,4 +507,4 @@ class PlacedStep(TapeStep):
         if self._tape is not None and (tape := self._tape()) is not None and not self._ended:
             self._ended = True
             super()._end(tape)
-            self._lending.empty()
+            self.lending.empty()

@@ -18,7 +18,6 @@ from ..core.pipeline import SCHEDULES, Order, Task, most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, OptionError
 from ..planning.link_share import link_share
-from ..planning.step_planner import StepPlan
 from .attach import attach, attached, detach
 from .config import RotoffConfig, read_settings
 
@@ -150,7 +149,7 @@ class _Sharing:
             for _ in range(_TRIES):
                 for number, runner in steps.items():
                     runner.ask(replace(requests[number], mem_limit=asked - less))
-                over = self._needed({number: one._step_plan for number, one in self._planned.items()}) - asked
+                over = self._needed({number: one._plan for number, one in self._planned.items()}) - asked
                 if over <= 0:
                     break
                 less = max(less + over, 2 * less)
@@ -173,7 +172,7 @@ class _Sharing:
         for one in self._planned.values():
             one._steps.waits = False
 
-    def _needed(self, plans: dict[int, StepPlan]) -> int:
+    def _needed(self, plans: dict[int, Any]) -> int:
         """The most bytes that these plans hold together at any time of the schedule."""
         rest = {s: plan.resting for s, plan in plans.items()}
         active = {s: plan.peak - (plan.execution.in_flight - 1) * rest[s] for s, plan in plans.items()}

@@ -12,13 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import rotoff
-from rotoff.planning.tape_placed_planner import compiled
-from rotoff.planning.tape_placed_runner import PlacedCourse, PlacedRunner
+from rotoff.planning.tape_placed_planner import PlacedStepPlan, compiled
+from rotoff.planning.tape_placed_runner import PlacedRunner
 
 
 def runner_of(model: Any) -> PlacedRunner:
     """What runs the steps of `model`."""
-    runner: PlacedRunner = model._placed
+    runner: PlacedRunner = model._steps
     return runner
 
 
@@ -26,13 +26,13 @@ def force(model: Any, optimizers: Any, share: float, host: bool = False, updates
     """Place everything as in so little memory that a small model's generator states would not fit beside it."""
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
     runner = runner_of(model)
-    assert runner.request is not None
-    ways = runner._ways(runner.recordings[runner.latest])
+    assert runner.request is not None and runner.latest is not None
+    ways = runner.ways(runner.latest)
     groups = next(one for one in ways if any(g.host_update_time is not None for g in one.chain.parameters) == host)
     low = rotoff.min_mem_limit(groups.chain, "joint", updates)
     high = rotoff.simulate(groups.chain, rotoff.keep_all(groups.chain, updates), updates=updates).peak_bytes
     sequence = rotoff.solve(groups.chain, int(low + share * (high - low)), refine=False, updates=updates)
-    runner.courses[runner.latest] = PlacedCourse(groups, compiled(groups, sequence, runner.request))
+    runner.latest.plan = PlacedStepPlan(groups, compiled(groups, sequence, runner.request))
 
 
 def least(model: rotoff.Checkpointable, **options: Any) -> int:

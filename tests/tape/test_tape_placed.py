@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 import rotoff
 from rotoff.planning.options import Options
 from rotoff.planning.request import Request
+from rotoff.planning.step_courses import StepRunner
 from rotoff.planning.tape_placed_planner import Found
 from rotoff.planning.tape_placed_runner import PlacedRunner
 from rotoff.profile.tape_groups import TapeGroups
@@ -78,15 +79,15 @@ class Given(PlacedRunner):
     """Follows sequences that a function makes of a chain."""
 
     def __init__(self, net: nn.Module, optimizers: list[Optimizer], solve: Solve, updates: str) -> None:
-        request = Request(1, "joint", 50, {"updates": updates})
-        super().__init__(net, optimizers, request, Options(stages=12), LinkPool())
+        super().__init__(StepRunner(net, Options(stages=12), LinkPool()), optimizers)
+        self.request = Request(1, "joint", 50, {"updates": updates})
         self._solve = solve
 
     def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
         return ways[0], self._solve(ways[0].chain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(args, kwargs)
+        return self.forward(self.model, args, kwargs)
 
 
 def step(run: Any, optimizers: list[Optimizer], batch: Any, n: int) -> torch.Tensor:
@@ -125,7 +126,7 @@ def test_bits_of_the_plain_model(name: str, solve: str, make: Any, updates: str)
     got, run = trained(name, make, SOLVES[solve](updates), updates)
     run.close()
     assert same(got, trained(name, make, None, updates)[0])
-    assert run.courses and all(not course.strayed for course in run.courses.values())
+    assert [course.strayed for course in run] == [0]
 
 
 # Not foretold yet: what a matrix exponential takes, which depends on its numbers, and PyTorch's own checkpoints.
@@ -161,6 +162,6 @@ def peaks(name: str, solve: Solve, updates: str) -> tuple[int, int]:
             step(run, optimizers, batch, n)
 
     measured = peak_bytes(steps, before=anew) + batch.nbytes
-    (course,) = run.courses.values()
+    (course,) = run
     run.close()
-    return measured, course.figures(None).peak_bytes
+    return measured, run.planned(course).figures(None).peak_bytes
