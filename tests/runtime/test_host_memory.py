@@ -25,7 +25,6 @@ from rotoff.runtime.links.pinned import PinnedSegment, Slab, pin, room_for_plan
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
-POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE, which Python has no name for
 
 
 class FakeRuntime:
