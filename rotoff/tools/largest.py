@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..core.backward_from import BackwardFrom
-from ..core.pipeline import check_count
+from ..core.modes import whole_number
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..io.progress import Bar
@@ -171,8 +171,8 @@ def largest(
 
 
 def _check_sizes(build: Any, step: int, most: int) -> None:
-    check_count("step", step)
-    check_count("most", most)
+    whole_number(step, "step")
+    whole_number(most, "most")
     check_sized(build, "build")
     if most < step:
         raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")

@@ -85,19 +85,6 @@ class TestOrder:
                 with torch.cuda.stream(torch.cuda.Stream() if stream == "own" else torch.cuda.default_stream()):
                     assert program(link, seed, sizes=SIZES).run(80) == []
 
-    def test_the_user_may_change_streams_between_a_copy_and_its_wait(self, device: torch.device):
-        with opened(StreamLink(SlowStreams(device))) as link:
-
-            @contextmanager
-            def elsewhere() -> Iterator[None]:
-                other = torch.cuda.Stream()
-                other.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(other):
-                    yield
-
-            for seed in range(6):
-                assert LateProgram(link, seed, elsewhere=elsewhere, sizes=SIZES).run(80) == []
-
     def test_out_of_memory_leaves_a_link_that_works(self, device: torch.device):
         with opened(CudaLink(device)) as link:
             link.reserve(MIB)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import ALL, fresh, move_masks
+from models import ALL, Does, fresh, move_masks
 from torch import nn
 
 import rotoff
@@ -25,13 +25,6 @@ CASES = [*itertools.product(ALL, (1, 100)), ("convolutional", 700)]
 SHARES = {False: accelerator.OVER_RESERVED, True: accelerator.OVER_RESERVED_EXPANDABLE}
 MORE = accelerator.OVER_RESERVED_BYTES
 STUB = 512  # a number that stands for what is gone, once for a type of numbers, which stays
-
-
-class MeanSquare(nn.Module):
-    """The loss, so that its bytes are within the limit too."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.float().square().mean()
 
 
 def test_the_docs_say_so() -> None:
@@ -50,7 +43,7 @@ def on_the_device(batch: Any, times: int) -> Any:
 @pytest.mark.parametrize(("name", "times"), CASES)
 def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_property: Any) -> None:
     stages, batch = fresh(name)
-    module = nn.Sequential(*stages, MeanSquare()).cuda()
+    module = nn.Sequential(*stages, Does(lambda net, x: x.float().square().mean())).cuda()
     move_masks(module)
     x = on_the_device(batch(), times)
 
@@ -84,38 +77,3 @@ def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_prope
         assert given <= STUB + (0 if EXPANDABLE else after["allocation.large_pool.peak"] * MIB), at
         assert over <= SHARES[EXPANDABLE] * limit + MORE, at
     model.close()
-
-
-# -- the caching allocator gives blocks by what was there before; what is measured of a model does not depend on it
-
-
-ROWS = 1229  # of 1,024 numbers, 4.8 MiB: the fourth in a segment of 20 MiB gets what is left of it, 5.6 MiB
-
-
-def measured(model: nn.Module, x: torch.Tensor) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, stages=[*model.children()], cache_directory=None).measure(x)
-
-
-def test_stages_that_do_the_same_have_the_same_bytes_whatever_was_there() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Tanh()) for _ in range(4)]).cuda()
-    x = torch.randn(ROWS, 1024, device="cuda", requires_grad=True)
-    found, forms = [], []
-    for history in range(3):
-        torch.cuda.empty_cache()
-        # blocks of odd sizes that lie between others, and so do not become one
-        made = [torch.empty(x.nbytes + (n * history * 333 << 10), dtype=torch.uint8, device="cuda") for n in range(6)]
-        del made[::2]
-        wrapped = measured(model, x)
-        found.append([(s.saved_bytes, s.output_bytes) for s in wrapped.chain.stages])
-        forms.append([[form.saved_bytes for form in s.forms] for s in wrapped.chain.stages])
-        wrapped.close()
-        reserved = torch.cuda.memory_reserved()
-        torch.cuda.empty_cache()
-        assert torch.cuda.memory_reserved() == reserved  # measuring left nothing behind
-        del made
-    assert found[0] == found[1] == found[2]
-    assert len(set(found[0][1:-1])) == 1
-    assert found[0][1] == (3 * x.nbytes, x.nbytes)
-    assert forms[0] == forms[1] == forms[2]
-    assert x.nbytes in forms[0][1]

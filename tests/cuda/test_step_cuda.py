@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from device_bytes import step_peak
-from models import Residual, fresh, move_masks
+from models import Does, Residual
+from placed_models import dropping
 from planned_steps import run_twice, with_sequence
 from torch import nn
 
@@ -33,18 +34,16 @@ def _deterministic_convolutions() -> Iterator[None]:
         yield
 
 
-class MeanSquare(nn.Module):
+def mean_square() -> nn.Module:
     """A loss as the last stage, so that its bytes are the model's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().mean()
+    return Does(lambda net, x: x.square().mean())
 
 
 def large() -> tuple[nn.Sequential, torch.Tensor]:
     """Stages of tens of megabytes on a GPU, so that the allocator's rounding does not decide."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(256, SIZE), *[Residual(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), MeanSquare()
+        nn.Linear(256, SIZE), *[Residual(SIZE) for _ in range(10)], nn.Linear(SIZE, 64), mean_square()
     ).cuda()
     return model, torch.randn(8 * SIZE, 256, device="cuda")
 
@@ -66,38 +65,8 @@ def with_zero_gradients(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["residual", "convolutional", "language", "tuples", "tied", "stateful", "aliasing"])
-def test_gradients_and_buffers_equal_the_plain_models_to_rounding(name: str, mode: str) -> None:
-    plain, batch = fresh(name)
-    wrapped, _ = fresh(name)
-    move_masks(plain.cuda()), move_masks(wrapped.cuda())
-    x = batch().cuda()
-    model = rotoff.Checkpointable(wrapped).measure(x)
-    with pytest.raises(rotoff.InfeasibleError) as caught:
-        model.compute_sequence(1, mode=mode)
-    model.compute_sequence(caught.value.min_mem_limit, mode=mode)
-    for _ in range(3):
-        torch.testing.assert_close(step(model, x), step(plain, x))
-    for a, b in zip(gradients(model), gradients(plain), strict=True):
-        torch.testing.assert_close(a, b)
-    for a, b in zip(model.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(a, b)
-    model.close()
-
-
-def odd() -> tuple[nn.Sequential, torch.Tensor]:
-    """Sizes that no power of two divides: the allocator does not split a block where at most 1 MiB would be left."""
-    torch.manual_seed(0)
-    width = SIZE * 3 // 4 + 9
-    blocks = [Residual(width) for _ in range(8)]
-    model = nn.Sequential(nn.Linear(250, width), *blocks, nn.Linear(width, 61), MeanSquare()).cuda()
-    return model, torch.randn(4 * SIZE + 1, 250, device="cuda")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sizes", [large, odd])
-def test_the_peak_stays_below_the_prediction_and_the_limit(sizes: Any, mode: str, record_property: Any) -> None:
-    module, x = sizes()
+def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str, record_property: Any) -> None:
+    module, x = large()
     model = rotoff.Checkpointable(module).measure(x)
     everything = model.keep_all_memory
     for fraction in FRACTIONS:
@@ -114,7 +83,7 @@ def test_the_peak_stays_below_the_prediction_and_the_limit(sizes: Any, mode: str
         record_property(f"asked for, given and predicted bytes at {fraction}", f"{peak.asked} {peak.given} {predicted}")
         assert peak.asked <= predicted <= everything * fraction, (mode, fraction, peak)
         assert peak.given <= predicted + peak.slack, (mode, fraction, peak)
-        assert predicted <= 1.05 * peak.given or sizes is odd, (mode, fraction, peak)
+        assert predicted <= 1.05 * peak.given, (mode, fraction, peak)
         assert torch.cuda.memory_allocated() == resident
     model.close()
 
@@ -178,30 +147,24 @@ class Seeded(torch.autograd.Function):
         return gradients[0] * seed.item(), None
 
 
-class SometimesSeeded(nn.Module):
+def sometimes_seeded(net: Any, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Of its forwards only those with `seeded` have such a tensor, and a tensor of the host as an output."""
-
-    seeded = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        x, count = given
-        x = torch.tanh(self.up(x))
-        if not self.seeded:
-            x = torch.tanh(torch.tanh(torch.tanh(x)))  # what moves has room on the host for what the other course saves
-        else:
-            seed = x.detach().square().mean().cpu()
-            x, count = Seeded.apply(x, seed), 2 * seed
-        return torch.relu(self.down(x)) * count.item(), count
+    x, count = given
+    x = torch.tanh(net.up(x))
+    if not net.seeded:
+        x = torch.tanh(torch.tanh(torch.tanh(x)))  # what moves has room on the host for what the other course saves
+    else:
+        seed = x.detach().square().mean().cpu()
+        x, count = Seeded.apply(x, seed), 2 * seed
+    return torch.relu(net.down(x)) * count.item(), count
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_off_the_planned_course_what_lies_on_the_host_stays_there(mode: str) -> None:
     torch.manual_seed(0)
-    module = nn.Sequential(*[SometimesSeeded() for _ in range(6)]).cuda()
+    module = nn.Sequential(*[
+        Does(sometimes_seeded, up=nn.Linear(32, 64), down=nn.Linear(64, 32), seeded=False) for _ in range(6)
+    ]).cuda()  # fmt: skip
     x, count = torch.randn(256, 32, device="cuda"), torch.ones(1)
     model = rotoff.Checkpointable(module, stages=[*module], cache_directory=None)
 
@@ -303,7 +266,7 @@ def test_whatever_comes_late_changes_nothing(late: str, monkeypatch: pytest.Monk
 def test_fragmentation_stays_flat_over_hundreds_of_steps(record_property: Any) -> None:
     """Of what is reserved: what is unused of that grows with garbage of other tests, collected meanwhile."""
     module, x = large()
-    module, x = module[:6].append(MeanSquare()), x[: 2 * SIZE]
+    module, x = module[:6].append(mean_square()), x[: 2 * SIZE]
     model = rotoff.Checkpointable(module).measure(x)
     model.compute_sequence(int(model.keep_all_memory * 0.6))
     with_zero_gradients(model)
@@ -371,22 +334,11 @@ def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks()
     assert peak.asked <= wrapped.get_expected_memory()
 
 
-class Recurrent(nn.Module):
-    """Two layers of cuDNN's with dropout in between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.LSTM(64, 64, num_layers=2, dropout=0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)[0]
-
-
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_replay_makes_the_host_wait_for_cudnns_own_dropout_alone(recurrent: bool, record_property: Any) -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh()) for _ in range(10)]
-    model = nn.Sequential(*blocks, *([Recurrent()] if recurrent else []), nn.Linear(64, 64)).cuda()
+    model = nn.Sequential(*blocks, *([dropping(64)] if recurrent else []), nn.Linear(64, 64)).cuda()
     x = torch.randn(16, 8, 64, device="cuda")
     wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(x)
     with_sequence(wrapped, run_twice(len(wrapped.chain)))

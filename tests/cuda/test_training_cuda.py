@@ -3,13 +3,13 @@ recorded, and with no more memory on the device than the limit says."""
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
+from placed_models import dropping
 from planned_steps import run_twice, with_sequence
 from torch import nn
 
@@ -137,59 +137,9 @@ def test_a_recorded_step_has_the_times_of_its_streams(record_property: Record) -
     wrapped.close()
 
 
-@pytest.mark.concurrent
-@pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
-def test_steps_fit_where_the_device_has_little_more_than_the_limit(mode: str, record_property: Record) -> None:
-    """A process runs out of memory by what its allocator reserves, so that is limited here. The room that
-    docs/runtime.md asks for suffices; how little more than the limit suffices is recorded."""
-    model, x = convolutional()
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    wrapped.compute_sequence(int(0.6 * wrapped.keep_all_memory), mode=mode)
-    for _ in range(2):
-        wrapped(x).sum().backward()
-    limit = wrapped.mem_limit or 0
-    total = torch.cuda.get_device_properties(0).total_memory
-    most = None
-    try:
-        for share in (1.45 + (22 << 20) / limit, 1.3, 1.2, 1.1, 1.05, 1.02):
-            torch.cuda.synchronize()
-            gc.collect()
-            torch.cuda.empty_cache()
-            room = torch.cuda.memory_reserved() + int(limit * share)
-            torch.cuda.set_per_process_memory_fraction(room / total)
-            retries = torch.cuda.memory_stats()["num_alloc_retries"]
-            for _ in range(5):
-                wrapped(x).sum().backward()
-            torch.cuda.synchronize()
-            most = share
-            record_property(
-                f"retries within {share} of the limit", torch.cuda.memory_stats()["num_alloc_retries"] - retries
-            )
-    except torch.OutOfMemoryError as error:
-        record_property(f"out of memory within {share} of the limit", str(error)[:300])
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    record_property("reserved bytes suffice at, over the limit", most)
-    assert most is not None
-    if STANDIN:
-        assert most <= 1.2
-    wrapped.close()
-
-
-class Recurrent(nn.Module):
-    """Two layers with dropout in between, which cuDNN draws from a buffer of its own."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.LSTM(width, width, num_layers=2, dropout=0.5, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)[0]
-
-
 def test_recurrent_layers_drop_the_same_in_a_replay() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(Recurrent(32), Recurrent(32), Recurrent(32), nn.Linear(32, 4)).cuda()
+    model = nn.Sequential(*[dropping(32) for _ in range(3)], nn.Linear(32, 4)).cuda()
     x = torch.randn(8, 16, 32, device="cuda")
     wrapped = rotoff.Checkpointable(model).measure(x)
     with_sequence(wrapped, run_twice(4))

@@ -16,6 +16,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from forced_plans import alike, twins  # noqa: E402
+from models import Does, linears  # noqa: E402
 from torch import func, nn  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.modules import module as calls  # noqa: E402
@@ -49,6 +51,16 @@ def measured() -> Checkpointable:
     return Checkpointable(small_model()).measure(torch.randn(64, 32))
 
 
+def same_gradient(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.grad is other.grad or (
+        one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+    )
+
+
+def same_gradients(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(same_gradient, one.parameters(), other.parameters()))
+
+
 def check_step(model: nn.Sequential, x: Any, mode: str) -> None:
     """One step within the smallest limit of `mode` gives the gradients, bit by bit, that the plain model gives."""
     plain, y = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
@@ -58,9 +70,7 @@ def check_step(model: nn.Sequential, x: Any, mode: str) -> None:
     assert torch.equal(*outputs)
     for out in outputs:
         out.sum().backward()
-    for a, b in zip([x, *wrapped.parameters()], [y, *plain.parameters()], strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        assert a.grad is None or torch.equal(a.grad, b.grad)
+    assert same_gradients(plain, model) and same_gradient(x, y)
     wrapped.close()
 
 
@@ -148,9 +158,24 @@ def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         new(device="cuda")
 
 
-def test_no_limit_is_refused_once_the_model_is_measured(measured: Checkpointable) -> None:
-    with pytest.raises(LimitError, match="unknown unit 'GiBs'"):
-        measured.compute_sequence("6 GiBs")
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_planned_step_is_refused_within_a_capture_and_the_plain_one_is_not(
+    measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), torch.randn(64, 8)
+    model = Checkpointable(plain, cache_directory=None).measure(x)
+    everything, least = model.keep_all_memory, model.min_mem_limit()
+    model = model if measured else Checkpointable(plain, cache_directory=None)
+    model.compute_sequence(least)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(MeasureError, match="while a CUDA graph is captured.*a limit that keeps everything"):
+        model(x)
+    with torch.no_grad():
+        model(x)
+    if measured:
+        model.compute_sequence(everything)
+        model(x).sum().backward()
 
 
 def test_a_limit_that_fails_leaves_the_plan_before_it(measured: Checkpointable) -> None:
@@ -185,7 +210,7 @@ def test_an_input_that_cannot_be_looked_into_is_trained_as_by_the_plain_model(ba
     wrapped.measure(batch(x)).compute_sequence(wrapped.min_mem_limit("joint"))
     for one in (plain, wrapped):
         one(batch(x)).square().sum().backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    assert same_gradients(plain, model)
 
 
 # -- what is on around the whole process
@@ -221,7 +246,7 @@ def test_within_what_hooks_all_modules_a_step_is_the_plain_models(name: str) -> 
         for one in (plain, wrapped):
             with AROUND[name]():
                 one(x).square().sum().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert same_gradients(plain, model)
     assert wrapped.get_expected_memory() < wrapped.keep_all_memory
 
 
@@ -267,25 +292,22 @@ DEFAULTS: dict[str, Callable[[], Any]] = {
 }
 
 
-def trained(model: nn.Module, x: torch.Tensor, placed: Any = None) -> list[torch.Tensor]:
-    """The parameters after two steps from one seed, of the plain model and of the planned one; one after the other."""
-    found = []
-    for net in (copy.deepcopy(model), model):
-        optimizer, run = (placed or torch.optim.SGD)(net.parameters(), lr=0.1), net
-        if net is model:
-            run = Checkpointable(net, cache_directory=None)
-            if placed is None:
-                run.measure(x).compute_sequence(run.min_mem_limit("joint"), refine=False)
-            else:
-                run.compute_sequence(device_limit="64 KiB", optimizer=optimizer, refine=False)
+def trained(model: nn.Module, x: torch.Tensor, optimizer: Any = torch.optim.SGD, **limit: Any) -> list[torch.Tensor]:
+    """The parameters after two steps from one seed, the same of the plain model and of the planned one."""
+
+    def plan(run: Checkpointable, own: Any, *_: Any, **__: Any) -> None:
+        asked = {**limit, "optimizer": own} if limit else {"mem_limit": run.min_mem_limit("joint")}
+        run.compute_sequence(**asked, refine=False)
+
+    pairs = twins(model, x, make=lambda parameters: [optimizer(parameters, lr=0.1)], plan=plan)
+    for _, run, (own,) in pairs:
         for k in range(2):
             torch.manual_seed(k)
             run(x).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([p.detach().clone() for p in net.parameters()])
-    assert all(map(torch.equal, *found))
-    return found[1]
+            own.step()
+            own.zero_grad()
+    assert alike(pairs)
+    return [p.detach() for p in model.parameters()]
 
 
 def in_a_plan(*args: Any, **kwargs: Any) -> Any:
@@ -310,8 +332,10 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "stages": lambda model, x: [row["saved_bytes"] for row in stages(model, x).to_dict()["stages"]],
     "measure": lambda model, x: [one.saved_bytes for one in Checkpointable(model).measure(x).chain.stages],
     "train": trained,
-    "train, placed": lambda model, x: trained(model, x, torch.optim.SGD),
-    "train, placed, with states": lambda model, x: trained(model, x, partial(torch.optim.SGD, momentum=0.9)),
+    "train, placed": lambda model, x: trained(model, x, device_limit="64 KiB"),
+    "train, placed, with states": lambda model, x: trained(
+        model, x, partial(torch.optim.SGD, momentum=0.9), device_limit="64 KiB"
+    ),
 }
 
 
@@ -426,9 +450,7 @@ def test_forward_derivatives_within_the_forward_are_the_plain_models(kind: str) 
     for _ in range(2):
         for one in (plain, run):
             one(x).square().sum().backward()
-        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)
+        assert same_gradients(plain, model)
 
 
 # -- what is unusual and right
@@ -441,13 +463,6 @@ def test_models_without_parameters_and_of_one_stage(mode: str) -> None:
     check_step(nn.Sequential(nn.Linear(32, 32)), torch.randn(8, 32), mode)
 
 
-def test_an_empty_batch() -> None:
-    model = Checkpointable(small_model()).measure(torch.randn(64, 32))
-    model.compute_sequence(model.min_mem_limit("joint"))
-    model(torch.randn(0, 32)).sum().backward()
-    assert all(torch.equal(parameter.grad, torch.zeros_like(parameter)) for parameter in model.parameters())
-
-
 def test_a_model_on_the_meta_device_is_for_estimates() -> None:
     with torch.device("meta"):
         model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.empty(2, 4)
@@ -456,25 +471,23 @@ def test_a_model_on_the_meta_device_is_for_estimates() -> None:
     assert len(estimate(model, x, device="H200")) > 0
 
 
-class Ensemble(nn.Module):
+def ensemble(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Members that are mapped over the code of one without bytes, as PyTorch's tutorial on ensembles has it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.template = nn.Linear(32, 32, device="meta")
+    def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(net.template, {"weight": weight, "bias": bias}, (x,))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def run(weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            return torch.func.functional_call(self.template, {"weight": weight, "bias": bias}, (x,))
+    weights, biases = (torch.stack([getattr(one, name) for one in net.members]) for name in ("weight", "bias"))
+    return x + torch.vmap(run)(weights, biases).mean(0).relu()
 
-        weights, biases = (torch.stack([getattr(one, name) for one in self.members]) for name in ("weight", "bias"))
-        return x + torch.vmap(run)(weights, biases).mean(0).relu()
+
+def members() -> nn.Module:
+    return Does(ensemble, members=linears(3), template=nn.Linear(32, 32, device="meta"))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_a_model_may_be_on_the_meta_device(mode: str) -> None:
-    check_step(nn.Sequential(*(Ensemble() for _ in range(3))), torch.randn(64, 32), mode)
+    check_step(nn.Sequential(*(members() for _ in range(3))), torch.randn(64, 32), mode)
 
 
 def test_a_planned_model_says_that_it_was_given_a_meta_tensor() -> None:

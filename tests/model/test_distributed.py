@@ -3,6 +3,7 @@ plan."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -19,26 +20,33 @@ from ranks import printed, torchrun  # noqa: E402
 pytestmark = pytest.mark.early
 FEW = ["mlp"]
 STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp")}
-FAILURES = "2 distributed_failures"
+FAILURES = "2 distributed_failures agreed"
 UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
 ROOM = "2 distributed_room"
-SPLIT = {
-    "tensor": "2 distributed_tensor_parallel tensor joint",
-}
-SPLIT_FURTHER = {  # FSDP2 of what is tensor parallel takes four processes
-    "sharded": "4 distributed_tensor_parallel tensor joint",
-    "tensor in the other modes": "2 distributed_tensor_parallel tensor remat offload",
-    "sequence": "2 distributed_tensor_parallel sequence remat",
-    "sequence in the other modes": "2 distributed_tensor_parallel sequence joint offload",
-    "sharded in the other modes": "4 distributed_tensor_parallel tensor remat offload",
-}
-MODES = "remat", "offload"
+TENSOR = "distributed_tensor_parallel tensor"
+SPLIT = [  # the first one in each run; FSDP2 of what is tensor parallel takes four processes
+    f"2 {TENSOR} joint",
+    f"4 {TENSOR} joint",
+    f"2 {TENSOR} remat offload",
+    "2 distributed_tensor_parallel sequence remat",
+    "2 distributed_tensor_parallel sequence joint offload",
+    f"4 {TENSOR} remat offload",
+]
 OWN = ("gather", "functional", "ring", "context", "reduced_later", "gathered", "exchanged")  # in the model's own code
-EVERY_OWN = {f"{kind} in {mode}": f"2 distributed_collectives {kind} {mode}" for kind in OWN for mode in MODES}
-COLLECTIVES = {name: EVERY_OWN[name] for name in ("gather in remat", "ring in offload", "exchanged in remat")}
-COLLECTIVES_FURTHER = {name: case for name, case in EVERY_OWN.items() if name not in COLLECTIVES}
+COLLECTIVES = [f"2 distributed_collectives {kind} {mode}" for kind in OWN for mode in ("remat", "offload")]
+FAST = SPLIT[0], *(f"2 distributed_collectives {one}" for one in ("gather remat", "ring offload", "exchanged remat"))
 ALONE = {kind: f"2 distributed_collectives {kind}" for kind in ("alone", "context_alone")}
-CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *SPLIT.values(), *COLLECTIVES.values(), *ALONE.values())
+CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *FAST, *ALONE.values())
+
+
+def said_in(case: str) -> list[str]:
+    return printed(*(CASES if case in CASES else [case]))[case]
+
+
+def each(cases: Iterable[str]) -> pytest.MarkDecorator:
+    """Of each run those that are fast; slowly, the others, too."""
+    marked = [pytest.param(case, marks=[] if case in CASES else pytest.mark.slow) for case in cases]
+    return pytest.mark.parametrize("case", marked)
 
 
 @pytest.mark.parametrize("kind", STEPS)
@@ -49,10 +57,9 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
     assert "bare root: equal=True works=True" in said or kind == "ddp"
 
 
-@pytest.mark.parametrize("kind", [*SPLIT, *(pytest.param(kind, marks=pytest.mark.slow) for kind in SPLIT_FURTHER)])
-def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -> None:
-    case = (SPLIT | SPLIT_FURTHER)[kind]
-    said = printed(*(CASES if kind in SPLIT else [case]))[case]
+@each(SPLIT)
+def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(case: str) -> None:
+    said = said_in(case)
     for mode in case.split()[3:]:
         assert f"{mode}: equal=True same_plan=True works=True stages=True" in said
     assert "bytes of shards: True" in said
@@ -60,12 +67,9 @@ def test_tensor_parallel_models_train_as_without_rotoff_by_one_plan(kind: str) -
         assert f"{what}: equal=True" in said
 
 
-@pytest.mark.parametrize(
-    "kind", [*COLLECTIVES, *(pytest.param(kind, marks=pytest.mark.slow) for kind in COLLECTIVES_FURTHER)]
-)
-def test_models_that_communicate_in_their_own_code_train_as_without_rotoff(kind: str) -> None:
-    case = (COLLECTIVES | COLLECTIVES_FURTHER)[kind]
-    said = printed(*(CASES if kind in COLLECTIVES else [case]))[case]
+@each(COLLECTIVES)
+def test_models_that_communicate_in_their_own_code_train_as_without_rotoff(case: str) -> None:
+    said = said_in(case)
     assert f"{case.split()[-1]}: equal=True works=True" in said
 
 
@@ -76,6 +80,7 @@ def test_models_that_communicate_need_no_common_plan(kind: str) -> None:
     assert {"remat: equal=True works=True", "offload: equal=True works=True"} <= set(said)
 
 
+SAYS = "sample", "measure", "forward", "later", "limit", "small", "plan", "other"
 LINK = "copies at once", "one link"  # as in training, where each has its part of what the host can do
 
 
@@ -89,39 +94,25 @@ def test_what_processes_have_in_common_and_what_one_may_ask_alone() -> None:
 
 def test_a_failure_in_one_process_is_one_sentence_in_all() -> None:
     """Nobody waits for a process that does not come, and the next step works."""
-    said = dict(line.split(": ", 1) for line in printed(*CASES)[FAILURES] if ": " in line)
-    for failing in (0, 1):
-        other = 1 - failing
-        assert said[f"sample {failing} {failing}"].startswith("MeasureError")
-        sentence = (
-            f"MeasureError: process {failing} of the group could not take the sample, and so none of them can; there:"
-            " Measure"
-        )
-        assert said[f"sample {failing} {other}"].startswith(sentence)
+    said = dict(line.split(": ", 1) for line in said_in(FAILURES) if ": " in line)
+    for failing, other in ((0, 1), (1, 0)):
+        own, theirs = ({what: said[f"{what} {failing} {rank}"] for what in SAYS} for rank in (failing, other))
+        could_not = f"MeasureError: process {failing} of the group could not"
+        assert own["sample"].startswith("MeasureError")
+        assert theirs["sample"].startswith(f"{could_not} take the sample, and so none of them can; there: Measure")
         for what in ("measure", "forward"):
-            assert said[f"{what} {failing} {failing}"].startswith("OutOfMemoryError: injected")
-            sentence = (
-                f"MeasureError: process {failing} of the group could not measure the model, and so none of them can"
-            )
-            assert said[f"{what} {failing} {other}"].startswith(sentence)
-            assert said[f"{what} {failing} {other}"].endswith("there: OutOfMemoryError: injected")
-        assert said[f"later {failing} 0"] == said[f"later {failing} 1"] == "nothing"
-        assert said[f"limit {failing} {failing}"].startswith("LimitError: mem_limit is -5, but must be above 0")
-        assert said[f"limit {failing} {other}"].startswith(
-            f"LimitError: process {failing} of the group could not take the limit"
-        )
-        assert said[f"small {failing} 0"] == said[f"small {failing} 1"]
-        assert "needs at least" in said[f"small {failing} 0"]
-        if failing:  # the first process plans alone
-            assert said["plan 1 0"] == said["plan 1 1"] == "nothing"
-        else:
-            assert said["plan 0 0"] == "ArithmeticError: injected"
-            assert said["plan 0 1"].startswith(
-                "MeasureError: the first process of the group could not plan: ArithmeticError"
-            )
-        # the first process decides, in the mode that it was given
-        assert said[f"other {failing} 0"] == said[f"other {failing} 1"]
-        assert f"in mode {'offload' if failing else 'remat'}" in said[f"other {failing} 0"]
+            assert own[what].startswith("OutOfMemoryError: injected")
+            assert theirs[what].startswith(f"{could_not} measure the model, and so none of them can")
+            assert theirs[what].endswith("there: OutOfMemoryError: injected")
+        assert own["later"] == theirs["later"] == "nothing"
+        assert own["limit"].startswith("LimitError: mem_limit is -5, but must be above 0")
+        assert theirs["limit"].startswith(f"LimitError: process {failing} of the group could not take the limit")
+        assert own["small"] == theirs["small"] and "needs at least" in own["small"]
+        # the first process plans alone, and decides in the mode that it was given
+        assert own["plan"] == ("nothing" if failing else "ArithmeticError: injected")
+        first = "MeasureError: the first process of the group could not plan: ArithmeticError"
+        assert theirs["plan"].startswith("nothing" if failing else first)
+        assert own["other"] == theirs["other"] and f"in mode {'offload' if failing else 'remat'}" in own["other"]
 
 
 REST = f"2 distributed_unequal {' '.join(name for name in ALL if name not in FEW)}"
@@ -130,7 +121,7 @@ REST = f"2 distributed_unequal {' '.join(name for name in ALL if name not in FEW
 @pytest.mark.parametrize("case", [UNEQUAL, pytest.param(REST, marks=pytest.mark.slow)], ids=["few", "rest"])
 def test_processes_with_unequal_batches_do_the_same_under_every_limit(case: str) -> None:
     """Also where everything fits in one of them alone; and what is charged covers both."""
-    said = [line for line in printed(*(CASES if case in CASES else [case]))[case] if "; " in line]
+    said = [line for line in said_in(case) if "; " in line]
     names = case.split()[2:]
     assert len(said) == 2 * len(names)
     assert all(line.endswith("; alike") for line in said), said

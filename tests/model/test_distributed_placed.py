@@ -12,35 +12,22 @@ if not torch.distributed.is_available():
 
 from ranks import printed, torchrun  # noqa: E402
 
+UPDATES = "after", "during"
 FEW = ("uneven clipped after", "root plainly during")
 # model, loop around the step, when parameters are updated; those of `tests/support/distributed_placed.py`
 SPLIT = "split plainly after"  # FSDP2 of a tensor parallel model, in four processes
 FURTHER = (
     SPLIT,
-    "adamw plainly after",
-    "adamw plainly during",
-    "momentum plainly during",
-    "uneven plainly during",
-    "root clipped after",
-    "adapters plainly after",
-    "adapters plainly during",
-    "frozen plainly after",
-    "frozen plainly during",
-    "mixed plainly after",
-    "mixed plainly during",
-    "unsharded plainly after",
-    "unsharded plainly during",
-    "foreach clipped after",
-    "adamw accumulated after",
-    "adamw evaluated during",
-    "adamw synced_last after",
-    "mixed synced_last during",
-    "root checkpointed during",
-)
+    *(f"{model} plainly {updates}" for model in ("adamw", "adapters", "frozen", "mixed", "unsharded") for updates in UPDATES),
+    *(f"{model} plainly during" for model in ("momentum", "uneven")),
+    *(f"{model} clipped after" for model in ("root", "foreach")),
+    *("adamw accumulated after", "adamw evaluated during", "adamw synced_last after"),
+    *("mixed synced_last during", "root checkpointed during"),
+)  # fmt: skip
 
 
-REFUSED = "2 distributed_refused"
-ENDED = {row: f"2 distributed_ended {row}" for row in ("1 forward after", "0 backward during")}
+REFUSED = "2 distributed_failures refused"
+ENDED = {row: f"2 distributed_placed ended {row}" for row in ("1 forward after", "0 backward during")}
 CASES = (*(f"2 distributed_placed {row}" for row in FEW), REFUSED, ENDED["0 backward during"])
 SHARD = (
     "OptionError: device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block"

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
+from models import Does, several
+from planned_steps import Beside
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,66 +22,36 @@ WIDTH = 32
 SAID = "made other operations than the planned ones"
 
 
-class Blocks(nn.Module):
+def run(net: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
     """Four blocks with skip connections on what `chosen` takes of the input."""
-
-    def __init__(self, chosen: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.chosen, self.length = chosen, 64
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor, *more: Any) -> torch.Tensor:
-        x = self.chosen(self, x, *more)
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
+    x = net.chosen(net, x, *more)
+    for block in net.blocks:
+        x = x + block(x)
+    return x.square().mean()
 
 
-def by_number(model: Blocks, x: torch.Tensor, length: int) -> torch.Tensor:
+def blocks(chosen: Callable[..., torch.Tensor]) -> nn.Module:
+    return Does(run, chosen=chosen, length=64, blocks=several(4, WIDTH, 4 * WIDTH))
+
+
+def by_number(model: Any, x: torch.Tensor, length: int) -> torch.Tensor:
     return x[:, :length]
 
 
-def by_data(model: Blocks, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def by_data(model: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return x[:, : int(lengths.max())]
 
 
-def by_mask(model: Blocks, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def by_mask(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x[mask]
 
 
-def padded(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+def padded(model: Any, x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[1] % 256))
 
 
-def cubed(model: Blocks, x: torch.Tensor) -> torch.Tensor:
+def cubed(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.einsum("bif,bjf,bkf->bijkf", x, x, x).flatten(1, 3)
-
-
-def step(model: nn.Module, *inputs: Any) -> list[torch.Tensor]:
-    model.zero_grad(set_to_none=False)
-    loss = model(*inputs)
-    loss.backward()
-    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
-
-
-class Trained:
-    """A plain and a planned copy of a model; each step compares them bit for bit."""
-
-    def __init__(self, plain: nn.Module, limit: int, **options: Any) -> None:
-        for p in plain.parameters():
-            p.grad = torch.zeros_like(p)
-        self.plain, self.model, self.limit = plain, copy.deepcopy(plain), limit
-        self.planned = rotoff.Checkpointable(self.model, **options).compute_sequence(limit, refine=False)
-
-    def step(self, *inputs: Any) -> None:
-        pairs = zip(step(self.planned, *inputs), step(self.plain, *inputs), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-
-    def peak(self, *inputs: Any) -> int:
-        """Bytes of another step, without the parameters' gradients."""
-        return peak_bytes(lambda: step(self.planned, *inputs)) - sum(p.nbytes for p in self.model.parameters())
 
 
 ALL = torch.ones(4, 512, dtype=torch.bool)
@@ -98,7 +70,7 @@ def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
 ) -> None:
     chosen, limit, small, large = GROWING[kind]
     x = torch.randn(4, 512, WIDTH)
-    trained = Trained(Blocks(chosen), limit)
+    trained = Beside(blocks(chosen), limit)
     for _ in range(2):
         trained.step(x, *small)
     assert trained.planned.get_expected_memory() <= limit
@@ -114,7 +86,7 @@ def test_a_step_with_larger_tensors_is_said_and_the_next_ones_keep_the_limit(
 def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
     """The first one is smaller, so that the second one takes more; nothing is measured again."""
     x = torch.randn(4, 512, WIDTH)
-    trained = Trained(Blocks(by_data), 14_000_000)
+    trained = Beside(blocks(by_data), 14_000_000)
     trained.planned.measure(x, torch.tensor([512])).compute_sequence(14_000_000, refine=False)
     with caplog.at_level(logging.INFO, "rotoff"):
         for length in (64, 512, 64, 512):
@@ -123,7 +95,7 @@ def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFix
 
 
 def test_sizes_that_share_a_plan_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    trained = Trained(Blocks(padded), 1 << 30)
+    trained = Beside(blocks(padded), 1 << 30)
     trained.step(torch.randn(16, 160, WIDTH))
     with caplog.at_level(logging.INFO, "rotoff"):
         for length in (33, 48, 40, 65, 80, 129, 144, 33, 48):
@@ -135,11 +107,11 @@ def test_the_models_own_code_runs_once_in_every_step() -> None:
     """Also in one that is recorded or measured since the one before took more."""
     found = {True: iter(range(100)), False: iter(range(100))}
 
-    def counted(model: Blocks, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    def counted(model: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return x[:, : int(lengths.max())] * (1 + next(found[model.length > 64]))
 
     x = torch.randn(4, 512, WIDTH)
-    trained = Trained(Blocks(counted), KEPT)
+    trained = Beside(blocks(counted), KEPT)
     trained.model.length = 65
     for length in (64, 64, 512, 64, 512, 512, 64):
         trained.step(x, torch.tensor([length]))
@@ -148,7 +120,7 @@ def test_the_models_own_code_runs_once_in_every_step() -> None:
 
 def test_larger_tensors_that_cannot_be_planned_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4, 512, WIDTH)
-    trained = Trained(Blocks(by_number), 2_000_000)
+    trained = Beside(blocks(by_number), 2_000_000)
     with caplog.at_level(logging.WARNING, "rotoff"):
         for length in (64, 64, *[512] * 7, 64):
             trained.step(x, length)
@@ -160,7 +132,7 @@ def test_larger_tensors_that_cannot_be_planned_are_said_once(caplog: pytest.LogC
 
 def test_a_model_that_pads_its_inputs_keeps_the_limit_at_sizes_between() -> None:
     """Measured are 256, 512 and, since it takes more than these two say, 600; 300 is padded to 512."""
-    trained = Trained(Blocks(padded), 9_500_000)
+    trained = Beside(blocks(padded), 9_500_000)
     for length in (256, 512, 300, 290, 600, 520, 700, 256):
         x = torch.randn(4, length, WIDTH)
         trained.step(x)
@@ -169,7 +141,7 @@ def test_a_model_that_pads_its_inputs_keeps_the_limit_at_sizes_between() -> None
 
 
 def test_bytes_that_grow_with_the_cube_of_a_size_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    trained = Trained(Blocks(cubed), 12_000_000)
+    trained = Beside(blocks(cubed), 12_000_000)
     with caplog.at_level(logging.WARNING, "rotoff"):
         for length in (6, 8, 14, 13):
             x = torch.randn(1, length, WIDTH)
@@ -177,3 +149,52 @@ def test_bytes_that_grow_with_the_cube_of_a_size_are_said(caplog: pytest.LogCapt
             trained.step(x)
             assert trained.peak(x) <= trained.planned.get_expected_memory() <= 12_000_000, length
     assert sum("larger than" in one for one in caplog.messages) <= 1
+
+
+# -- where values move
+
+
+def picks(net: Any, x: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Puts the rows above a threshold through a wide layer, four times."""
+    for n in range(4):
+        h = net.inner[4 * n + 1](net.inner[4 * n](x))
+        picked = x[:, 0] > least
+        h = h.masked_scatter(picked[:, None], net.wide[n](h[picked]))
+        x = x + net.inner[4 * n + 3](net.inner[4 * n + 2](h))
+    return x.sum()
+
+
+def picking() -> nn.Module:
+    return Does(picks, inner=several(16, 8, 32), wide=several(4, 8, 64))
+
+
+def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device() -> None:
+    torch.manual_seed(0)
+    model, x = picking(), torch.randn(256, 8)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
+    limit = run.min_mem_limit("offload")
+    run.compute_sequence(limit, mode="offload", refine=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    run(x, torch.tensor(-0.1)).backward()
+    assert peak_bytes(lambda: run(x, torch.tensor(-0.1)).backward()) <= 1.15 * limit
+    run.close()
+
+
+def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model, x = picking(), torch.randn(256, 8)
+    twin = copy.deepcopy(model)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
+    run.compute_sequence(run.min_mem_limit("offload"), mode="offload", refine=False)
+    run(x, torch.tensor(0.0)).backward()
+    model.zero_grad()
+
+    def full(_self: object, nbytes: int) -> None:
+        raise rotoff.ExecutionError(f"{nbytes} bytes are needed")
+
+    monkeypatch.setattr("rotoff.runtime.links.host_file.HostFile.reserve", full)
+    for one in (run, twin):
+        one(x, torch.tensor(-0.1)).backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    run.close()

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from allocated import peak_bytes
-from models import Residual
+from models import Does, Residual
 from torch import nn
 
 import rotoff
 
 
-class LayerDrop(nn.Module):
+def run_some(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Skips each layer with probability `chance`, as wav2vec 2.0 does."""
-
-    def __init__(self, layers: int, chance: float, width: int = 64) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Residual(width) for _ in range(layers))
-        self.head = nn.Linear(width, 10)
-        self.chance = chance
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            if torch.rand([]) < self.chance:
-                continue
+    for layer in net.layers:
+        if torch.rand([]) >= net.chance:
             x = layer(x)
-        return self.head(x).mean(1)
+    return net.head(x).mean(1)
+
+
+def layer_drop(layers: int, chance: float) -> Any:
+    parts = nn.ModuleList(Residual(64) for _ in range(layers))
+    return Does(run_some, layers=parts, head=nn.Linear(64, 10), chance=chance)
 
 
 def most(model: nn.Module, x: torch.Tensor, seeds: range) -> int:
@@ -44,10 +41,10 @@ def most(model: nn.Module, x: torch.Tensor, seeds: range) -> int:
 
 def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    plain, x = LayerDrop(12, 0.3), torch.randn(8, 64, 64)
-    model = LayerDrop(12, 0.3)
+    plain, x = layer_drop(12, 0.3), torch.randn(8, 64, 64)
+    model = layer_drop(12, 0.3)
     model.load_state_dict(plain.state_dict())
-    probe = rotoff.Checkpointable(LayerDrop(12, 0.3)).measure(x)
+    probe = rotoff.Checkpointable(layer_drop(12, 0.3)).measure(x)
     least = probe.min_mem_limit()
     wrapped = rotoff.Checkpointable(model).compute_sequence(least + (probe.keep_all_memory - least) // 3)
 
@@ -65,7 +62,7 @@ def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptu
 
 def test_a_followed_step_that_keeps_everything_frees_what_nothing_saves() -> None:
     torch.manual_seed(0)
-    model, x = LayerDrop(12, 0.0), torch.randn(8, 64, 64)
+    model, x = layer_drop(12, 0.0), torch.randn(8, 64, 64)
     model.layers[:9].requires_grad_(False)
     run = rotoff.Checkpointable(model, cache_directory=None).measure(x)
     run.compute_sequence(run.keep_all_memory)
@@ -75,7 +72,7 @@ def test_a_followed_step_that_keeps_everything_frees_what_nothing_saves() -> Non
 
 def test_a_second_backward_holds_what_the_plan_charges() -> None:
     torch.manual_seed(0)
-    plain, x = LayerDrop(6, 0.3), torch.randn(8, 64, 64)
+    plain, x = layer_drop(6, 0.3), torch.randn(8, 64, 64)
     plain.layers[:3].requires_grad_(False)
     model = copy.deepcopy(plain)
     run = rotoff.Checkpointable(model, cache_directory=None, check=True)
@@ -93,24 +90,20 @@ def test_a_second_backward_holds_what_the_plan_charges() -> None:
     run.close()
 
 
-class Phases(nn.Module):
+def one_of_two(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Goes one of two ways, as its caller says, in the middle of its own code."""
+    h = net.first(x).relu()
+    h = net.left(h).relu() if net.phase else net.right(h).tanh() + h
+    return net.last(h).sin().mean(1)
 
-    phase = 0
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right, self.last = (nn.Linear(64, 64) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x).relu()
-        h = self.left(h).relu() if self.phase else self.right(h).tanh() + h
-        return self.last(h).sin().mean(1)
+def phases() -> Any:
+    return Does(one_of_two, phase=0, **{name: nn.Linear(64, 64) for name in ("first", "left", "right", "last")})
 
 
 def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model, x = Phases(), torch.randn(8, 64, 64)
+    model, x = phases(), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.compute_sequence(int(0.8 * wrapped.keep_all_memory))
     for step in range(10):
@@ -126,7 +119,7 @@ def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCapture
 
 def test_courses_whose_plan_does_not_fit_as_one_keep_their_own() -> None:
     torch.manual_seed(0)
-    model, x = Phases(), torch.randn(8, 64, 64)
+    model, x = phases(), torch.randn(8, 64, 64)
     wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.compute_sequence(wrapped.min_mem_limit())
     plain = [(phase, torch.autograd.grad(_loss(model, x, phase), model.first.weight)[0]) for phase in (0, 1)]

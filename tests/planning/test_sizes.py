@@ -1,66 +1,63 @@
-"""Inputs of other sizes: what is known of them from those measured, that it is enough, and what it costs."""
+"""Inputs of other sizes: what is known of them from those measured, that it is enough, and what it costs; also under a
+`device_limit`."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from allocated import peak_bytes
-from models import Attention, Residual
+from allocated import own_again, peak_bytes
+from forced_plans import adamw
+from models import Attention, Does, Residual
+from planned_steps import Beside
 from torch import nn
 from torch.nn import functional as F
 
 import rotoff
+from rotoff.planning import tape_placed_planner as planner
 
 WIDTH = 32
 
 
-class Written(nn.Module):
+def written(*blocks: nn.Module) -> nn.Module:
     """A forward of its own, so that its stages are found by recording it."""
 
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        for block in self.blocks:
+    def forward(net: Any, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        for block in net.blocks:
             x = block(x) * scale
         return x.square()
 
-
-class Unet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.down = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
-        self.up, self.last = nn.Conv2d(48, 16, 3, padding=1), nn.Conv2d(16, 3, 1)
-        self.norm = nn.BatchNorm2d(16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = F.silu(self.norm(self.first(x)))
-        low = F.silu(self.down(F.max_pool2d(skip, 2)))
-        return self.last(F.silu(self.up(torch.cat((F.interpolate(low, scale_factor=2), skip), 1))))
+    return Does(forward, blocks=nn.ModuleList(blocks))
 
 
-class Masked(nn.Module):
+def unet() -> nn.Module:
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+        skip = F.silu(net.norm(net.first(x)))
+        low = F.silu(net.down(F.max_pool2d(skip, 2)))
+        return net.last(F.silu(net.up(torch.cat((F.interpolate(low, scale_factor=2), skip), 1))))
+
+    down = {"first": nn.Conv2d(3, 16, 3, padding=1), "down": nn.Conv2d(16, 32, 3, padding=1)}
+    up = {"up": nn.Conv2d(48, 16, 3, padding=1), "last": nn.Conv2d(16, 3, 1)}
+    return Does(forward, **down, **up, norm=nn.BatchNorm2d(16))
+
+
+def asking() -> nn.Module:
     """Asks for its mask's type before it uses the positions, as GPT-2 does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention(WIDTH, 4) for _ in range(4))
-        self.places = nn.Parameter(torch.randn(512, WIDTH))
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = x + self.places[: x.shape[1]].to(x.device)
+    def forward(net: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x + net.places[: x.shape[1]].to(x.device)
         if mask.to(torch.bool).all():
             x = x * 2
-        for block in self.blocks:
-            x = block(x)
-        return x
+        return net.blocks(x)
+
+    blocks = nn.Sequential(*(Attention(WIDTH, 4) for _ in range(4)))
+    return Does(forward, blocks=blocks, places=nn.Parameter(torch.randn(512, WIDTH)))
 
 
 def rows(batch: int) -> tuple[Any, ...]:
@@ -85,40 +82,22 @@ def crops(side: int) -> tuple[Any, ...]:
 
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
     "sequential": (lambda: nn.Sequential(*(Residual(WIDTH) for _ in range(5))), rows),
-    "recorded": (lambda: Written(*(Residual(WIDTH) for _ in range(5))), rows),
-    "attention": (lambda: Written(*(Attention(WIDTH, 4) for _ in range(4))), words),
-    "masked": (Masked, masked),
-    "convolutions": (Unet, crops),
+    "recorded": (lambda: written(*(Residual(WIDTH) for _ in range(5))), rows),
+    "attention": (lambda: written(*(Attention(WIDTH, 4) for _ in range(4))), words),
+    "masked": (asking, masked),
+    "convolutions": (unet, crops),
     "tokens": (lambda: nn.Sequential(nn.Embedding(50, WIDTH), *(Attention(WIDTH, 4) for _ in range(4))), tokens),
 }
 
 
-def planned(kind: str, share: float, largest: int, **options: Any) -> tuple[rotoff.Checkpointable, nn.Module]:
+def planned(kind: str, share: float, largest: int, mode: str = "joint", **options: Any) -> Beside:
     """A model within `share` of the bytes of its largest input, and the plain one."""
-    torch.manual_seed(0)
     model = KINDS[kind][0]()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    plain = copy.deepcopy(model)
-    for parameter in plain.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*KINDS[kind][1](largest))
-    least = probe.min_mem_limit(options.get("mode", "joint"))
+    least = probe.min_mem_limit(mode)
     limit = int(least + share * (probe.keep_all_memory - least))
     probe.close()
-    check = options.pop("check", False)
-    return rotoff.Checkpointable(model, check=check).compute_sequence(limit, **{"refine": False, **options}), plain
-
-
-def train(model: nn.Module, batch: tuple[Any, ...]) -> None:
-    torch.manual_seed(1)
-    model.zero_grad(set_to_none=False)
-    model(*batch).sum().backward()
-
-
-def step(model: nn.Module, batch: tuple[Any, ...]) -> list[torch.Tensor]:
-    train(model, batch)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None] + [b.clone() for b in model.buffers()]
+    return Beside(model, limit, mode, **options)
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat"])
@@ -127,96 +106,73 @@ def step(model: nn.Module, batch: tuple[Any, ...]) -> list[torch.Tensor]:
 def test_sizes_between_two_train_bit_for_bit_within_the_limit(
     kind: str, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wrapped, plain = planned(kind, 0.4, 192, mode=mode)
-    make = KINDS[kind][1]
-    limit = wrapped.mem_limit
+    beside, make = planned(kind, 0.4, 192, mode), KINDS[kind][1]
     with caplog.at_level(logging.WARNING, "rotoff"):
         for size in (192, 64, 96, 160, 104, 80, 176, 160, 68):
-            batch = make(size)
-            for ours, theirs in zip(step(wrapped, batch), step(plain, batch), strict=True):
-                assert torch.equal(ours, theirs), size
-            told = wrapped.get_expected_memory()
-            peak = peak_bytes(lambda batch=batch: train(wrapped, batch))
-            step(plain, batch)  # so that running statistics stay alike
-            assert peak <= told <= limit, size
+            beside.step(*(batch := make(size)))
+            told = beside.planned.get_expected_memory()
+            assert beside.peak(*batch) <= told <= beside.limit, size
     assert "another course" not in caplog.text
-    wrapped.close()
+    beside.planned.close()
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    ("kind", "share", "sizes", "options"),
     [
-        ("sequential", (32, 0, 1, 3, 0, 5)),
-        ("recorded", (24, 0, 5, 0, 1)),
-        ("attention", (16, 0, 1, 8)),
+        ("sequential", 0.0, (32, 0, 1, 3, 0, 5), {}),
+        ("recorded", 0.0, (24, 0, 5, 0, 1), {}),
+        ("attention", 0.0, (16, 0, 1, 8), {}),
+        ("recorded", 0.1, (32, 5, 48), {"check": True}),  # a size told by one other holds no more than is charged
+        ("recorded", 0.1, (32, 5, 33), {"check": True}),  # with the skip connections that stay on the device
     ],
 )
-def test_an_empty_input_is_trained_and_tells_nothing_of_others(kind: str, sizes: tuple[int, ...], mode: str) -> None:
-    model, plain = planned(kind, 0.0, max(sizes), mode=mode)
+def test_an_empty_input_is_trained_and_few_sizes_tell_enough_of_others(
+    kind: str, share: float, sizes: tuple[int, ...], options: dict[str, Any], mode: str
+) -> None:
+    beside = planned(kind, share, max(sizes), mode, **options)
     for size in sizes:
-        batch = KINDS[kind][1](size)
-        assert all(map(torch.equal, step(model, batch), step(plain, batch))), size
-    model.close()
-
-
-@pytest.mark.parametrize("mode", ["joint", "remat"])
-@pytest.mark.parametrize("sizes", [(32, 5, 48), (32, 5, 33)])
-def test_a_size_told_by_one_other_holds_no_more_than_is_charged(sizes: tuple[int, ...], mode: str) -> None:
-    """The skip connections that stay on the device, too."""
-    model, plain = planned("recorded", 0.1, max(sizes), mode=mode, check=True)
-    for size in sizes:
-        batch = rows(size)
-        assert all(map(torch.equal, step(model, batch), step(plain, batch))), size
-    model.close()
+        beside.step(*KINDS[kind][1](size))
+    beside.planned.close()
 
 
 @pytest.mark.parametrize(
-    ("kind", "share"), [("recorded", 0.05), pytest.param("convolutions", 0.2, marks=pytest.mark.slow)]
+    ("kind", "share", "largest", "sizes"),
+    [
+        ("recorded", 0.05, 192, (80, 176, 192, 184)),
+        pytest.param("convolutions", 0.2, 192, (80, 176, 192, 184), marks=pytest.mark.slow),
+        ("attention", 0.6, 160, (150, 60, 147, 157, 160)),  # several of them round to the same
+    ],
 )
-def test_a_larger_size_keeps_the_limit(kind: str, share: float) -> None:
-    wrapped, plain = planned(kind, share, 192)
-    limit = wrapped.mem_limit
-    for size in (80, 176, 192, 184):
-        batch = KINDS[kind][1](size)
-        assert all(map(torch.equal, step(wrapped, batch), step(plain, batch)))
-        told = wrapped.get_expected_memory()  # planned now, not within what is measured
-        assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= told <= limit
-        step(plain, batch)  # so that running statistics stay alike
-
-
-def test_what_was_measured_serves_no_larger_size_that_rounds_to_the_same() -> None:
-    wrapped, _ = planned("attention", 0.6, 160)
-    for size in (150, 60, 147, 157, 160):
-        batch = words(size)
-        step(wrapped, batch)
-        told = wrapped.get_expected_memory()
-        assert peak_bytes(lambda batch=batch: train(wrapped, batch)) <= told, size
+def test_a_larger_size_keeps_the_limit(kind: str, share: float, largest: int, sizes: tuple[int, ...]) -> None:
+    beside = planned(kind, share, largest)
+    for size in sizes:
+        beside.step(*(batch := KINDS[kind][1](size)))
+        told = beside.planned.get_expected_memory()  # planned now, not within what is measured
+        assert beside.peak(*batch) <= told <= beside.limit, size
 
 
 def test_plans_that_are_known_are_listed() -> None:
-    wrapped, _ = planned("recorded", 0.2, 192, mode="remat")
+    beside = planned("recorded", 0.2, 192, "remat")
     for size in (192, 64, 128):
-        step(wrapped, rows(size))
-    table = {one.shapes[0][0]: one for one in wrapped.plans()}
+        beside.step(*rows(size))
+    table = {one.shapes[0][0]: one for one in beside.planned.plans()}
     assert table.keys() == {192, 64, 128}
-    assert all(one.memory <= wrapped.mem_limit for one in table.values())
+    assert all(one.memory <= beside.limit for one in table.values())
     assert table[192].makespan > 0 < table[192].overhead
     assert table[64].makespan > 0 == table[64].overhead  # of which everything is kept
 
 
 def test_up_to_a_size_all_that_are_smaller_are_known() -> None:
-    wrapped, plain = planned("tokens", 0.4, 96)
-    limit = wrapped.mem_limit
-    wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
+    beside = planned("tokens", 0.4, 96)
+    beside.planned.compute_sequence(beside.limit, up_to=KINDS["tokens"][1](96))
     for length, batch in ((96, 8), (50, 8), (40, 5), (96, 3), (4, 8), (96, 8)):
-        given = (torch.randint(0, 50, (batch, length)),)
-        assert all(map(torch.equal, step(wrapped, given), step(plain, given)))
-        assert wrapped.get_expected_memory() <= limit
+        beside.step(torch.randint(0, 50, (batch, length)))
+        assert beside.planned.get_expected_memory() <= beside.limit
 
 
 def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
-    wrapped, _ = planned("tokens", 0.0, 96)
+    wrapped = planned("tokens", 0.0, 96).planned
     limit = 3 * wrapped.mem_limit // 4
     with pytest.raises(
         rotoff.InfeasibleError, match=r"on the input of up_to, \[\[8, 96\]\], the training step needs at"
@@ -230,7 +186,7 @@ def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
     assert 48 <= length < 96
     fresh = rotoff.Checkpointable(KINDS["tokens"][0]()).compute_sequence(limit)
     for given in ((8, length), (batch, 96)):
-        step(fresh, (torch.randint(0, 50, given),))
+        fresh(torch.randint(0, 50, given)).sum().backward()
         assert fresh.get_expected_memory() <= limit
     wrapped.compute_sequence(caught.value.min_mem_limit, up_to=KINDS["tokens"][1](96))
 
@@ -245,11 +201,106 @@ def test_up_to_an_empty_input_that_does_not_fit_names_no_others(shape: tuple[int
 
 
 def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    wrapped, _ = planned("tokens", 1.0, 24)
-    wrapped.compute_sequence("1 GiB", up_to=KINDS["tokens"][1](24))
+    beside = planned("tokens", 1.0, 24)
+    beside.planned.compute_sequence("1 GiB", up_to=KINDS["tokens"][1](24))
     with caplog.at_level(logging.WARNING, "rotoff"):
-        step(wrapped, KINDS["tokens"][1](160))
+        beside.step(*KINDS["tokens"][1](160))
     assert "the input [[8, 160]] is larger than up_to" in caplog.text
 
 
-# -- where sizes lie
+LENGTHS = (64, 31, 48, 9, 64, 23, 57, 40)
+
+
+def language() -> nn.Module:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(5)]
+    return nn.Sequential(nn.Embedding(40, 32), *blocks, nn.Linear(32, 40))
+
+
+def batches(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, 40, (16, length), generator=generator) for length in lengths]
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> float:
+    loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.fixture
+def searches() -> Iterator[mock.Mock]:
+    with mock.patch.object(planner, "solve", wraps=planner.solve) as solve:
+        yield solve
+
+
+def limited(model: nn.Module, updates: str, **options: Any) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, int]:
+    """The model with half of the memory that it needs at its largest size."""
+    wrapped, optimizer = rotoff.Checkpointable(model, cache_directory=None), adamw(model.parameters())[0]
+    torch.manual_seed(3)
+    wrapped.measure(batches()[0], repeats=1).compute_sequence(device_limit="1 TiB", optimizer=optimizer)
+    limit = wrapped.keep_all_memory // 2
+    wrapped.compute_sequence(device_limit=limit, optimizer=optimizer, updates=updates, refine=False, **options)
+    return wrapped, optimizer, limit
+
+
+@pytest.mark.parametrize("updates", ["after", "during"])
+@pytest.mark.grid
+def test_smaller_batches_need_no_search(updates: str, searches: mock.Mock) -> None:
+    model = language()
+    plain = copy.deepcopy(model)
+    wrapped, optimizer, limit = limited(model, updates)
+    searched, twin = searches.call_count, adamw(plain.parameters())[0]
+    for n, tokens in enumerate(batches()):
+        torch.manual_seed(n)
+        told = step(wrapped, optimizer, tokens)
+        torch.manual_seed(n)
+        assert told == step(plain, twin, tokens)
+    assert searches.call_count == searched
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    rows = {row.shapes[0][1]: row for row in wrapped.plans()}
+    assert set(rows) == set(LENGTHS)
+    assert sum(row.measured for row in rows.values()) <= 3
+    assert all(row.memory <= limit for row in rows.values())
+
+
+def test_a_smaller_batch_keeps_its_predicted_peak() -> None:
+    model = language()
+    wrapped, optimizer, _ = limited(model, "after")
+    tokens = batches((64, 31, 40))
+    for one in tokens:
+        step(wrapped, optimizer, one)
+    for one in tokens[1:]:  # what lies on the device between steps counts, too
+        measured = peak_bytes(
+            lambda one=one: step(wrapped, optimizer, one), before=lambda: own_again(model, [optimizer])
+        )
+        assert 0.7 * wrapped.get_expected_memory() <= measured + one.nbytes <= wrapped.get_expected_memory()
+
+
+def test_a_larger_batch_is_planned_anew(searches: mock.Mock) -> None:
+    wrapped, optimizer, limit = limited(language(), "after")
+    (larger,) = batches((72,))
+    searched = searches.call_count
+    step(wrapped, optimizer, larger)
+    assert searches.call_count > searched
+    assert wrapped.get_expected_memory() <= limit
+
+
+def test_the_largest_batch_is_planned_before_training(searches: mock.Mock) -> None:
+    largest, *smaller = batches()
+    model = language()
+    wrapped, optimizer = (
+        rotoff.Checkpointable(model, cache_directory=None).measure(smaller[0]),
+        adamw(model.parameters())[0],
+    )
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer, up_to=largest)
+    limit = wrapped.keep_all_memory // 2
+    wrapped.compute_sequence(device_limit=limit, optimizer=optimizer, up_to=largest, refine=False)
+    searched = searches.call_count
+    for tokens in (*smaller, largest):
+        step(wrapped, optimizer, tokens)
+    assert searches.call_count == searched
+    with pytest.raises(rotoff.InfeasibleError, match="the device_limit is 1.00 KiB"):
+        wrapped.compute_sequence(device_limit="1 KiB", optimizer=optimizer, up_to=largest)

@@ -1,39 +1,35 @@
-"""How a model is called, and the stages that are cut from its recorded forward."""
+"""How a model is called, with what, and the stages that are cut from its recorded forward."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from models import Does, several
 from torch import nn
 from torch.nn import functional as F
 
 import rotoff
 
 
-class TwoInputs(nn.Module):
-    """Two arguments, one of them used late; a size that crosses cuts as a number; a parameter used twice."""
+class Filled(nn.Module):
+    """Two arguments, a third one with a default."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(20, 16)
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.scale = nn.Parameter(torch.ones(16))
+        self.embed, self.layer = nn.Embedding(20, 16), nn.Linear(16, 16)
 
     def forward(self, tokens: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> dict[str, torch.Tensor]:
-        rows = tokens.size(0)
-        if bias is not None:
-            tokens = tokens + bias
-        x = torch.tanh(self.first(self.embed(tokens))) * self.scale
-        x = torch.sigmoid(self.second(x)) * self.scale
-        return {"out": (x * weight).reshape(rows, -1), "mean": x.mean()}
+        x = torch.tanh(self.layer(self.embed(tokens if bias is None else tokens + bias)))
+        return {"out": (x * weight).reshape(tokens.size(0), -1), "mean": x.mean()}
 
 
 def test_keyword_and_default_arguments_are_filled_in() -> None:
-    model, tokens, weight = TwoInputs(), torch.randint(0, 20, (8, 5)), torch.randn(8, 5, 16)
+    model, tokens, weight = Filled(), torch.randint(0, 20, (8, 5)), torch.randn(8, 5, 16)
     wrapped = rotoff.Checkpointable(model).compute_sequence("1 MiB")
     out = wrapped(weight=weight, tokens=tokens)
     torch.testing.assert_close(out, model(tokens, weight), rtol=0, atol=0)
@@ -41,50 +37,34 @@ def test_keyword_and_default_arguments_are_filled_in() -> None:
         wrapped(tokens)
 
 
-def steps(model: nn.Module, *batches: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Outputs, gradients and buffers of one step for each batch, from the same random state."""
-    torch.manual_seed(5)
-    seen = []
-    for batch in batches:
-        model.zero_grad()
-        output = model(*batch)
-        output.square().mean().backward()
-        seen += [output.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-        seen += [b.clone() for b in model.buffers()]
-    return seen
+def masked(layers: int = 4) -> nn.Module:
+    """Makes a mask once, for all layers; asks whether the mask does anything, as transformers does."""
 
-
-class Layer(nn.Module):
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
-        self.rate = 0.1
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        y = F.dropout(torch.tanh(self.linear(self.norm(x))), self.rate, self.training)
+    def layer(net: Any, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        y = F.dropout(torch.tanh(net.linear(net.norm(x))), net.rate, net.training)
         return x + (y if mask is None else y * mask)
 
-
-class Masked(nn.Module):
-    """Makes a mask and a table once, for all layers; asks whether the mask does anything, as transformers does."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
-
-    def forward(self, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
-        x = self.first(x)
-        mask = None
-        if keep is not None and not keep.all():
-            mask = (keep[:, None].float() + torch.arange(8) * 0).contiguous()
-        for layer in self.layers:
-            x = layer(x, mask)
+    def forward(net: Any, x: torch.Tensor, keep: torch.Tensor | None = None) -> torch.Tensor:
+        x = net.first(x)
+        mask = None if keep is None or keep.all() else (keep[:, None].float() + torch.arange(8) * 0).contiguous()
+        for one in net.layers:
+            x = one(x, mask)
         return x
+
+    parts = (Does(layer, linear=nn.Linear(8, 8), norm=nn.LayerNorm(8), rate=0.1) for _ in range(layers))
+    return Does(forward, first=nn.Linear(8, 8), layers=nn.ModuleList(parts))
+
+
+def step(model: nn.Module, *batch: Any) -> list[torch.Tensor]:
+    torch.manual_seed(5)
+    model.zero_grad()
+    output = model(*batch)
+    output.square().mean().backward()
+    return [output.detach(), *(p.grad for p in model.parameters())]
 
 
 def test_named_modules_are_the_stages() -> None:
-    model = Masked()
+    model: Any = masked()
     batch = (torch.randn(16, 8), torch.arange(16) % 2 == 0)
     twin = copy.deepcopy(model)
     asked = ["layers.0", "layers.1", *twin.layers[2:]]
@@ -93,21 +73,21 @@ def test_named_modules_are_the_stages() -> None:
     with pytest.raises(rotoff.InfeasibleError) as caught:
         wrapped.compute_sequence(1)
     wrapped.compute_sequence(caught.value.min_mem_limit)
-    assert all(torch.equal(a, b) for a, b in zip(steps(wrapped, batch), steps(model, batch), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(step(wrapped, *batch), step(model, *batch), strict=True))
     for m in (model, twin):
         m.layers[1].rate = 0.0
-    assert all(torch.equal(a, b) for a, b in zip(steps(wrapped, batch), steps(model, batch), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(step(wrapped, *batch), step(model, *batch), strict=True))
 
 
 def test_stages_option_sets_number_of_stages() -> None:
     batch = (torch.randn(16, 8), None)
-    few = rotoff.Checkpointable(Masked(8), stages=4).measure(*batch)
-    many = rotoff.Checkpointable(Masked(8), stages=60).measure(*batch)
+    few = rotoff.Checkpointable(masked(8), stages=4).measure(*batch)
+    many = rotoff.Checkpointable(masked(8), stages=60).measure(*batch)
     assert len(few.chain) <= 8 < len(many.chain)
 
 
 def test_stages_are_shown_as_a_table() -> None:
-    model = Masked()
+    model = masked()
     found = rotoff.stages(model, torch.randn(16, 8), torch.arange(16) % 2 == 0)
     assert "cut where few bytes cross" in found.strategy
     lines = str(found).splitlines()
@@ -144,3 +124,75 @@ def test_use_cache_in_configuration_is_off_in_training_steps(caplog: pytest.LogC
     ]
     assert torch.equal(wrapped(torch.ones(2, 3))[0], model(torch.ones(2, 3))[0])
     wrapped.close()
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+    scale: float = 1.0
+    mask: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    logits: torch.Tensor
+    inputs: Batch
+    loss: torch.Tensor | None = None
+
+
+def predict(net: Any, batch: Batch) -> Prediction:
+    x = batch.x * batch.scale
+    for layer in net.layers:
+        x = x + layer(x)
+        if batch.mask is not None:
+            x = x * batch.mask
+    return Prediction(x, Batch(x.mean(0)))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_dataclasses_go_in_and_out(masked: bool) -> None:
+    torch.manual_seed(0)
+    plain = Does(predict, layers=several(5, 32, 128))
+    batch = Batch(torch.randn(64, 32), 0.5, torch.rand(64, 1).round() if masked else None)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).measure(batch)
+    wrapped.compute_sequence(int(0.5 * wrapped.keep_all_memory))
+    assert sum(str(op).startswith("F_") for op in wrapped.sequence) > len(wrapped.chain) or "offload" in str(
+        list(wrapped.sequence)
+    )
+    results = []
+    for model in (plain, wrapped):
+        out = model(batch)
+        assert type(out) is Prediction and type(out.inputs) is Batch and out.loss is None
+        (out.logits.square().mean() + out.inputs.x.sum()).backward()
+        results.append([out.logits, out.inputs.x, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def embed(net: Any, tokens: torch.Tensor) -> torch.Tensor:
+    x = net.table(tokens) + net.words(tokens[:, 0] % 50)
+    for layer in net.layers:
+        x = x + layer(x)
+    return x
+
+
+def bag(sparse: bool) -> nn.Module:
+    """Embeddings whose gradient is sparse, where sparse is True."""
+    table, words = nn.EmbeddingBag(100, 32, sparse=sparse), nn.Embedding(50, 32, sparse=sparse)
+    return Does(embed, table=table, words=words, layers=several(4, 32, 128))
+
+
+def test_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    plain = bag(sparse=True)
+    tokens = torch.randint(0, 100, (64, 6))
+    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).measure(tokens)
+    wrapped.compute_sequence(int(0.5 * wrapped.keep_all_memory))
+    for _ in range(2):  # the second adds to the first's
+        for model in (plain, wrapped):
+            model(tokens).square().mean().backward()
+        for p, q in zip(plain.parameters(), wrapped.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None and p.grad.is_sparse == q.grad.is_sparse
+            assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
+    estimated = rotoff.estimate(bag(sparse=True), tokens, device="H200")
+    dense = rotoff.estimate(bag(sparse=False), tokens, device="H200")
+    assert [s.saved_bytes for s in estimated.stages] == [s.saved_bytes for s in dense.stages]

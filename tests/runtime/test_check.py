@@ -4,12 +4,12 @@ not."""
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
-from models import fresh, plain, same, train
+from models import Does, fresh, plain, same, several, train
 from planned_steps import smallest
-from torch import nn
 
 import rotoff
 
@@ -25,9 +25,18 @@ def test_keeping_everything_is_checked_too(caplog: pytest.LogCaptureFixture) -> 
     assert "made other operations than the planned ones" in caplog.text
 
 
+def branching(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Saves several times the bytes once it does more."""
+    for layer in net.layers:
+        x = x + layer(x)
+        if net.more:
+            x = torch.cat([x] * 8).sin().tanh().sin().view(8, *x.shape).mean(0)
+    return x
+
+
 def test_a_step_beyond_the_limit_off_course_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = Branching()
+    model = Does(branching, layers=several(8, 16, 32), more=False)
     x = torch.randn(64, 16)
     wrapped = rotoff.Checkpointable(model, check=True).measure(x)
     limit = smallest(wrapped, "remat")
@@ -37,20 +46,3 @@ def test_a_step_beyond_the_limit_off_course_is_said_once(caplog: pytest.LogCaptu
     said = [record.getMessage() for record in caplog.records if "the device holds" in record.getMessage()]
     assert len(said) == 1
     assert f"the limit is {limit} " in said[0]
-
-
-class Branching(nn.Module):
-    """Saves several times the bytes once it does more."""
-
-    more = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-            if self.more:
-                x = torch.cat([x] * 8).sin().tanh().sin().view(8, *x.shape).mean(0)
-        return x

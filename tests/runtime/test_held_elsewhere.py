@@ -3,36 +3,23 @@ there for whoever reads it, and is charged."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from planned_steps import smallest, step_peak
+from models import Does
+from planned_steps import bits_and_bytes
 from torch import nn
 from torch.nn import functional as F
 
-import rotoff
-
 WIDTH, LENGTH = 32, 128  # 16 KiB, three times a generator's state
-Does = Callable[[Any, torch.Tensor], torch.Tensor]
+Act = Callable[[Any, torch.Tensor], torch.Tensor]
 
 
 def draw() -> torch.Tensor:
     return torch.randn(LENGTH, WIDTH)
-
-
-class Square(torch.autograd.Function):
-    """Keeps its argument past all hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.x = x
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad * ctx.x
 
 
 class Exponential(torch.autograd.Function):
@@ -74,8 +61,6 @@ def hooked(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 # hooks that hold their own tensor: PyTorch never frees the graph of a forward that nobody ran backward
 CYCLES: list[Any] = []
-CACHE: dict[Any, torch.Tensor] = {}
-GROWING: list[torch.Tensor] = []
 
 
 def hooked_by_itself(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +69,7 @@ def hooked_by_itself(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return y + 1.0
 
 
-def applied(*functions: Any) -> Does:
+def applied(*functions: Any) -> Act:
     def does(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         for function in functions:
             x = function.apply(x)
@@ -93,7 +78,7 @@ def applied(*functions: Any) -> Does:
     return does
 
 
-def keeping(keep: Does) -> Does:
+def keeping(keep: Act) -> Act:
     def does(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         keep(module, x)
         return x
@@ -101,82 +86,47 @@ def keeping(keep: Does) -> Does:
     return does
 
 
-MAKES: dict[str, tuple[Does | None, Does | None]] = {  # what is done in the middle of each block, and to its output
+MAKES: dict[str, tuple[Act | None, Act | None]] = {  # what is done in the middle of each block, and to its output
     "nothing": (None, None),
     "ctx": (applied(Swish), None),
     "ctx, the output of a stage": (None, applied(Exponential)),
-    "ctx, several Functions": (applied(Exponential, Square, Swish), applied(Exponential)),
+    "ctx, several Functions": (applied(Exponential, Swish), applied(Exponential)),
     "a hook's closure": (hooked, None),
     "a hook that has its tensor": (hooked_by_itself, None),
     "an attribute": (keeping(lambda module, x: setattr(module, "latest", x)), None),
     "an attribute, of the output": (None, keeping(lambda module, x: setattr(module, "latest", x))),
-    "a global cache": (keeping(lambda module, x: CACHE.update({module: x.detach()})), None),
-    "a global list that grows": (keeping(lambda module, x: GROWING.append(x.detach())), None),
 }
 
 
-class Block(nn.Module):
-    def __init__(self, middle: Does | None = None, last: Does | None = None) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.does = middle, last
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        middle, last = self.does
-        x = self.norm(x)
-        x = middle(self, x) if middle else x
-        x = self.down(F.gelu(self.up(x)))
-        return last(self, x) if last else x
+def block(net: Any, x: torch.Tensor) -> torch.Tensor:
+    middle, last = net.middle_and_last
+    x = net.norm(x)
+    x = middle(net, x) if middle else x
+    x = net.down(F.gelu(net.up(x)))
+    return last(net, x) if last else x
 
 
-class Trunk(nn.Module):
-    def __init__(self, name: str = "nothing") -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(*MAKES[name]) for _ in range(5))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def trunk(name: str) -> nn.Module:
+    blocks = (
+        Does(
+            block, middle_and_last=MAKES[name], norm=nn.LayerNorm(WIDTH), up=nn.Linear(WIDTH, 4 * WIDTH),
+            down=nn.Linear(4 * WIDTH, WIDTH),
+        )
+        for _ in range(5)
+    )  # fmt: skip
+    return Does(lambda net, x: net.head(net.blocks(x)), blocks=nn.Sequential(*blocks), head=nn.Linear(WIDTH, WIDTH))
 
 
 def fresh(name: str) -> nn.Module:
     torch.manual_seed(0)
-    CACHE.clear()
-    GROWING.clear()
-    return Trunk(name)
-
-
-def planned(net: nn.Module, mode: str) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(net, cache_directory=None, stages=6, forms=mode == "joint").measure(draw())
-
-
-def gradients(run: nn.Module, net: nn.Module) -> list[torch.Tensor]:
-    found = []
-    for n in range(2):
-        torch.manual_seed(n)
-        net.zero_grad()
-        run(draw()).square().mean().backward()
-        found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    return found
+    return trunk(name)
 
 
 @pytest.mark.parametrize("modes", [("remat", "offload"), ("joint",)], ids=["without forms", "with forms"])
 @pytest.mark.parametrize("name", MAKES)
 @pytest.mark.grid(every=3)
 def test_gradients_are_the_plain_ones_and_bytes_the_predicted_ones(name: str, modes: tuple[str, ...]) -> None:
-    net = fresh(name)
-    expected = gradients(net, net)
-    net = fresh(name)
-    wrapped = planned(net, modes[0])
-    for mode in modes:
-        least, most = smallest(wrapped, mode), wrapped.keep_all_memory
-        for part in (0.0, 0.5, 0.8, 1.0):
-            wrapped.compute_sequence(limit := least + int(part * max(0, most - least)), mode=mode, refine=False)
-            assert step_peak(wrapped, draw) <= wrapped.get_expected_memory() <= limit, (mode, part)
-            assert all(torch.equal(a, b) for a, b in zip(gradients(wrapped, net), expected, strict=True)), (mode, part)
+    make = functools.partial(fresh, name)
+    bits_and_bytes(make(), draw, modes, (0.0, 0.5, 0.8, 1.0), fresh=make, stages=6, forms=modes == ("joint",))
     while CYCLES:
         CYCLES.pop().remove()
-    wrapped.close()

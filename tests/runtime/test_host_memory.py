@@ -4,8 +4,6 @@ wants."""
 from __future__ import annotations
 
 import contextlib
-import errno
-import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +25,6 @@ from rotoff.runtime.links.pinned import PinnedSegment, Slab, pin, room_for_plan
 
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
-POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE, which Python has no name for
 
 
 class FakeRuntime:
@@ -146,27 +143,6 @@ def test_where_registering_fails_what_pytorch_rounds_to_must_fit(
     segment.close()
 
 
-def test_pages_are_there_before_they_are_locked(runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
-    advised: list[int] = []
-
-    class Pages(mmap.mmap):
-        def madvise(self, advice: int, *_: int) -> None:  # type: ignore[override]
-            advised.append(advice)
-            if advice == POPULATE_WRITE:
-                raise OSError(failure, "as the test wants it")
-
-    monkeypatch.setattr(host_memory.mmap, "mmap", Pages)
-    failure = errno.EINVAL  # a kernel before Linux 5.14
-    PinnedSegment(MIB, DEVICE).close()
-    assert advised[-1] == POPULATE_WRITE
-    failure = errno.ENOMEM
-    with pytest.raises(
-        rotoff.ExecutionError, match=rf"the host cannot give {MIB} bytes of memory .*as the test wants it"
-    ):
-        PinnedSegment(MIB, DEVICE)
-    assert runtime.asked == [MIB]
-
-
 def test_the_environment_may_know_better(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROTOFF_HOST_MEMORY", "2 MiB")
     assert host_memory.available_bytes() == 2 << 20
@@ -199,18 +175,6 @@ def test_a_job_has_what_its_own_group_leaves_it(
             (file.parent / used).write_text("2000")
         (file.parent / "memory.stat").write_text("inactive_file 500\nactive_file 100\nanon 7\n")
     assert host_memory.available_bytes() == int(0.95 * (9000 - 2000 + 600))
-
-
-NUMA_MAPS = Path("/proc/self/numa_maps")
-
-
-@pytest.mark.skipif(not NUMA_MAPS.exists(), reason="needs Linux's /proc/self/numa_maps")
-def test_pages_lie_on_the_node_of_the_device(runtime: FakeRuntime) -> None:
-    segment = PinnedSegment(MIB, DEVICE)
-    policies = dict(line.split()[:2] for line in NUMA_MAPS.read_text().splitlines())
-    assert policies[f"{segment.tensor.data_ptr():08x}"].endswith(":0")
-    assert policies[f"{segment.tensor.data_ptr():08x}"].startswith("prefer")
-    segment.close()
 
 
 def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,9 +232,3 @@ def test_the_users_own_host_limit_still_holds(profile: Profile) -> None:
     half = make_plan(profile, request(profile, "joint", 0.8)).execution.host_bytes // 2
     asked = request(profile, "joint", 0.8, host_limit=half // 4)
     assert make_plan(profile, asked, room=half).trace.host_peak_bytes <= half // 4
-
-
-def test_a_policy_that_does_not_fit_the_host_is_refused(profile: Profile) -> None:
-    asked = Request(10**12, "joint", 50, {}, policy="overlap")
-    with pytest.raises(rotoff.InfeasibleError, match="the training step with policy overlap .* and 1000 are available"):
-        make_plan(profile, asked, room=1000)

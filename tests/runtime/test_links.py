@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import stat
@@ -22,9 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import rotoff
 from rotoff.runtime.links import host_file
 from rotoff.runtime.links import pool as link_pool
-from rotoff.runtime.links.bandwidth import measure_bandwidth
 from rotoff.runtime.links.file import FileLink
-from rotoff.runtime.links.host_file import choose_directory, filesystem_of
+from rotoff.runtime.links.host_file import filesystem_of
 from rotoff.runtime.links.pool import LinkPool
 
 LINKS = {"file": FileLink, "streams": RecordingLink}
@@ -75,20 +73,6 @@ def reserved(link: FileLink, nbytes: int) -> int:
 
 
 class TestEveryLink:
-    def test_bytes_come_back_as_they_left(self, link: Any):
-        sources = [some_bytes(n, seed=n) for n in (1, 0, 5000, 3, 1 << 20)]
-        total = sum(source.numel() for source in sources)
-        link.reserve(100 + total)
-        written = link.copy_out(sources, 100)
-        link.wait(written)
-        targets = [link.allocate(source.numel()) for source in sources]
-        read = link.copy_in(targets, 100, written)
-        link.wait(read)
-        link.wait(read)
-        for source, target in zip(sources, targets, strict=True):
-            assert torch.equal(source, target)
-            assert target.untyped_storage().nbytes() == source.numel()
-
     def test_a_part_of_a_storage_is_copied_alone(self, link: Any):
         link.reserve(10)
         whole = torch.zeros(30, dtype=torch.uint8)
@@ -97,25 +81,6 @@ class TestEveryLink:
         assert torch.equal(whole[10:20], some_bytes(10))
         assert not whole[:10].any()
         assert not whole[20:].any()
-
-    def test_growing_keeps_what_is_there(self, link: Any):
-        sizes = [10, 25, 70]
-        tickets = []
-        for i, size in enumerate(sizes):
-            offset = sum(sizes[:i])
-            link.reserve(offset + size)
-            tickets.append(link.copy_out([some_bytes(size, i)], offset))
-        assert link.capacity == sum(sizes)
-        link.reserve(3)
-        assert link.capacity == sum(sizes)
-        across = link.copy_out([some_bytes(40, 9)], 20)  # over the places where it has grown
-        for ticket in (*tickets, across):
-            link.wait(ticket)
-        targets = [link.allocate(20), link.allocate(40), link.allocate(45)]
-        link.wait(link.copy_in(targets, 0, across))
-        expected = torch.cat([some_bytes(size, i) for i, size in enumerate(sizes)])
-        expected[20:60] = some_bytes(40, 9)
-        assert torch.equal(torch.cat(targets), expected)
 
     def test_a_copy_outside_of_the_reserved_bytes_is_refused(self, link: Any):
         link.reserve(100)
@@ -146,12 +111,6 @@ class TestEveryLink:
             link.close()
             link.close()
             assert link.capacity == 0
-
-    def test_bandwidths_are_measured(self, link: Any):
-        outward, inward = measure_bandwidth(link, 1 << 20)
-        assert 1e6 < outward < 1e12
-        assert 1e6 < inward < 1e12
-        assert link.capacity == 1 << 20
 
 
 class TestFileLink:
@@ -200,43 +159,6 @@ class TestFileLink:
         file_link.wait(file_link.copy_in([target], 0, written))
         assert torch.equal(target, some_bytes(1000))
 
-    def test_a_failed_copy_is_raised_by_wait_and_the_link_goes_on(self, file_link: FileLink):
-        file_link.reserve(1000)
-        source = some_bytes(1000)
-        gone = weakref.ref(source)
-        with pytest.MonkeyPatch.context() as patch:
-
-            def full(*_: Any) -> int:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            patch.setattr(host_file.os, "pwrite", full)
-            failed = file_link.copy_out([source], 0)
-            for _ in range(2):
-                with pytest.raises(
-                    rotoff.ExecutionError, match="1000 bytes are needed, .* bytes are free there; give a dir"
-                ):
-                    file_link.wait(failed)
-        del source
-        assert gone() is None  # an error must not keep what it failed to copy
-        with pytest.raises(rotoff.ExecutionError, match="writing 1000 bytes"):
-            file_link.wait(file_link.copy_in([file_link.allocate(1000)], 0, failed))  # its bytes never came
-        written = file_link.copy_out([some_bytes(1000)], 0)
-        target = file_link.allocate(1000)
-        file_link.wait(file_link.copy_in([target], 0, written))
-        assert torch.equal(target, some_bytes(1000))
-
-    def test_a_thread_that_cannot_start_is_a_sentence_and_tried_again(self, file_link: FileLink):
-        file_link.reserve(LARGE)
-        with pytest.MonkeyPatch.context() as patch:
-
-            def refuse(_: threading.Thread) -> None:
-                raise RuntimeError("can't start new thread")
-
-            patch.setattr(threading.Thread, "start", refuse)
-            with pytest.raises(rotoff.ExecutionError, match="no thread for copies can be started"):
-                file_link.copy_out([some_bytes(LARGE)], 0)
-        file_link.wait(file_link.copy_out([some_bytes(LARGE)], 0))
-
     @pytest.mark.parametrize("nbytes", [10, LARGE])
     def test_a_copy_that_nobody_awaits_lets_go_of_its_tensors(self, file_link: FileLink, nbytes: int):
         file_link.reserve(nbytes)
@@ -255,19 +177,8 @@ class TestFileLink:
         with pytest.raises(rotoff.ExecutionError, match="reading 1000 bytes .*the file ends before"):
             file_link.wait(file_link.copy_in([file_link.allocate(1000)], 0, written))
 
-    @pytest.mark.parametrize("said_by", ["statvfs", "fallocate"])
-    def test_a_disk_without_room_shows_in_reserve(
-        self, file_link: FileLink, said_by: str, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_a_disk_without_room_shows_in_reserve(self, file_link: FileLink):
         file = reserved(file_link, 1000)
-        if said_by == "fallocate":  # others may take the room after it was looked up
-
-            def full(descriptor: int, offset: int, nbytes: int) -> None:
-                os.ftruncate(descriptor, offset + 5000)
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-            monkeypatch.setattr(host_file, "_free_bytes", lambda directory: None)
-            monkeypatch.setattr(host_file.os, "posix_fallocate", full)
         free = os.statvfs(file_link.directory)
         too_much = free.f_bavail * free.f_frsize * 2
         with pytest.raises(
@@ -296,18 +207,6 @@ class TestFileLink:
         code = code.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
         assert run_python(code) == "interrupted\n"
 
-    @pytest.mark.slow
-    def test_a_process_that_closes_nothing_ends(self):
-        code = """
-            import torch
-            from rotoff.runtime.links.file import FileLink
-            link = FileLink()
-            link.reserve(1 << 20)
-            tickets = [link.copy_out([torch.ones(1 << 20, dtype=torch.uint8)], 0) for _ in range(20)]
-            print("ends")
-        """
-        assert run_python(code) == "ends\n"
-
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
     def test_resident_memory_falls_while_bytes_are_away(self):
         code = """
@@ -333,15 +232,10 @@ class TestFileLink:
         assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "True True True True\n"
 
 
-@pytest.mark.parametrize("ordered", [True, False])
-def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
-    ordered: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of
     it."""
     monkeypatch.setattr(link_pool, "new_link", lambda *_: RecordingLink())
-    if not ordered:
-        monkeypatch.setattr(RecordingLink, "begin", lambda self: None)
     pool, device = LinkPool(), torch.device("cpu")
 
     def step() -> RecordingLink:
@@ -361,11 +255,7 @@ def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(
     link = step()
     with link.streams.compute_on(Lane("another stream", eager=True)):
         assert step() is link
-    races = link.check()
-    assert (races == []) is ordered
-    if races:
-        assert "copy 1" in races[0]  # the first step's copy from the host
-        assert "copy 2" in races[0]  # and the second one's to it
+    assert link.check() == []
 
 
 class TestDirectory:
@@ -385,35 +275,12 @@ class TestDirectory:
         with pytest.raises(rotoff.ExecutionError, match="is not writable; give a directory"):
             FileLink(tmp_path)
 
-    def test_the_default_passes_over_ram(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        real = choose_directory()
-        monkeypatch.setenv("TMPDIR", str(tmp_path))
-        monkeypatch.setattr(host_file, "filesystem_of", lambda path: "tmpfs" if Path(path) == tmp_path else "ext4")
-        assert choose_directory() in (real, Path("/var/tmp"), Path.home() / ".cache", Path.cwd())
-        assert choose_directory() != tmp_path
-        monkeypatch.setattr(host_file, "filesystem_of", lambda path: "ext4")
-        assert choose_directory() == tmp_path
-
     def test_none_at_all_is_a_sentence(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(host_file, "filesystem_of", lambda path: "tmpfs")
         with pytest.raises(
             rotoff.ExecutionError, match="no writable directory on a disk for offloading among .*/var/tmp"
         ):
             FileLink()
-
-    def test_the_type_of_a_mount_is_read_with_its_odd_names(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        table = tmp_path / "mountinfo"
-        table.write_text(
-            "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
-            "2 1 0:5 / /fast\\040disk rw,nosuid shared:3 - tmpfs none rw\n"
-            "3 1 0:6 / /over rw - tmpfs none rw\n"
-            "4 1 8:2 / /over rw - xfs /dev/sdb rw\n"
-        )
-        monkeypatch.setattr(host_file, "_MOUNTS", table)
-        places = ["/", "/fast disk", "/fast disk/a", "/fast", "/over/b", "/overt"]
-        assert [filesystem_of(place) for place in places] == ["ext4", "tmpfs", "tmpfs", "ext4", "xfs", "ext4"]
-        monkeypatch.setattr(host_file, "_MOUNTS", tmp_path / "missing")
-        assert filesystem_of("/") == ""
 
 
 def run_python(code: str, **environment: str) -> str:

@@ -15,20 +15,19 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
-from forced_plans import force, runner_of
-from models import same
+from forced_plans import adamw, added_up, alike, force, least, place, runner_of, twins
+from models import Does, linears, same, several
 from placed_loops import (
     accumulated,
     changed_within,
@@ -47,154 +46,42 @@ from placed_loops import (
     usual,
     zeroed,
 )
-from placed_models import SIZED, Adapted, Repeats, drawn
+from placed_models import SIZED, adapted, drawn
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
 
 import rotoff
-from rotoff import Sequence
 from rotoff.core.chain import LinkRates
-from rotoff.core.sequence import OpKind, w
+from rotoff.core.sequence import w
 from rotoff.profile.tape_profile import TapeProfile
-from rotoff.runtime.links.file import FileLink
 from rotoff.runtime.links.host_file import HostFile
-from rotoff.runtime.placed import updates
+from rotoff.runtime.placed import updates as updates_of
 from rotoff.runtime.placed.group_updates import GroupUpdates
 from rotoff.runtime.placed.placement import Placement
 from rotoff.runtime.tape_placed import Lent
-from rotoff.solver import reorder, search
-from rotoff.solver.anneal import Budget, Problem
 
 Make = Callable[[list[nn.Parameter]], list[Optimizer]]
-
-
-def adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
-    return [torch.optim.AdamW(parameters, lr=1e-2)]
+UPDATES = pytest.mark.parametrize("updates", ["after", "during"])
 
 
 def trained(
-    name: str, make: Make, step: Any, limit: float | None, anew: bool = False, updates: str = "after"
-) -> tuple[list[torch.Tensor], Any]:
-    """What five steps leave, and the model. limit: None for the plain model, else the share of the way from the least
+    name: str, make: Make, step: Any, share: float, anew: bool = False, updates: str = "after", **options: Any
+) -> Any:
+    """The model after five steps, which leave what those of the plain model leave. share: of the way from the least limit
     to everything. anew: whether steps are measured and planned anew meanwhile."""
-    model, batch = drawn(name)
-    torch.manual_seed(7)
-    wrapped: Any = model
-    if limit is not None:
-        wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
-        model.zero_grad()
-    else:
-        batch()
-    torch.manual_seed(1)
-    optimizers = make([p for p in wrapped.parameters() if p.requires_grad])
-    if limit is not None:
-        (place if anew else force)(wrapped, optimizers, limit, updates=updates)
-    torch.manual_seed(2)
-    losses = [step(wrapped, optimizers, n, batch) for n in range(5)]
-    return [*losses, *result(model, optimizers), torch.get_rng_state()], wrapped
+    (net, batch), left = drawn(name), []
+    plan = functools.partial(place if anew else force, **options)
+    pairs = twins(net, batch(), updates=updates, share=share, make=make, plan=plan)
+    for model, run, own in pairs:
+        torch.manual_seed(2)
+        losses = [step(run, own, n, batch) for n in range(5)]
+        left.append([*losses, *result(model, own), torch.get_rng_state()])
+    assert same(*left)
+    return pairs[1][1]
 
 
-@functools.cache
-def plainly(name: str, make: Make, step: Any) -> list[torch.Tensor]:
-    """What five steps of the plain model leave."""
-    return trained(name, make, step, None)[0]
-
-
-def place(model: rotoff.Checkpointable, optimizers: list[Optimizer], share: float, **options: Any) -> int:
-    """Plan within a `share` of the way from the smallest limit to that of everything; returns the limit."""
-    options = {"refine": False, **options}
-    with pytest.raises(rotoff.InfeasibleError) as refused:
-        model.compute_sequence(device_limit=1, optimizer=optimizers, **options)
-    least = refused.value.min_mem_limit
-    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
-    limit = int(least + share * (model.keep_all_memory - 1 - least))
-    model.compute_sequence(device_limit=limit, optimizer=optimizers, **options)
-    assert model._plan.placed is not None
-    return limit
-
-
-def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> None:
-    """A step whose loss takes nothing."""
-    model(x).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.fixture(params=[1, 7])
-def any_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Plans whose last search takes whatever is legal and fits; for each, whether something has moved across the step's
-    end."""
-    crossed = []
-
-    def reordered(problem: Problem, plan: Sequence, _: Budget) -> tuple[float, Sequence]:
-        kernel, order = reorder._orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
-        kernel.anneal(order, 2000, request.param, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
-        made = reorder.in_order(plan, order)
-        crossed.append(set(made.resident) != set(plan.resident))
-        return rotoff.simulate(problem.chain, made, problem.limit, problem.updates).makespan, made
-
-    monkeypatch.setattr(search, "reordered", reordered)
-    return crossed
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("name", ["stateful", "tied", "adapted"])
-@pytest.mark.grid(every=3)
-def test_bits_of_the_plain_model_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
-    placed, _ = trained(name, adamw, usual, 0.3, updates=updates)
-    assert any(any_order)
-    assert same(placed, plainly(name, adamw, usual))
-
-
-@pytest.mark.parametrize("times", [(2, 3, 2, 3, 3), (3, 2, 3, 4, 4)], ids=str)
-@pytest.mark.parametrize("share", [0.0, 0.3])
-@pytest.mark.grid
-def test_parameters_that_a_step_reads_more_often_than_planned(share: float, times: tuple[int, ...]) -> None:
-    """The gradients of all uses are added up in the plain model's order."""
-
-    def again(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
-        next(one for one in model.modules() if isinstance(one, Repeats)).times = times[n]
-        return usual(model, optimizers, n, batch)
-
-    plain = trained("repeats", adamw, again, None)[0]
-    placed, _ = trained("repeats", adamw, again, share)
-    assert same(placed, plain)
-
-
-@pytest.mark.parametrize("share", [0.0, 0.4])
-def test_the_host_may_update_what_lies_there(share: float) -> None:
-    """Plans in which some groups are updated over the file's pages."""
-    plain = plainly("language", adamw, usual)
-    model, batch = drawn("language")
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
-    optimizers = adamw(list(model.parameters()))
-    force(wrapped, optimizers, share, host=True)
-    assert any(op.kind.value == "H" for op in wrapped.sequence)
-    torch.manual_seed(2)
-    losses = [usual(wrapped, optimizers, n, batch) for n in range(5)]
-    assert same([*losses, *result(model, optimizers), torch.get_rng_state()], plain)
-
-
-@pytest.mark.parametrize("name", ["language", "adapted", "spectral", "stateful"])
-def test_updates_during_the_backward(name: str) -> None:
-    """Each parameter is updated when the backward has ended; its gradient is gone, and reads NaN in no memory."""
-
-    def within(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
-        loss = model(batch()).float().square().mean()
-        loss.backward()
-        inner = {id(p) for group in model._plan.placed.groups for p in group.parameters}
-        left = [p.grad for p in model.parameters() if id(p) in inner and p.grad is not None]
-        assert all(grad.isnan().all() and grad.untyped_storage().nbytes() == grad.element_size() for grad in left)
-        assert left
-        optimizers[0].step()
-        optimizers[0].zero_grad(set_to_none=n % 2 == 0)
-        return loss.detach()
-
-    plain = plainly(name, adamw, usual)
-    placed, _ = trained(name, adamw, within, 0.0, updates="during")
-    assert same(placed, plain)
+# -- what trains
 
 
 class Scaled(torch.optim.AdamW):
@@ -210,10 +97,24 @@ class Scaled(torch.optim.AdamW):
             self.param_groups = groups
 
 
+class Decayed(torch.optim.Optimizer):
+    """Adds the weight decay to ``p.grad`` itself, as old optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.add_(parameter, alpha=0.01), alpha=0.1)
+
+
 OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: [torch.optim.SGD(p, lr=0.05)],
     "SGD with momentum": lambda p: [torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)],
     "Adam": lambda p: [torch.optim.Adam(p, lr=0.01, amsgrad=True)],
+    "AdamW": adamw,
     "AdamW foreach": lambda p: [torch.optim.AdamW(p, lr=0.01, foreach=True)],
     "AdamW fused": lambda p: [torch.optim.AdamW(p, lr=0.01, fused=True)],
     "Adagrad": lambda p: [torch.optim.Adagrad(p, lr=0.01)],
@@ -231,92 +132,8 @@ OPTIMIZERS: dict[str, Make] = {
     "two": lambda p: [torch.optim.AdamW(p[::2], lr=0.02), torch.optim.SGD(p[1::2], lr=0.01, momentum=0.9)],
     "of a base class": lambda p: [Scaled(p, lr=0.02)],
     "a part": lambda p: [torch.optim.AdamW(p[3:], lr=0.02)],
+    "decay in the gradient": lambda p: [Decayed(p)],
 }
-
-
-def test_a_step_gets_its_arguments() -> None:
-    make = OPTIMIZERS["of a base class"]
-
-    def shared(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
-        loss = model(batch()).float().square().mean()
-        loss.backward()
-        if n % 2:
-            optimizers[0].step(lambda: loss, share=0.5)
-        else:
-            optimizers[0].step(share=0.25)
-        optimizers[0].zero_grad()
-        return loss.detach()
-
-    placed, _ = trained("language", make, shared, 0.2)
-    assert same(placed, plainly("language", make, shared))
-    with pytest.raises(rotoff.ExecutionError, match="gets arguments"):
-        trained("language", make, shared, 0.2, updates="during")
-
-
-def slower(model: Any, optimizers: list[Optimizer]) -> None:
-    optimizers[0].param_groups[-1]["lr"] *= 0.5
-
-
-def scheduled(model: Any, optimizers: list[Optimizer]) -> None:
-    torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5).step()
-
-
-def reloaded(model: Any, optimizers: list[Optimizer]) -> None:
-    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
-
-
-def planned_anew(model: Any, optimizers: list[Optimizer]) -> None:
-    if isinstance(model, rotoff.Checkpointable):
-        place(model, optimizers, 0.5)
-
-
-def not_planned_any_more(model: Any, optimizers: list[Optimizer]) -> None:
-    if isinstance(model, rotoff.Checkpointable):
-        model.compute_sequence("1 GiB")
-
-
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
-@pytest.mark.parametrize(
-    "change", [slower, scheduled, reloaded, planned_anew, not_planned_any_more], ids=lambda change: change.__name__
-)
-@pytest.mark.grid
-def test_a_change_between_backward_and_step(change: Any) -> None:
-    """The step follows it, or is refused where the backward has updated the parameters already."""
-
-    changed = loop("changed", lambda model, optimizers, n: change(model, optimizers) if n == 1 else None)
-    placed, _ = trained("language", adamw, changed, 0.2)
-    assert same(placed, plainly("language", adamw, changed))
-    with pytest.raises(rotoff.ExecutionError, match="than the backward did|comes between a backward and"):
-        trained("language", adamw, changed, 0.2, updates="during")
-
-
-def test_a_parameter_of_two_optimizers() -> None:
-    def both(parameters: list[nn.Parameter]) -> list[Optimizer]:
-        return [*adamw(parameters), torch.optim.SGD(parameters[::2], lr=0.01, momentum=0.9)]
-
-    placed, _ = trained("language", both, usual, 0.2)
-    assert same(placed, plainly("language", both, usual))
-    with pytest.raises(rotoff.OptionError, match="several optimizers"):
-        trained("language", both, usual, 0.2, anew=True, updates="during")
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.grid(every=8)
-def test_optimizers(name: str, updates: str) -> None:
-    plain = plainly("language", OPTIMIZERS[name], usual)
-    placed, _ = trained("language", OPTIMIZERS[name], usual, 0.2, updates=updates)
-    assert same(placed, plain)
-
-
-def test_a_new_plan_once_an_optimizer_has_a_state_of_other_shapes() -> None:
-    def anew(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
-        if n == 2 and isinstance(model, rotoff.Checkpointable):
-            place(model, optimizers, 0.3)
-        return usual(model, optimizers, n, batch)
-
-    make = OPTIMIZERS["Adafactor"]
-    assert same(trained("language", make, anew, 0.3)[0], plainly("language", make, usual))
 
 
 def zeroed_late(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
@@ -342,11 +159,9 @@ def scaled(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
 
 def scheduled(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     if n == 0:
-        optimizers.append(torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.1))
-    loss = usual(model, optimizers[:1], n, batch)
-    optimizers[1].step()
-    if n == 4:
-        optimizers.pop()
+        optimizers[0].schedule = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.1)
+    loss = usual(model, optimizers, n, batch)
+    optimizers[0].schedule.step()
     return loss
 
 
@@ -356,30 +171,24 @@ def exchanged(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     own = [p.data for p in model.parameters()]
     for p in model.parameters():
         p.data = p.data * 0.5
-    with torch.no_grad():
-        looked = model(batch()).sum()
+    looked = looked_up(model, model, batch()).sum()
     for p, data in zip(model.parameters(), own, strict=True):
         p.data = data
     model.parameters().__next__().data = own[0] + 0.01
     return loss + looked
 
 
-def shared(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """Moved, in place, into memory that processes share, as tensors are that go to another process."""
-    loss = model(batch()).float().square().mean()
-    loss.backward()
-    if n == 3:
-        for p in model.parameters():
-            p.data.share_memory_(), p.grad.share_memory_()
-    optimizers[0].step()
-    for tensor in (*model.state_dict().values(), *tensors_of(optimizers[0].state_dict())):
-        tensor.share_memory_()
-    optimizers[0].zero_grad()
-    return loss.detach()
+def share(*several: Any) -> None:
+    for tensor in torch.utils._pytree.tree_leaves(several):
+        if isinstance(tensor, torch.Tensor):
+            tensor.share_memory_()
 
 
-def tensors_of(state: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
+shared = loop(  # moved, in place, into memory that processes share, as tensors are that go to another process
+    "shared",
+    lambda model, own, n: share([(p.data, p.grad) for p in model.parameters()]) if n == 3 else None,
+    lambda model, own, n: share(dict(model.state_dict()), own[0].state_dict()),
+)
 
 
 def other_shapes(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
@@ -446,27 +255,22 @@ def around(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     return usual(model, [Around(optimizers[0])], n, batch)
 
 
-def in_eval_by_turns(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    model.train(n % 2 == 0)
-    loss = usual(model, optimizers, n, batch)
-    model.train()
-    return loss
-
-
 def thawed(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     """Before the backward, as a GAN does with its discriminator around the loss of its generator; in another step,
     frozen."""
     few = [p for k, p in enumerate(model.parameters()) if k % 3 == 0]
-    for p in few:
-        p.requires_grad_(n != 1)
+
+    def need(gradients: bool) -> None:
+        for p in few:
+            p.requires_grad_(gradients)
+
+    need(n != 1)
     loss = model(batch()).float().square().mean()
-    for p in few:
-        p.requires_grad_(n != 2)
+    need(n != 2)
     loss.backward()
     optimizers[0].step()
     optimizers[0].zero_grad()
-    for p in few:
-        p.requires_grad_()
+    need(True)
     return loss.detach()
 
 
@@ -479,6 +283,13 @@ def taken_over(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     return usual(model, optimizers, n, batch)
 
 
+def planned_anew(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """Once the optimizer has its states."""
+    if n == 2 and isinstance(model, rotoff.Checkpointable):
+        place(model, optimizers, 0.3)
+    return usual(model, optimizers, n, batch)
+
+
 @torch.no_grad()
 def turn(parameters: Any) -> None:
     for one in parameters:
@@ -487,50 +298,326 @@ def turn(parameters: Any) -> None:
 
 
 turned = loop("turned", stepped=lambda model, *_: turn(model.parameters()))
-turned_data = loop("turned_data", stepped=lambda model, *_: turn([p.data for p in model.parameters()]))
 turned_states = loop(
     "turned_states",
     stepped=lambda model, own, n: turn(t for state in own[0].state.values() for t in state.values()),
 )
-BOTH = (by_closure, penalised, around, in_eval_by_turns, thawed)  # with updates during the backward, too
+
+
+def reading(times: tuple[int, ...]) -> Any:
+    """A step whose model reads its parameters as often as `times` says; the gradients of all uses are added up."""
+
+    def again(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        next(one for one in model.modules() if hasattr(one, "times")).times = times[n]
+        return usual(model, optimizers, n, batch)
+
+    again.__name__ = f"reading {times}"
+    return again
+
+
+BOTH = (by_closure, penalised, around, thawed)  # with updates during the backward, too
 STEPS = (
     clipped, accumulated, zeroed, zeroed_late, scaled, scheduled, clamped, clamped_before, exchanged, shared, loaded, kept, given_up,
-    changed_within, looked_at, frozen_later, hooked, watched, other_shapes, taken_over, turned, turned_data,
-    turned_states, *BOTH,
+    changed_within, looked_at, frozen_later, hooked, watched, other_shapes, taken_over, turned, turned_states, *BOTH,
 )  # fmt: skip
+OFTEN = [reading((2, 3, 2, 3, 3)), reading((3, 2, 3, 4, 4))]  # than planned
+NAMES = {in_bfloat16: "mapped", **dict.fromkeys(OFTEN, "repeats")}
+SHARES = {scaled: 0.6, changed_within: 0.0, planned_anew: 0.3, in_bfloat16: 0.3}  # autocast keeps casts of the weights
+ANEW = scaled, frozen_later, thawed, other_shapes, changed_within, in_bfloat16
+Row = tuple[str, Any, float, dict[str, Any]]  # the optimizer, the step, the share of the room, options
+ROWS: list[Row] = [
+    *((name, usual, 0.2, {"updates": updates}) for name in OPTIMIZERS for updates in ("after", "during")),
+    *(("AdamW", step, SHARES.get(step, 0.2), {}) for step in (*STEPS, in_bfloat16)),
+    *(("AdamW", step, 0.2, {"updates": "during"}) for step in BOTH),
+    *(("AdamW", usual, share, {"host": True}) for share in (0.0, 0.4)),
+    *(("AdamW", step, share, {}) for step in OFTEN for share in (0.0, 0.3)),
+    ("Adafactor", planned_anew, 0.3, {}),  # with states of other shapes
+]
 
 
 @pytest.mark.parametrize(
-    ("step", "updates"),
-    [pytest.param(step, updates, id=f"{step.__name__}-{updates}")
-     for updates, steps in (("after", STEPS), ("during", BOTH)) for step in steps],
-)  # fmt: skip
-@pytest.mark.grid(every=8)
-def test_what_surrounds_a_step(step: Any, updates: str) -> None:
-    plain = plainly("language", adamw, step)
-    share = {scaled: 0.6, changed_within: 0.0}.get(step, 0.2)  # autocast keeps casts of the weights
-    anew = step in (scaled, frozen_later, thawed, other_shapes, changed_within)
-    placed, _ = trained("language", adamw, step, share, anew=anew, updates=updates)
-    assert same(placed, plain)
-
-
-@pytest.mark.parametrize(
-    ("name", "step", "share", "updates", "staying"),
+    ("optimizer", "step", "share", "options"),
     [
-        ("casts", usual, 0.0, "during", "twice"),
-        ("mapped", in_bfloat16, 0.3, "after", "last.weight"),
+        pytest.param(*row, id=f"{row[1].__name__}-{row[0]}-{row[2]}-{' '.join(map(str, row[3].values()))}")
+        for row in ROWS
     ],
 )
+@pytest.mark.grid(every=8)
+def test_what_surrounds_a_step(optimizer: str, step: Any, share: float, options: dict[str, Any]) -> None:
+    name, make = NAMES.get(step, "language"), OPTIMIZERS[optimizer]
+    model = trained(name, make, step, share, anew=step in ANEW, **options)
+    assert "host" not in options or any(op.kind.value == "H" for op in model.sequence)  # over the file's pages
+
+
+@pytest.mark.parametrize("name", ["language", "adapted", "spectral", "stateful"])
+def test_updates_during_the_backward(name: str) -> None:
+    """Each parameter is updated when the backward has ended; its gradient is gone, and reads NaN in no memory."""
+
+    def within(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        if isinstance(model, rotoff.Checkpointable):
+            inner = {id(p) for group in model._plan.placed.groups for p in group.parameters}
+            left = [p.grad for p in model.parameters() if id(p) in inner and p.grad is not None]
+            assert all(grad.isnan().all() and grad.untyped_storage().nbytes() == grad.element_size() for grad in left)
+            assert left
+        optimizers[0].step()
+        optimizers[0].zero_grad(set_to_none=n % 2 == 0)
+        return loss.detach()
+
+    trained(name, adamw, within, 0.0, updates="during")
+
+
+def test_a_step_gets_its_arguments() -> None:
+    make = OPTIMIZERS["of a base class"]
+
+    def shared(model: nn.Module, optimizers: list[Optimizer], n: int, batch: Callable[[], Any]) -> torch.Tensor:
+        loss = model(batch()).float().square().mean()
+        loss.backward()
+        if n % 2:
+            optimizers[0].step(lambda: loss, share=0.5)
+        else:
+            optimizers[0].step(share=0.25)
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    trained("language", make, shared, 0.2)
+    with pytest.raises(rotoff.ExecutionError, match="gets arguments"):
+        trained("language", make, shared, 0.2, updates="during")
+
+
+def if_planned(act: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
+    return lambda model, own: act(model, own) if isinstance(model, rotoff.Checkpointable) else None
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "a factor": lambda model, own: own[0].param_groups[-1].update(lr=0.005),
+    "a schedule": lambda model, own: torch.optim.lr_scheduler.StepLR(own[0], 1, 0.5).step(),
+    "parameters": lambda model, own: model.load_state_dict({k: 0.5 * v for k, v in model.state_dict().items()}),
+    "another plan": if_planned(lambda model, own: place(model, own, 0.5)),
+    "no plan": if_planned(lambda model, own: model.compute_sequence("1 GiB")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler:UserWarning")
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.grid
-def test_a_weight_that_autocast_casts_for_several_calls_stays(
-    name: str, step: Any, share: float, updates: str, staying: str
-) -> None:
-    placed, model = trained(name, adamw, step, share, anew=step is in_bfloat16, updates=updates)
-    assert same(placed, plainly(name, adamw, step))
-    assert model._plan.placed.moved
-    named = model._model.named_parameters(remove_duplicate=False)
-    outside = {*map(id, model._plan.placed.outside)}
-    assert outside == {id(parameter) for name, parameter in named if name.startswith(staying)}
+def test_a_change_between_backward_and_step(change: str) -> None:
+    """The step follows it, or is refused where the backward has updated the parameters already."""
+
+    def change_once(model: Any, optimizers: list[Optimizer], n: int) -> None:
+        if n == 1:
+            CHANGES[change](model, optimizers)
+
+    changed = loop("changed", change_once)
+    trained("language", adamw, changed, 0.2)
+    with pytest.raises(rotoff.ExecutionError, match="than the backward did|comes between a backward and"):
+        trained("language", adamw, changed, 0.2, updates="during")
+
+
+def test_a_parameter_of_two_optimizers() -> None:
+    def both(parameters: list[nn.Parameter]) -> list[Optimizer]:
+        return [*adamw(parameters), torch.optim.SGD(parameters[::2], lr=0.01, momentum=0.9)]
+
+    trained("language", both, usual, 0.2)
+    with pytest.raises(rotoff.OptionError, match="several optimizers"):
+        trained("language", both, usual, 0.2, anew=True, updates="during")
+
+
+def heads() -> nn.Module:
+    """A trunk with two heads, which steps use in turn."""
+    return Does(
+        lambda net, x, head: net.heads[head](net.trunk(x)), trunk=nn.Sequential(*several(4, 32, 64)), heads=linears(2)
+    )
+
+
+@UPDATES
+@pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "decay in the gradient"])
+@pytest.mark.grid(every=3)
+def test_a_zero_gradient_of_what_a_step_does_not_use_is_one(name: str, updates: str) -> None:
+    """Momentum and weight decay go on."""
+    x = torch.randn(16, 32)
+    pairs = twins(heads(), x, 0, updates=updates, share=0.5, make=OPTIMIZERS[name], plan=place)
+    for n in range(6):
+        for _, run, (optimizer,) in pairs:
+            run(x, n % 2).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert alike(pairs), n
+
+
+def skips(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Other layers in each step."""
+    for n, layer in enumerate(net.layers):
+        if (net.step + n) % 4:
+            x = x + torch.tanh(layer(x))
+    return x
+
+
+@pytest.mark.filterwarnings("error:.*ended early:RuntimeWarning")
+@UPDATES
+def test_a_backward_may_end_before_the_first_stage(updates: str) -> None:
+    x = torch.randn(32, 32)
+    pairs = twins(Does(skips, layers=linears(6), step=1), x, updates=updates)
+    for n in range(8):
+        for net, run, optimizers in pairs:
+            net.step = n + 2
+            added_up(run, optimizers, x)
+    assert alike(pairs)
+
+
+def wider(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """What it saves grows with the numbers that it gets, up to all of a row."""
+    for layer in net.layers:
+        seen = x[x[:, 0] > 0]
+        x = x + torch.tanh(layer(x)) + torch.tanh(layer(seen)).exp().mean()
+    return x
+
+
+@UPDATES
+def test_what_is_kept_and_what_data_makes_larger_lie_apart_on_the_host(updates: str) -> None:
+    """Both take host bytes that were not planned, in the same step."""
+    few, many, kept = torch.randn(256, 32), torch.rand(256, 32), []
+    few[:, 0] = -few[:, 0].abs()
+    few[:32, 0] = 1
+    pairs = twins(Does(wider, layers=linears(6)), few, updates=updates)
+    for n in range(6):
+        for net, run, own in pairs:
+            for p in net.parameters() if n > 1 else ():
+                kept.append(p.data)
+                p.data = p.data.clone()
+            added_up(run, own, many if n % 3 == 2 else few)
+    assert alike(pairs)
+
+
+@UPDATES
+def test_gradients_that_no_given_optimizer_updates_are_the_callers(updates: str) -> None:
+    net, batch = drawn("language")
+    x = batch()
+
+    def both(every: list[nn.Parameter]) -> list[Optimizer]:
+        return [torch.optim.AdamW(every[::2], lr=0.01), torch.optim.SGD(every[1::2], lr=0.1)]
+
+    def of_the_first(run: Any, optimizers: list[Optimizer], share: float, updates: str) -> None:
+        force(run, optimizers[:1], share, updates=updates)
+
+    pairs = twins(net, x, updates=updates, make=both, plan=of_the_first)
+    for n in range(4):
+        for _, run, optimizers in pairs:
+            torch.manual_seed(n)
+            run(x).float().square().mean().backward()
+            for optimizer in optimizers[: 1 + n % 2]:
+                optimizer.step()
+                optimizer.zero_grad()
+        theirs, expected = (
+            [p.new_zeros(()) if p.grad is None else p.grad for p in optimizers[1].param_groups[0]["params"]]
+            for _, _, optimizers in pairs
+        )
+        assert same(theirs, expected)
+    assert alike(pairs)
+
+
+def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
+    """Its step runs without a plan, autograd adds to what is left of the gradients, and a planned step follows."""
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)])
+    model, x = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None), torch.randn(512, 64)
+    twin, optimizers = adamw(list(plain.parameters())), adamw(list(model.parameters()))
+    model.measure(x).compute_sequence(device_limit=2_600_000, optimizer=optimizers, updates="during")
+    assert not model._plan.keeps_all
+    for n, rows in enumerate((2, 512, 512, 2, 512, 2)):
+        for one, own in ((model, optimizers), (plain, twin)):
+            if n == 5:  # between forward and backward
+                loss = one(x[:rows]).square().mean()
+                own[0].zero_grad(set_to_none=False)
+            else:
+                own[0].zero_grad(set_to_none=False)
+                loss = one(x[:rows]).square().mean()
+            loss.backward()
+            own[0].step()
+        assert not n or model._plan.keeps_all == (rows == 2)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    optimizers[0].zero_grad()
+    model(x).square().mean().backward()
+    optimizers[0].step()
+    with pytest.raises(rotoff.ExecutionError, match="have not been cleared"):
+        model(x[:2]).square().mean().backward()
+
+
+def test_a_step_that_another_took_the_place_of_is_right() -> None:
+    net, x = layers()
+    pairs = twins(net, x, share=0.1, plan=place)
+    for _, run, own in pairs:
+        first = run(x).sum()
+        run(x).sum().backward()
+        first.backward()
+        own[0].step()
+        waiting = run(x).sum()
+        for p in run.parameters():
+            p.grad = torch.ones_like(p)
+        own[0].step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            waiting.backward()
+        own[0].zero_grad()
+        added_up(run, own, x)
+    assert alike(pairs)
+
+
+def test_a_smaller_limit_after_updates_that_kept_everything() -> None:
+    """What was on the host before them is not what the parameters are."""
+    net, x = layers()
+    model = rotoff.Checkpointable(copy.deepcopy(net), cache_directory=None)
+    optimizers = adamw(list(model.parameters()))
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # nothing is measured yet
+    pairs = [(net, net, adamw(list(net.parameters()))), (model, model, optimizers)]
+    for n in range(3):
+        for _, run, own in pairs:
+            run(x).sum().backward()
+            added_up(run, own, x)
+        if n == 0:
+            model.compute_sequence(device_limit=model.keep_all_memory - 1, optimizer=optimizers, refine=False)
+        assert alike(pairs)
+
+
+def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:
+    """The plan has operations left that drop values which the caller holds."""
+
+    def exits(net: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for base, down, up in list(zip(net.base, net.down, net.up, strict=True))[: net.until]:
+            x = x + torch.tanh(base(x))
+            found.append(up(down(x)))
+        return found
+
+    net, x = adapted(does=exits), torch.randn(16, 64)
+    net.until = 5
+    pairs = twins(net, x)
+    for until in (5, 4, 3, 2):
+        for net, _, _ in pairs:
+            net.until = until
+        assert same(*([t.detach() for t in run(x)] for _, run, _ in pairs))
+
+
+def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
+    """Its gradients are cleared before its next backward that has any, and not before the generator's."""
+    x = torch.randn(16, 32)
+    both = [
+        twins(nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]), x, updates="during",
+              share=0.5, plan=place)
+        for _ in "ab"
+    ]  # fmt: skip
+    for (_, generator, (of_generator,)), (net, discriminator, (of_discriminator,)) in zip(*both, strict=True):
+        for _ in range(3):
+            with torch.no_grad():
+                made = generator(x)
+            of_discriminator.zero_grad()
+            discriminator(made).square().mean().backward()
+            of_discriminator.step()
+            net.requires_grad_(False)
+            of_generator.zero_grad()
+            discriminator(generator(x)).mean().backward()
+            of_generator.step()
+            net.requires_grad_(True)
+    assert all(map(alike, both))
 
 
 # -- bytes
@@ -538,6 +625,13 @@ def test_a_weight_that_autocast_casts_for_several_calls_stays(
 
 def a_fifth(least: int, whole: int) -> list[int]:
     return [int(least + 0.2 * (whole - 1 - least))]
+
+
+def anew(model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Whatever lies in memory of the process's own lies in new memory."""
+    own_again(model, optimizers)
+    for module in model.modules():
+        module._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
 
 
 def peaks(
@@ -561,9 +655,7 @@ def peaks(
 
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizers = adamw(trained)
-    options: dict[str, Any] = (
-        {"refine": False} if updates == "everything fits" else {"refine": False, "updates": updates}
-    )
+    options: dict[str, Any] = {"refine": False} | ({} if updates == "everything fits" else {"updates": updates})
     if measured:
         wrapped.measure(x, repeats=1)
         model.zero_grad()
@@ -572,25 +664,17 @@ def peaks(
         step()
         optimizers = adamw(trained)  # whose first update is to come
     options["optimizer"] = optimizers
-    with pytest.raises(rotoff.InfeasibleError) as refused:
-        wrapped.compute_sequence(device_limit=1, **options)
-    found = []
+    smallest, found = least(wrapped, **options), []
     wrapped.compute_sequence(device_limit="1 TiB", **options)
-    for limit in limits(refused.value.min_mem_limit, wrapped.keep_all_memory):
+    for limit in limits(smallest, wrapped.keep_all_memory):
         wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
 
         def plan(limit: int = limit) -> None:
-            own_again(model, optimizers)
-            for module in model.modules():
-                for key, buffer in module._buffers.items():
-                    module._buffers[key] = buffer.clone()
+            anew(model, optimizers)
             wrapped.compute_sequence(device_limit=limit, **options)
 
-        def steps() -> None:
-            for _ in range(3):
-                step()
-
-        found.append((peak_bytes(steps, before=plan) + x.nbytes, wrapped.get_expected_memory(), limit))
+        measured_bytes = peak_bytes(lambda: [step() for _ in range(3)], before=plan) + x.nbytes
+        found.append((measured_bytes, wrapped.get_expected_memory(), limit))
     return found
 
 
@@ -605,7 +689,7 @@ def test_the_predicted_peak_is_the_measured_one(name: str, updates: str) -> None
     assert 0.95 * expected <= measured <= expected
 
 
-@pytest.mark.parametrize("updates", ["after", "during"])
+@UPDATES
 @pytest.mark.parametrize("name", SIZED)
 @pytest.mark.grid(every=4)
 def test_no_limit_is_exceeded(name: str, updates: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -617,49 +701,31 @@ def test_no_limit_is_exceeded(name: str, updates: str, monkeypatch: pytest.Monke
         read(file, into, offset)
 
     monkeypatch.setattr(HostFile, "read", slowly)
-    found = peaks(name, updates, lambda least, _: [int(more * least) for more in (1, 1.1, 1.2, 1.5, 2)], measured=True)
+    found = peaks(name, updates, lambda least, _: [int(more * least) for more in (1, 1.2, 2)], measured=True)
     assert all(measured <= expected <= limit for measured, expected, limit in found), found
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("name", ["deep", "no biases"])
-@pytest.mark.grid(every=3)
-def test_the_predicted_peak_holds_in_every_order(name: str, updates: str, any_order: list[bool]) -> None:
-    ((measured, expected, _),) = peaks(name, updates, measured=True)
-    assert any(any_order)
-    assert measured <= expected
-
-
-def test_an_early_exit_returns_the_results_of_all_blocks_so_far() -> None:
-    """The plan has operations left that drop values which the caller holds."""
-
-    class Exits(Adapted):
-        until = 5
-
-        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-            found = []
-            for base, down, up in list(zip(self.base, self.down, self.up, strict=True))[: self.until]:
-                x = x + torch.tanh(base(x))
-                found.append(up(down(x)))
-            return found
-
-    torch.manual_seed(0)
-    net, x = Exits(), torch.randn(16, 64)
-    model = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
-    force(model, adamw([p for p in net.parameters() if p.requires_grad]), 0.0)
-    for until in (5, 4, 3, 2):
-        net.until = until
-        assert same([t.detach() for t in model(x)], [t.detach() for t in net(x)])
 
 
 # -- what is there, and what is refused
 
 
+def layers() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(32, 64)
+
+
 def small(**options: Any) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
-    torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(32, 64)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, **options).measure(x, repeats=1)
-    return wrapped, adamw(list(model.parameters())), x
+    net, x = layers()
+    wrapped = rotoff.Checkpointable(net, cache_directory=None, **options).measure(x, repeats=1)
+    return wrapped, adamw(list(net.parameters())), x
+
+
+def placed(share: float, **options: Any) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
+    model, optimizers, x = small()
+    place(model, optimizers, share, **options)
+    return model, optimizers, x
+
+
+def during(share: float = 0.1) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
+    return placed(share, updates="during")
 
 
 def test_parameters_stay_the_callers_and_lie_where_the_plan_says() -> None:
@@ -672,8 +738,7 @@ def test_parameters_stay_the_callers_and_lie_where_the_plan_says() -> None:
         away = in_file()
         for k, group in enumerate(plan.groups, start=1):
             assert {away(p) for p in group.parameters} == {w(k) not in plan.resident}
-        loss = model(x).square().mean()
-        loss.backward()
+        model(x).square().mean().backward()
         assert all(p.grad is not None for p in before)
         optimizers[0].step()
         away = in_file()
@@ -703,32 +768,8 @@ def test_with_room_for_everything_nothing_is_done() -> None:
     assert not model._plan.keeps_all
     added_up(model, optimizers, x)
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
-    away = in_file()
-    assert not any(away(p) for p in model.parameters())
+    assert not any(map(in_file(), model.parameters()))
     assert not optimizers[0]._optimizer_step_pre_hooks
-
-
-def test_a_smaller_limit_after_updates_that_kept_everything() -> None:
-    """What was on the host before them is not what the parameters are."""
-    losses = []
-    for limited in (False, True):
-        torch.manual_seed(0)
-        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
-        optimizer, seen = adamw(list(model.parameters()))[0], []
-        if limited:
-            model = rotoff.Checkpointable(model, cache_directory=None)
-            model.compute_sequence(device_limit="1 TiB", optimizer=optimizer)  # nothing is measured yet
-        for n in range(3):
-            for _ in range(2):
-                loss = model(torch.randn(32, 64)).square().mean()
-                loss.backward()
-                seen.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-            if limited and n == 0:
-                model.compute_sequence(device_limit=model.keep_all_memory - 1, optimizer=optimizer, refine=False)
-        losses.append(seen)
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("mode", ["joint", "offload"])
@@ -754,26 +795,23 @@ def distorted(profile: TapeProfile, seed: int) -> TapeProfile:
     return replace(profile, trace=replace(trace, ran=by(trace.ran), backward=by(trace.backward)), rates=rates)
 
 
-@pytest.mark.parametrize("updates", ["after", "during"])
+@UPDATES
 @pytest.mark.parametrize("name", ["first frozen", "tied", "convolutions"])
 @pytest.mark.grid(every=4)
 def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> None:
     model, batch = drawn(name, SIZED)
-    x = batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
     optimizers = adamw([p for p in model.parameters() if p.requires_grad])
     options: dict[str, Any] = {"optimizer": optimizers, "refine": False, "updates": updates}
-    measured, least = wrapped.compute_sequence(device_limit="1 TiB", **options).profile, list[int]()
+    measured, found = wrapped.compute_sequence(device_limit="1 TiB", **options).profile, list[int]()
     for seed in range(2):
         for course in runner_of(wrapped):
             course.profile = distorted(measured, seed)
-        with pytest.raises(rotoff.InfeasibleError) as refused:
-            wrapped.compute_sequence(device_limit=1, **options)
-        least.append(refused.value.min_mem_limit)
-        wrapped.compute_sequence(device_limit=least[0], **options)
+        found.append(least(wrapped, **options))
+        wrapped.compute_sequence(device_limit=found[0], **options)
         with pytest.raises(rotoff.InfeasibleError):
-            wrapped.compute_sequence(device_limit=least[0] - 1, **options)
-    assert len(set(least)) == 1
+            wrapped.compute_sequence(device_limit=found[0] - 1, **options)
+    assert len(set(found)) == 1
 
 
 class Total(torch.optim.SGD):
@@ -797,6 +835,17 @@ class Counting(torch.optim.SGD):
             group["steps"] = group.get("steps", 0) + 1
 
 
+def recorded(m: Any, o: Any) -> None:
+    place(m, o, 0.2)
+    with m.record_step():
+        m(torch.randn(32, 64))
+
+
+def checked(m: Any, o: Any) -> None:
+    model, optimizers, _ = small(check=True)
+    model.compute_sequence(device_limit=10**6, optimizer=optimizers)
+
+
 REFUSED = {
     "both limits": (lambda m, o: m.compute_sequence(10**6, device_limit=10**6, optimizer=o), "give one of them: mem_limit"),
     "none": (lambda m, o: m.compute_sequence(), "give one of them: mem_limit"),
@@ -808,6 +857,8 @@ REFUSED = {
     "LBFGS": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=torch.optim.LBFGS(m.parameters())), "LBFGS"),
     "total": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Total(m.parameters(), lr=1)), "does not update each parameter by itself"),
     "counting": (lambda m, o: m.compute_sequence(device_limit=1, optimizer=Counting(m.parameters(), lr=1)), "does not update each parameter by itself"),
+    "check": (checked, "check=True"),
+    "recording": (recorded, "record_step"),
 }  # fmt: skip
 
 
@@ -820,108 +871,34 @@ def test_what_is_refused(name: str) -> None:
     added_up(model, optimizers, x)
 
 
-def test_a_check_and_a_group_of_processes_are_refused() -> None:
-    model, optimizers, _ = small(check=True)
-    with pytest.raises(rotoff.OptionError, match="check=True"):
-        model.compute_sequence(device_limit=10**6, optimizer=optimizers)
-
-
-def test_a_plan_may_be_asked_for_before_anything_is_measured() -> None:
-    plain, optimizers, x = small()
-    before = rotoff.Checkpointable(copy.deepcopy(plain._model), cache_directory=None)
-    others = adamw(list(before.parameters()))
-    limit = place(plain, optimizers, 0.2)
-    before.compute_sequence(device_limit=limit, optimizer=others, refine=False)
-    for _ in range(2):
-        added_up(plain, optimizers, x)
-        added_up(before, others, x)
-    assert before._plan.placed is not None
-    assert all(map(torch.equal, before.parameters(), plain.parameters()))
-
-
-def test_recording_a_step_is_refused() -> None:
-    model, optimizers, x = small()
-    place(model, optimizers, 0.2)
-    with pytest.raises(rotoff.OptionError, match="record_step"), model.record_step():
-        model(x)
-    added_up(model, optimizers, x)
-
-
-def during(share: float = 0.1) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
-    model, optimizers, x = small()
-    place(model, optimizers, share, updates="during")
-    return model, optimizers, x
-
-
-def accumulate(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
+def back(model: Any, x: torch.Tensor) -> None:
     model(x).sum().backward()
-    model(x).sum().backward()
-
-
-def left_over(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    model(x)
-
-
-def never_cleared(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
-    for _ in range(2):
-        model(x).sum().backward()
-        optimizer.step()
-
-
-def stepped_twice(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
-    model(x).sum().backward()
-    optimizer.step()
-    optimizer.step()
-
-
-def clipped_by_hand(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
-    model(x).sum().backward()
-    for p in model.parameters():
-        if p.grad is not None:
-            p.grad.mul_(0.1)
-
-
-def evaluated_before_the_step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
-    model(x).sum().backward()
-    with torch.no_grad():
-        model(x)
-
-
-def cleared_before_the_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
-    model(x).sum().backward()
-    optimizer.zero_grad()
-    optimizer.step()
-
-
-def stepped_by_another(model: Any, optimizer: Any, x: torch.Tensor) -> None:
-    model(x).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def flat(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     whole = torch.zeros(sum(p.numel() for p in model.parameters()))
     for p, part in zip(model.parameters(), whole.split([p.numel() for p in model.parameters()]), strict=True):
         p.grad = part.view_as(p)
-    model(x).sum().backward()
+    back(model, x)
 
 
+AT_ONCE = "clipping needs all gradients at once"
 ALL_GRADIENTS = {
-    "clip_grad_norm_": (lambda m, o, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), "clipping needs all gradients at"
-                                                                                    " once"),
-    "clip_grad_value_": (lambda m, o, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), "clipping needs all gradients at"
-                                                                                      " once"),
+    "clip_grad_norm_": (lambda m, o, x: nn.utils.clip_grad_norm_(m.parameters(), 1.0), AT_ONCE),
+    "clip_grad_value_": (lambda m, o, x: nn.utils.clip_grad_value_(m.parameters(), 1.0), AT_ONCE),
     "GradScaler": (lambda m, o, x: torch.amp.GradScaler("cpu").scale(m(x).sum()), "a GradScaler needs all gradients"),
-    "accumulation": (accumulate, "comes between a backward and optimizer.step"),
-    "gradients before": (left_over, "gradients before the backward"),
-    "no zero_grad": (never_cleared, "have not been cleared"),
-    "clipping by hand": (clipped_by_hand, "more than one element"),
-    "eval before the step": (evaluated_before_the_step, "comes between a backward and optimizer.step"),
-    "cleared before the step": (cleared_before_the_step, "were cleared between the backward and"),
-    "another optimizer": (stepped_by_another, "has used up gradients of this optimizer's parameters"),
+    "accumulation": (lambda m, o, x: (back(m, x), back(m, x)), "comes between a backward and optimizer.step"),
+    "gradients before": (lambda m, o, x: ([setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()], m(x)),
+                         "gradients before the backward"),
+    "no zero_grad": (lambda m, o, x: [(back(m, x), o.step()) for _ in "ab"], "have not been cleared"),
+    "clipping by hand": (lambda m, o, x: (back(m, x), [p.grad.mul_(0.1) for p in m.parameters() if p.grad is not None]),
+                         "more than one element"),
+    "eval before the step": (lambda m, o, x: (back(m, x), looked_up(m, m, x)), "comes between a backward and optimizer.step"),
+    "cleared before the step": (lambda m, o, x: (back(m, x), o.zero_grad(), o.step()), "were cleared between the backward and"),
+    "another optimizer": (lambda m, o, x: (back(m, x), torch.optim.SGD(m.parameters(), lr=0.1).step()),
+                          "has used up gradients of this optimizer's parameters"),
     "a part of a gradient of all": (flat, "gradients before the backward"),
-    "a second step": (stepped_twice, r"a second optimizer.step\(\) after one backward"),
+    "a second step": (lambda m, o, x: (back(m, x), o.step(), o.step()), r"a second optimizer.step\(\) after one backward"),
 }  # fmt: skip
 
 
@@ -935,10 +912,9 @@ def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backw
         use(model, optimizers[0], x)
     nn.utils.clip_grad_norm_(other.parameters(), 1.0)  # which another model may do
     torch.amp.GradScaler("cpu").scale(other(torch.ones(2, 4)).sum()).backward()
-    for optimizer in optimizers:
-        with suppress(rotoff.ExecutionError):
-            optimizer.step()
-        optimizer.zero_grad()
+    with suppress(rotoff.ExecutionError):
+        optimizers[0].step()
+    optimizers[0].zero_grad()
     added_up(model, optimizers, x)
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
     model(x).sum().backward()
@@ -946,97 +922,30 @@ def test_what_needs_all_gradients_is_refused_where_updates_come_during_the_backw
     torch.amp.GradScaler("cpu").scale(model(x).sum())
 
 
-def test_gradients_that_no_given_optimizer_updates_are_the_callers() -> None:
-    model, batch = drawn("language")
-    x = batch()
-    plain = copy.deepcopy(model)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    model.zero_grad()
-
-    def both(net: nn.Module) -> list[Optimizer]:
-        every = list(net.parameters())
-        return [torch.optim.AdamW(every[::2], lr=0.01), torch.optim.SGD(every[1::2], lr=0.1)]
-
-    own, twin = both(model), both(plain)
-    force(wrapped, own[:1], 0.0, updates="during")
-    for n in range(4):
-        for net, optimizers in ((wrapped, own), (plain, twin)):
-            torch.manual_seed(n)
-            net(x).float().square().mean().backward()
-            for optimizer in optimizers[: 1 + n % 2]:
-                optimizer.step()
-                optimizer.zero_grad()
-        theirs, expected = (
-            [p.new_zeros(()) if p.grad is None else p.grad for p in optimizers[1].param_groups[0]["params"]]
-            for optimizers in (own, twin)
-        )
-        assert same(theirs, expected)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
+@UPDATES
 def test_parameters_changed_between_forward_and_backward_are_noticed(updates: str) -> None:
-    model, batch = drawn("language")
-    x = batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    model.zero_grad()
-    optimizers = adamw(list(model.parameters()))
-    force(wrapped, optimizers, 0.0, updates=updates)
-    loss = wrapped(x).float().square().mean()
-    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()})
+    net, batch = drawn("language")
+    _, (_, run, _) = twins(net, batch(), updates=updates)
+    loss = run(batch()).float().square().mean()
+    run.load_state_dict({name: 0.5 * value for name, value in run.state_dict().items()})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-class Skips(nn.Module):
-    """Skips other layers in each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-        self.step = 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, layer in enumerate(self.layers):
-            if (self.step + n) % 4:
-                x = x + torch.tanh(layer(x))
-        return x
-
-
-@pytest.mark.filterwarnings("error:.*ended early:RuntimeWarning")
-@pytest.mark.parametrize("updates", ["after", "during"])
-def test_a_backward_may_end_before_the_first_stage(updates: str) -> None:
-    torch.manual_seed(0)
-    plain, x = Skips(), torch.randn(32, 32)
-    model = copy.deepcopy(plain)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    model.zero_grad()
-    own, twin = adamw(list(model.parameters())), adamw(list(plain.parameters()))
-    force(wrapped, own, 0.0, updates=updates)
-    for n in range(8):
-        for net, run, optimizers in ((model, wrapped, own), (plain, plain, twin)):
-            net.step = n + 2
-            added_up(run, optimizers, x)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
+@UPDATES
 def test_steps_in_hooks_of_parameters_are_refused(updates: str) -> None:
     """As in the tutorial of updates in the backward, which rotoff does by itself."""
-    torch.manual_seed(0)
     net, x = nn.Sequential(*[nn.Linear(48, 48) for _ in range(5)]), torch.randn(16, 48)
     net[4].weight = net[0].weight
-    wrapped = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
-    net.zero_grad()
-    own = {p: torch.optim.SGD([p], lr=0.1) for p in net.parameters()}
-    force(wrapped, list(own.values()), 0.0, updates=updates)
-    handles = [p.register_post_accumulate_grad_hook(lambda p: own[p].step()) for p in net.parameters()]
+    _, (model, run, own) = twins(net, x, updates=updates, make=lambda p: [torch.optim.SGD([one], lr=0.1) for one in p])
+    steps = dict(zip(model.parameters(), own, strict=True))
+    handles = [p.register_post_accumulate_grad_hook(lambda p: steps[p].step()) for p in steps]
     with pytest.raises(rotoff.ExecutionError, match='leave it out there.*plan with updates="during"'):
-        wrapped(x).sum().backward()
+        run(x).sum().backward()
     for handle in handles:
         handle.remove()
-    net.zero_grad()
-    added_up(wrapped, list(own.values()), x)
+    model.zero_grad()
+    added_up(run, own, x)
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -1087,94 +996,13 @@ def test_a_model_with_marks_is_collected() -> None:
     assert gone() is None
 
 
-class Wider(nn.Module):
-    """What it saves grows with the numbers that it gets, up to all of a row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            seen = x[x[:, 0] > 0]
-            x = x + torch.tanh(layer(x)) + torch.tanh(layer(seen)).exp().mean()
-        return x
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-def test_what_is_kept_and_what_data_makes_larger_lie_apart_on_the_host(updates: str) -> None:
-    """Both take host bytes that were not planned, in the same step."""
-    torch.manual_seed(0)
-    model, few, many = Wider(), torch.randn(256, 32), torch.rand(256, 32)
-    few[:, 0] = -few[:, 0].abs()
-    few[:32, 0] = 1
-    plain, kept = copy.deepcopy(model), []
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(few, repeats=1)
-    model.zero_grad()
-    optimizers, twin = adamw(list(model.parameters())), adamw(list(plain.parameters()))
-    force(wrapped, optimizers, 0.0, updates=updates)
-    for n in range(6):
-        for net, run, own in ((model, wrapped, optimizers), (plain, plain, twin)):
-            for p in net.parameters() if n > 1 else ():
-                kept.append(p.data)
-                p.data = p.data.clone()
-            added_up(run, own, many if n % 3 == 2 else few)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
-    """Its step runs without a plan, autograd adds to what is left of the gradients, and a planned step follows."""
-    plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)])
-    model, x = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None), torch.randn(512, 64)
-    twin, optimizers = adamw(list(plain.parameters())), adamw(list(model.parameters()))
-    model.measure(x).compute_sequence(device_limit=2_600_000, optimizer=optimizers, updates="during")
-    assert not model._plan.keeps_all
-    for n, rows in enumerate((2, 512, 512, 2, 512, 2)):
-        for one, own in ((model, optimizers), (plain, twin)):
-            if n == 5:  # between forward and backward
-                loss = one(x[:rows]).square().mean()
-                own[0].zero_grad(set_to_none=False)
-            else:
-                own[0].zero_grad(set_to_none=False)
-                loss = one(x[:rows]).square().mean()
-            loss.backward()
-            own[0].step()
-        assert not n or model._plan.keeps_all == (rows == 2)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    optimizers[0].zero_grad()
-    model(x).square().mean().backward()
-    optimizers[0].step()
-    with pytest.raises(rotoff.ExecutionError, match="have not been cleared"):
-        model(x[:2]).square().mean().backward()
-
-
-def test_a_step_that_another_took_the_place_of_is_right() -> None:
-    model, optimizers, x = small()
-    place(model, optimizers, 0.1)
-    plain = copy.deepcopy(model._model)
-    for run, own in ((model, optimizers), (plain, adamw(list(plain.parameters())))):
-        first = run(x).sum()
-        run(x).sum().backward()
-        first.backward()
-        own[0].step()
-        waiting = run(x).sum()
-        for p in run.parameters():
-            p.grad = torch.ones_like(p)
-        own[0].step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            waiting.backward()
-        own[0].zero_grad()
-        added_up(run, own, x)
-    assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
 def mapped_anew(parameter: nn.Parameter) -> torch.Tensor:
     """What another process would have of it."""
     handle = parameter.untyped_storage()._share_fd_cpu_()
     return parameter.new_empty(0).set_(torch.UntypedStorage._new_shared_fd_cpu(*handle), 0, parameter.shape)
 
 
-@pytest.mark.parametrize("updates", ["during", pytest.param("after", marks=pytest.mark.slow)])
+@UPDATES
 @pytest.mark.slow
 def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(updates: str) -> None:
     behind = 0
@@ -1188,9 +1016,7 @@ def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(up
             for _ in range(2):
                 if when == "at each step":
                     others = [p.detach() for p in model.parameters()]
-                model(x).sum().backward()
-                optimizers[0].step()
-                optimizers[0].zero_grad()
+                added_up(model, optimizers, x)
         said = {(str(w.message), w.lineno) for w in seen if "shares the memory" in str(w.message)}
         assert len(said) <= (when != "never")  # of which Python shows one by itself
         for p, other in zip(model.parameters(), others, strict=False):
@@ -1201,12 +1027,10 @@ def test_what_shares_a_parameter_s_memory_and_does_not_follow_it_is_warned_of(up
 
 
 def test_copies_are_plain_models_of_their_own() -> None:
-    model, optimizers, x = small()
-    place(model, optimizers, 0.1)
+    model, optimizers, x = placed(0.1)
     added_up(model, optimizers, x)
     other = copy.deepcopy(model)
-    away = in_file()
-    assert not any(away(p) for p in other.parameters())
+    assert not any(map(in_file(), other.parameters()))
     assert all(map(torch.equal, other.parameters(), model.parameters()))
     assert torch.equal(other(x), model(x))
     saved = io.BytesIO()
@@ -1217,62 +1041,48 @@ def test_copies_are_plain_models_of_their_own() -> None:
 def test_each_parameter_fills_its_storage() -> None:
     """Safetensors takes a tensor in a larger storage for a part of another one."""
     net = nn.Sequential(*(nn.Linear(40, 40) for _ in range(6)))  # biases of 160 bytes, which are no multiple of 64
-    model = rotoff.Checkpointable(net).measure(x := torch.randn(8, 40), repeats=1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model.compute_sequence(device_limit="80 KiB", optimizer=optimizer, refine=False)
-    added_up(model, [optimizer], x)
-    assert any(op.of for op in model.sequence)
-    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
-
-
-def test_placed_parameters_outlive_the_module_that_placed_them() -> None:
-    model, optimizers, x = small()
-    place(model, optimizers, 0.1)
-    added_up(model, optimizers, x)
-    inner = model._model
-    content = [p.detach().clone() for p in inner.parameters()]
-    del model
-    gc.collect()
-    assert all(map(torch.equal, inner.parameters(), content))
-    added_up(inner, optimizers, x)
-    assert all(torch.isfinite(p).all() for p in inner.parameters())
-
-
-def test_a_group_moves_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each operation of the plan, however many tensors the group has."""
-    started: list[int] = []
-    submit = FileLink._submit
-    monkeypatch.setattr(
-        FileLink, "_submit", lambda link, ticket: (started.append(len(ticket.offsets)), submit(link, ticket))[1]
-    )
-    model, optimizers, x = small()
-    place(model, optimizers, 0.0)
-    added_up(model, optimizers, x)
-    started.clear()
-    added_up(model, optimizers, x)
-    planned = [op for op in model.sequence if op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH)]
-    assert 0 < len(started) <= len(planned)
-    assert max(started) == 2  # such as the two states of a weight
+    _, (_, run, own) = twins(net, x := torch.randn(8, 40), share=0.1, plan=place)
+    added_up(run, own, x)
+    assert any(op.of for op in run.sequence)
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in run.parameters())
 
 
 # -- faults
 
 
-def test_a_copy_that_fails() -> None:
-    """The disk is full once, in each copy of a step and its update: the caller is told what has been updated, no
-    parameter is lost or half updated, and the next step trains as the plain model does."""
-    model, optimizers, x = small()
-    force(model, optimizers, 0.2)
-    added_up(model, optimizers, x)
-    own = {name: getattr(HostFile, name) for name in ("read", "write")}
-    left = 0  # copies before the one that fails
+@contextmanager
+def failing(at: int, error: BaseException, places: list[tuple[Any, str]]) -> Iterator[Any]:
+    """Within, call number `at` of all at those places raises `error`; gives the count of them."""
+    calls = itertools.count()
 
-    def failing(file: HostFile, data: memoryview, offset: int, name: str) -> None:
-        nonlocal left
-        left -= 1
-        if left == -1:
-            raise OSError(28, "injected")
-        own[name](file, data, offset)
+    def counted(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any) -> Any:
+            if next(calls) == at:
+                raise error
+            return function(*args)
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, counted(getattr(owner, name))))
+        yield calls
+
+
+COPIES = [(HostFile, "read"), (HostFile, "write")]
+CALLS = [(Placement, "operate"), (Lent, "bring"), (updates_of, "own_step"), (GroupUpdates, "_update_on_device")]
+
+
+@UPDATES
+@pytest.mark.parametrize("kind", [OSError, MemoryError, KeyboardInterrupt])
+@pytest.mark.grid
+def test_an_error_at_any_copy_or_operation(kind: Any, updates: str) -> None:
+    """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step
+    trains as the plain model does. A disk that is full is an error of its copies."""
+    model, optimizers, x = small()
+    force(model, optimizers, 0.2, updates=updates)
+    added_up(model, optimizers, x)
 
     def plainly() -> list[nn.Parameter]:
         """What a step of the plain model makes of the present parameters and states."""
@@ -1282,93 +1092,32 @@ def test_a_copy_that_fails() -> None:
         added_up(plain, twin, x)
         return list(plain.parameters())
 
-    partly = 0
-    for at in itertools.count(0, 2):
-        left, told = at, ""
+    reached = 0
+    for at in itertools.count(0, 2 if kind is OSError else 1):
         rows = [(p, p.detach().clone(), new) for p, new in zip(model.parameters(), plainly(), strict=True)]
-        with ExitStack() as stack:
-            for name in own:
-                stack.enter_context(mock.patch.object(HostFile, name, functools.partialmethod(failing, name=name)))
+        error, told = kind(28, "injected"), []
+        with failing(at, error, COPIES if kind is OSError else CALLS) as calls:
             try:
-                model(x).sum().backward()
-                optimizers[0].step()
-            except rotoff.ExecutionError as error:
-                assert "injected" in str(error)
-                told = "".join(getattr(error, "__notes__", ()))
-        optimizers[0].zero_grad()
-        if left >= 0:
+                added_up(model, optimizers, x)
+            except BaseException as caught:
+                assert caught is error or "injected" in str(caught)
+                told = [note for note in getattr(caught, "__notes__", ()) if "updated" in note]
+        if next(calls) <= at:
             break
+        optimizers[0].zero_grad()
         assert all(torch.equal(p, old) or torch.equal(p, new) for p, old, new in rows)
         changed = sum(not torch.equal(p, old) for p, old, _ in rows)
-        if 0 < changed < len(rows):
-            assert f"had updated {changed};" in told or sys.version_info < (3, 11)
-            partly += 1
+        if 0 < changed < len(rows) and sys.version_info >= (3, 11):
+            assert f"had updated {changed};" in told[0]
+            if updates == "during":
+                groups = told[1].split(", perhaps in part ")[0].split("it has updated ")[1]
+                assert groups.count("group") == changed // 2  # of a weight and a bias each
+            reached += 1
         after = plainly()
         added_up(model, optimizers, x)
         assert all(map(torch.equal, model.parameters(), after))
-    assert at > 10
-    assert partly
-
-
-def interrupted(model: Any, optimizers: list[Optimizer], x: torch.Tensor, at: int, error: BaseException) -> bool:
-    """Run a step in which the operation or update number `at` fails; returns whether there was one."""
-    count = itertools.count()
-
-    def failing(function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            if next(count) == at:
-                raise error
-            return function(*args)
-
-        return call
-
-    patches: list[tuple[Any, str]] = [(Placement, "operate"), (Lent, "bring"), (updates, "own_step")]
-    patches.append((GroupUpdates, "_update_on_device"))
-    with ExitStack() as stack:
-        for owner, name in patches:
-            stack.enter_context(mock.patch.object(owner, name, failing(getattr(owner, name))))
-        try:
-            added_up(model, optimizers, x)
-        except BaseException as caught:
-            assert caught is error
-            return True
-    return False
-
-
-@pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
-@pytest.mark.grid
-def test_an_error_at_any_operation(kind: type[BaseException], updates: str) -> None:
-    """Parameters that no update was begun of are as they were, the others whole; the caller is told; and the next step
-    trains."""
-    model, optimizers, x = small()
-    place(model, optimizers, 0.2, updates=updates)
-    added_up(model, optimizers, x)
-    reached = 0
-    for at in itertools.count():
-        before = [p.detach().clone() for p in model.parameters()]
-        error = kind("injected")
-        optimizers[0].zero_grad()
-        if not interrupted(model, optimizers, x, at, error):
-            break
-        changed = sum(not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-        notes = [note for note in getattr(error, "__notes__", ()) if "updated" in note]
-        if changed:
-            assert f"had updated {changed};" in notes[0]
-        if changed and updates == "during":
-            groups = notes[1].split(", perhaps in part ")[0].split("it has updated ")[1]
-            assert groups.count("group") == changed // 2  # of a weight and a bias each
-        reached += bool(changed)
-    assert at > 20
-    assert reached > 5
-    plain, whole = copy.deepcopy(model._model), list(model.parameters())
-    twin = adamw(list(plain.parameters()))
-    twin[0].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    optimizers[0].zero_grad()
-    for _ in range(3):
-        added_up(model, optimizers, x)
-        added_up(plain, twin, x)
-    assert all(map(torch.equal, whole, plain.parameters()))
+    assert at > (10 if kind is OSError else 20)
+    assert reached > (0 if kind is OSError else 5)
 
 
 def test_a_backward_that_fails_elsewhere_after_updates_warns() -> None:
@@ -1411,6 +1160,9 @@ def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
     assert "the losses are the same" in done.stdout, done.stdout
 
 
+# -- frozen parameters, forwards without gradients, states that come later
+
+
 def test_frozen_first_layers_lie_on_the_host() -> None:
     """The smallest limit is that of a model that is trained as a whole, but for their output. Thawed, they are placed
     as all others."""
@@ -1429,6 +1181,28 @@ def test_frozen_first_layers_lie_on_the_host() -> None:
     before = [p.clone() for p in model.parameters()]
     added_up(wrapped, optimizers, x)
     assert not any(map(torch.equal, before, model.parameters()))
+
+
+@UPDATES
+def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> None:
+    net, x = layers()
+    own = adamw(list(net.parameters()))
+    for _ in range(2):
+        added_up(net, own, x)
+    net[:3].requires_grad_(False)
+    model = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
+    options: dict[str, Any] = {"optimizer": own, "refine": False, "updates": updates}
+    model.compute_sequence(device_limit=int(1.2 * least(model, **options)), **options)
+
+    def start() -> None:
+        own_again(net, own)
+        added_up(model, own, x)
+
+    states = own[0].state[net[0][0].weight]
+    average = states["exp_avg"].clone()
+    steps = peak_bytes(lambda: [added_up(model, own, x) for _ in range(2)], before=start)
+    assert steps + x.nbytes <= model.get_expected_memory()
+    assert torch.equal(states["exp_avg"], average)
 
 
 def looked_up(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
@@ -1451,11 +1225,6 @@ def differentiated(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
     return x.grad
 
 
-def in_eval_mode(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
-    run.eval()
-    return differentiated(run, net, looked_up(run, net, x))
-
-
 def in_turns(run: nn.Module, net: nn.Module, x: torch.Tensor) -> Any:
     return differentiated(run.eval(), net, x) + differentiated(run.train(), net, x) + looked_up(run, net, x)
 
@@ -1473,14 +1242,10 @@ def closed(run: Any, net: nn.Module, x: torch.Tensor) -> Any:
     return before + looked_up(run, net, x)
 
 
-FROZEN = [looked_up, inferred, unneeded, differentiated, in_eval_mode, in_turns, reloaded_later, closed]
-
-
-@pytest.mark.parametrize("use", FROZEN, ids=lambda use: use.__name__)
+@pytest.mark.parametrize("use", [in_turns, inferred, unneeded, reloaded_later, closed], ids=lambda use: use.__name__)
 @pytest.mark.grid(every=3)
 def test_a_frozen_model_needs_no_optimizer(use: Any) -> None:
     """A teacher, a reference or a reward model: its parameters lie on the host, and nothing is updated."""
-    torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
     plain, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(16, 32)
     net = copy.deepcopy(plain)
@@ -1493,7 +1258,6 @@ def test_a_frozen_model_needs_no_optimizer(use: Any) -> None:
 
 def test_a_frozen_model_keeps_its_limit() -> None:
     """Also where a plan would find no room; thawed, it asks for the optimizer."""
-    torch.manual_seed(0)
     net, x = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8))).requires_grad_(False), torch.randn(8, 96)
     model = rotoff.Checkpointable(net, cache_directory=None).compute_sequence(device_limit="20 KiB")
     looked_up(model, net, x)
@@ -1511,132 +1275,80 @@ def test_a_frozen_model_keeps_its_limit() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_forward_without_gradients_keeps_the_limit_of_training(trains: bool) -> None:
     """Its own code holds more than a planned step does: what the plan keeps on the device between steps makes room."""
-    model, batch = drawn("first frozen")
-    twin, x = copy.deepcopy(model), batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    model.zero_grad()
-    own, others = adamw(list(model.parameters())), adamw(list(twin.parameters()))
-    limit = place(wrapped, own, 0.0)
+    net, batch = drawn("first frozen")
+    (twin, _, others), (model, run, own) = twins(net, x := batch(), plan=place)
+    limit = run.mem_limit
 
     def after_steps() -> None:
-        own_again(model, own)
-        for module in model.modules():
-            module._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
-        wrapped.compute_sequence(device_limit=limit, optimizer=own, refine=False)
-        added_up(wrapped.train(), own, x)
-        own[0].zero_grad()
-        wrapped.train(trains)
+        anew(model, own)
+        run.compute_sequence(device_limit=limit, optimizer=own, refine=False)
+        added_up(run.train(), own, x)
+        run.train(trains)
 
-    assert peak_bytes(lambda: looked_up(wrapped, model, x), before=after_steps) + x.nbytes <= limit
+    assert peak_bytes(lambda: looked_up(run, model, x), before=after_steps) + x.nbytes <= limit
     added_up(twin, others, x)
-    others[0].zero_grad()
     twin.train(trains)(x)
-    for net, optimizers in ((wrapped, own), (twin, others)):
-        added_up(net.train(), optimizers, x)
-        looked_up(net.eval(), net, x)
-        added_up(net.train(), optimizers, x)
+    for one, optimizers in ((run, own), (twin, others)):
+        added_up(one.train(), optimizers, x)
+        looked_up(one.eval(), one, x)
+        added_up(one.train(), optimizers, x)
     assert same(result(model, own), result(twin, others))
 
 
 def test_a_forward_without_gradients_says_that_it_exceeds_the_limit_of_training(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, batch = drawn("first frozen")
-    x, optimizers = batch(), adamw(list(model.parameters()))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
-    limit = place(wrapped, optimizers, 0.0, updates="during")
-    added_up(wrapped, optimizers, x)
-    optimizers[0].zero_grad()
+    net, batch = drawn("first frozen")
+    _, (model, run, own) = twins(net, x := batch(), updates="during", plan=place)
+    added_up(run, own, x)
     with caplog.at_level("WARNING", "rotoff"):
         for _ in range(3):
-            looked_up(wrapped, model, torch.cat([x] * 4))
+            looked_up(run, model, torch.cat([x] * 4))
     (told,) = (record.message for record in caplog.records)
     found = re.search(r"needs at least .* \((\d+) bytes\).*the device_limit is .* \((\d+) bytes\)", told)
     assert found is not None
-    assert int(found[1]) > limit == int(found[2])
+    assert int(found[1]) > run.mem_limit == int(found[2])
 
 
 def test_a_frozen_teacher_beside_its_student() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(10)]
-    plain = nn.Sequential(*layers[:6]).requires_grad_(False).eval(), nn.Sequential(*layers[6:])
+    """Each under a limit; in some steps the gradients of the student go through the teacher."""
+    plain = nn.Sequential(*several(6, 64, 128)).requires_grad_(False).eval(), nn.Sequential(*several(4, 64, 128))
     twin, x = copy.deepcopy(plain), torch.randn(16, 64)
-    optimizers = [adamw(list(student.parameters())) for _, student in (plain, twin)]
     teacher, student = (rotoff.Checkpointable(net, cache_directory=None) for net in twin)
-    teacher.compute_sequence(device_limit="260 KiB", refine=False)
-    student.compute_sequence(device_limit="500 KiB", optimizer=optimizers[1], refine=False)
+    own = [adamw(list(one.parameters())) for one in (plain[1], twin[1])]
+    teacher.compute_sequence(device_limit="330 KiB", refine=False)
+    student.compute_sequence(device_limit="500 KiB", optimizer=own[1], refine=False)
     for n in range(4):
-        for (above, below), own in ((plain, optimizers[0]), ((teacher, student), optimizers[1])):
-            if n % 2:  # its gradients go through the teacher
-                above(below(x)).square().mean().backward()
-            else:
-                (below(x) - looked_up(above, above, x)).square().mean().backward()
-            own[0].step()
-            own[0].zero_grad()
-    assert teacher._plan.placed is not None
-    assert student._plan.placed is not None
-    assert same(result(twin[1], optimizers[1]), result(plain[1], optimizers[0]))
+        for (above, below), (optimizer,) in zip((plain, (teacher, student)), own, strict=True):
+            result_of = above(below(x)) if n % 2 else below(x) - looked_up(above, above, x)
+            result_of.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert teacher._plan.placed is not None and student._plan.placed is not None
+    assert same(result(twin[1], own[1]), result(plain[1], own[0]))
 
 
 def test_a_state_made_later_is_said_and_placed_by_the_next_plan() -> None:
     """Also where the parameter has had a place, without room for the state."""
     model, _, x = small()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    place(model, [optimizer], 0.2)
-    added_up(model, [optimizer], x)
-    optimizer.param_groups[0]["momentum"] = 0.9
+    own = [torch.optim.SGD(model.parameters(), lr=0.01)]
+    place(model, own, 0.2)
+    added_up(model, own, x)
+    own[0].param_groups[0]["momentum"] = 0.9
     with pytest.warns(RuntimeWarning, match="keeps 'momentum_buffer' for its parameters, which it did not when"):
-        added_up(model, [optimizer], x)
-    with pytest.raises(rotoff.InfeasibleError) as refused:
-        model.compute_sequence(device_limit=1, optimizer=optimizer, refine=False)
-    plain = copy.deepcopy(model._model)
+        added_up(model, own, x)
+    smallest, plain = least(model, optimizer=own, refine=False), copy.deepcopy(model._model)
     twin = torch.optim.SGD(plain.parameters(), lr=0.01, momentum=0.9)
-    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin.load_state_dict(copy.deepcopy(own[0].state_dict()))
 
     def plan() -> None:
-        own_again(model, [optimizer])
-        model.compute_sequence(device_limit=refused.value.min_mem_limit, optimizer=optimizer, refine=False)
-
-    def steps() -> None:
-        for _ in range(3):
-            added_up(model, [optimizer], x)
+        own_again(model, own)
+        model.compute_sequence(device_limit=smallest, optimizer=own, refine=False)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        measured = peak_bytes(steps, before=plan) + x.nbytes
+        measured = peak_bytes(lambda: [added_up(model, own, x) for _ in range(3)], before=plan) + x.nbytes
     assert measured <= model.get_expected_memory()
     for _ in range(3):
         added_up(plain, [twin], x)
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-
-
-def test_a_frozen_discriminator_keeps_the_marks_of_its_own_step() -> None:
-    """Its gradients are cleared before its next backward that has any, and not before the generator's."""
-
-    def trained_by_turns(placed: bool) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        models: list[Any] = [
-            nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(4)]) for _ in "ab"
-        ]
-        x = torch.randn(16, 32)
-        optimizers = [torch.optim.Adam(model.parameters(), lr=1e-3) for model in models]
-        runs = models
-        if placed:
-            runs = [rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1) for model in models]
-            for model, run, optimizer in zip(models, runs, optimizers, strict=True):
-                model.zero_grad()
-                place(run, [optimizer], 0.5, updates="during")
-        for _ in range(3):
-            with torch.no_grad():
-                made = runs[0](x)
-            optimizers[1].zero_grad()
-            runs[1](made).square().mean().backward()
-            optimizers[1].step()
-            models[1].requires_grad_(False)
-            optimizers[0].zero_grad()
-            runs[1](runs[0](x)).mean().backward()
-            optimizers[0].step()
-            models[1].requires_grad_(True)
-        return [p.detach().clone() for model in models for p in model.parameters()]
-
-    assert all(map(torch.equal, trained_by_turns(True), trained_by_turns(False)))

@@ -1,16 +1,20 @@
-"""What is made again in other surroundings than those of the forward: other autocast, flags, hooks and threads."""
+"""What is made again in other surroundings than those of the forward (other autocast, flags, hooks and threads) is what
+the first run made, by the same kernels."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
-from models import fresh, same
-from planned_steps import run_twice, smallest, with_sequence
+from allocated import peak_bytes
+from models import Does, fresh, same
+from planned_steps import bits_and_bytes, run_twice, smallest, with_sequence
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from trunks import LENGTH, WIDTH, Trunk
 
 import rotoff
@@ -57,15 +61,6 @@ def test_a_step_within_saved_tensor_hooks_of_the_caller() -> None:
 # -- threads
 
 
-@pytest.fixture
-def _untouched() -> Iterator[None]:
-    call, apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-    yield
-    assert nn.Module.__call__ is call
-    assert torch.autograd.Function.__dict__["apply"] is apply
-
-
-@pytest.mark.usefixtures("_untouched")
 def test_models_may_be_measured_on_several_threads() -> None:
     failed: list[BaseException] = []
     done: list[rotoff.Checkpointable] = []
@@ -86,3 +81,61 @@ def test_models_may_be_measured_on_several_threads() -> None:
         run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
         run(batch()).sum().backward()
         run.close()
+
+
+def native() -> Any:
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+def convolved(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for n, layer in enumerate(net.layers):
+        with native() if net.within and n % 2 else nullcontext():
+            x = x + layer(x).tanh()
+    return x.square().mean()
+
+
+def convolutions(within: bool) -> nn.Module:
+    return Does(convolved, within=within, layers=nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(6)))
+
+
+def attend(net: Any, x: torch.Tensor) -> torch.Tensor:
+    with sdpa_kernel(SDPBackend.MATH):
+        for layer in net.layers:
+            q, k, v = layer(x).view(2, 24, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            x = x + nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 24, 16)
+    return x.square().mean()
+
+
+def attention() -> nn.Module:
+    return Does(attend, layers=nn.ModuleList(nn.Linear(16, 48) for _ in range(4)))
+
+
+MODELS: dict[str, tuple[Any, tuple[int, ...], Any]] = {
+    "around": (lambda: convolutions(within=False), (2, 8, 12, 12), native),
+    "within": (lambda: convolutions(within=True), (2, 8, 12, 12), nullcontext),
+    "attention": (attention, (2, 24, 16), nullcontext),  # whose fused kernel saves no matrix of scores
+}
+
+
+@pytest.mark.parametrize("mode", ["remat", "offload", "joint"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.grid
+def test_gradients_and_bytes(name: str, mode: str) -> None:
+    make, shape, around = MODELS[name]
+    bits_and_bytes(make(), lambda: torch.randn(shape), [mode], around=around)
+
+
+def test_a_step_under_other_flags_has_a_plan_of_its_own() -> None:
+    model, x = convolutions(within=False), torch.randn(2, 8, 12, 12)
+    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    with native():
+        most = wrapped.measure(x).min_mem_limit("remat")
+    wrapped.measure(x).compute_sequence(most, mode="remat")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with native():
+        loss = wrapped(x)
+    loss.backward()
+    with native():
+        assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory() <= most
+    wrapped.close()

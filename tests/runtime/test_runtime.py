@@ -1,16 +1,18 @@
-"""The interpreter gives the plain model's bits, whatever legal sequence it runs."""
+"""The interpreter gives the plain model's bits, whatever legal sequence it runs, and from the step on that measures."""
 
 from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from allocated import peak_bytes
-from models import ALL, fresh, plain, same, train
+from models import ALL, Does, fresh, linears, plain, same, train
 from planned_steps import smallest, step_peak, with_sequence
 from random_programs import random_sequence
+from step_by_step import works
 from thoroughness import seeds
 from torch import nn
 
@@ -50,16 +52,6 @@ def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str
         measured, predicted = step_peak(wrapped, batch), wrapped.get_expected_memory()
         assert measured <= predicted, f"measured {measured} > predicted {predicted} at {limit}\n{wrapped.sequence}"
     wrapped.close()
-
-
-def test_another_backward_needs_retain_graph() -> None:
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    wrapped.compute_sequence(smallest(wrapped, "joint"))
-    output = wrapped(batch()).sum()
-    output.backward()
-    with pytest.raises((rotoff.ExecutionError, RuntimeError), match="retain_graph"):
-        output.backward()
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
@@ -125,37 +117,6 @@ def test_every_backward_through_one_graph_keeps_the_limit(name: str) -> None:
     wrapped.close()
 
 
-def test_changing_the_output_of_a_moved_stage_in_place_is_noticed() -> None:
-    model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    L = len(wrapped.chain)
-    text = [f"F_all {i}" for i in range(1, L + 1)] + [f"B {i}" for i in range(L, 0, -1)]
-    text[L - 1 : L - 1] = ["offload abar 1", "free abar 1"]
-    text[text.index("B 2") : text.index("B 2")] = ["prefetch abar 1", "wait abar 1"]
-    with_sequence(wrapped, rotoff.Sequence.from_text(text))
-    caught = []
-    handle = model[0].register_forward_hook(lambda m, i, o: caught.append(o))
-    hook = model[L - 2].register_forward_pre_hook(lambda m, i: print(caught[0].mul_(2).shape))
-    with pytest.raises(RuntimeError, match="modified by an inplace"):
-        wrapped(batch()).sum().backward()
-    handle.remove()
-    hook.remove()
-
-
-def test_gradients_of_a_part_only() -> None:
-    """torch.autograd.grad for the last stage's parameters: the rest of the backward never happens, and nothing
-    breaks."""
-    model, batch = fresh("residual")
-    x = batch()
-    torch.manual_seed(4)
-    expected = torch.autograd.grad(model(x).sum(), list(model[-2].parameters()))
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    wrapped.compute_sequence(smallest(wrapped, "joint"))
-    torch.manual_seed(4)
-    got = torch.autograd.grad(wrapped(x).sum(), list(model[-2].parameters()))
-    assert same(list(got), list(expected))
-
-
 def test_what_is_made_again_in_the_forward_outlives_the_views_of_it() -> None:
     """Each stage's output goes, and is made again before the next stage takes views of it, which go before it does."""
     torch.manual_seed(0)
@@ -187,3 +148,76 @@ def test_a_profiler_shows_the_operations_of_the_plan() -> None:
     shown = [event.name.removeprefix("rotoff: ") for event in profiler.events() if event.name.startswith("rotoff: ")]
     assert sorted(shown) == sorted(map(str, wrapped.sequence.ops))
     wrapped.close()
+
+
+def limit_of(model: nn.Module, batch: Any) -> int:
+    """A little above the smallest of a step of the loop."""
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).compute_sequence(1 << 40)
+    train(probe, batch)
+    least = probe.min_mem_limit()
+    limit = least + (probe.keep_all_memory - least) // 5
+    probe.close()
+    return limit
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.grid
+def test_the_first_step_is_planned_and_on_its_course(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = fresh(kind)
+    limit = limit_of(model, batch)
+    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).compute_sequence(limit, refine=False)
+    ours, theirs = train(wrapped, batch), train(model, batch)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert "another course" not in caplog.text
+    assert len(wrapped.plans()) == 1
+    wrapped.close()
+
+
+def test_a_limit_that_is_too_small_leaves_the_model_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Dropout(0.5), nn.Linear(64, 8))
+
+    def counted(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.steps += 1
+        return net.inner(x)
+
+    whole, x = Does(counted, inner=model, steps=0), torch.randn(16, 8)
+    run = rotoff.Checkpointable(whole).compute_sequence(1)
+    run(x).sum().backward()  # the first step records itself
+    before = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    drawn = torch.get_rng_state()
+    with pytest.raises(rotoff.InfeasibleError):
+        run(x)
+    assert whole.steps == 1
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert all(torch.equal(before[name], tensor) for name, tensor in whole.state_dict().items())
+
+
+def tied(net: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Uses one weight three times: twice as a table, and once in a linear layer, for which autocast casts it."""
+    x = 3 * net.table(tokens)
+    for n, layer in enumerate(net.layers):
+        x = torch.tanh(layer(x)) + (0.7 * net.table(tokens.flip(0)) if n == 1 else 0)
+    return nn.functional.cross_entropy(net.head(x).flatten(0, 1), tokens.flatten())
+
+
+def test_gradients_of_a_weight_that_autocast_casts_are_added_up_in_the_plain_order() -> None:
+    table, head, tokens = nn.Embedding(50, 64), nn.Linear(64, 50, bias=False), torch.randint(0, 50, (16, 32))
+    head.weight = table.weight
+    nn.init.normal_(table.weight, std=0.2)
+    model = Does(tied, table=table, head=head, layers=linears(4, 64))
+
+    def gradients(run: nn.Module) -> list[torch.Tensor | None]:
+        run.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(tokens)
+        loss.backward()
+        return [p.grad for p in run.parameters()]
+
+    plain = gradients(copy.deepcopy(model))
+    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
+    with torch.autocast("cpu", torch.bfloat16):
+        limit = (probe.measure(tokens).min_mem_limit() + probe.keep_all_memory) // 2
+    run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(limit)
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(run), plain))
+    assert works(run.sequence)

@@ -63,15 +63,6 @@ def live_bytes() -> int:
     return sum(found.values())
 
 
-def settled_bytes(before: int) -> int:
-    """`live_bytes`, once they are at most `before`: a copy that still runs in a link's thread holds what it reads. After
-    `PATIENCE` seconds, whatever they are."""
-    end = time.monotonic() + PATIENCE
-    while (now := live_bytes()) > before and time.monotonic() < end:
-        time.sleep(0.001)
-    return now
-
-
 def left_bytes(run: Callable[[], object]) -> int:
     """Bytes of storages that operations of `run` made and that are still there `PATIENCE` seconds after it, but for
     gradients of parameters: a copy that still runs in a link's thread keeps its own."""

@@ -3,21 +3,16 @@ of each kind: what a tape notes, and how the next step may differ from it."""
 
 from __future__ import annotations
 
-import contextvars
-import os
 import random
-import sys
-from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
-from step_by_step import PATCH, Call, error_of
+from models import Does
+from step_by_step import Call, error_of
 from torch import nn
-from torch.ao.quantization import FusedMovingAvgObsFakeQuantize, MovingAverageMinMaxObserver
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from trunks import (
     LENGTH,
@@ -30,15 +25,11 @@ from trunks import (
     at,
     drawn,
     large,
-    made_of,
-    of_blocks,
     row,
     runs,
     sets,
+    step_with,
 )
-
-HERE = sys.modules[__name__]
-
 
 # -- arguments and results
 
@@ -52,51 +43,21 @@ row(
 )(Sizes)
 
 
-@row("more layers by an argument, or fewer", call=lambda n: ((drawn(n),), {"layers": (6, 8, 6, 5, 10)[n]}), room=0.7)
-class EarlyExit(Long):
-    def forward(self, x: torch.Tensor, layers: int) -> torch.Tensor:
-        for block in self.blocks[:layers]:
-            x = block(x)
-        return self.head(x)
-
-
-def with_penalty(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0])) + 0.1 * net.penalty
-    loss.backward()
-    net.penalty = None
-    return loss
-
-
-@runs("a tensor of the graph in an attribute, in the loss", step=with_penalty, room=0.6, has={"penalty": lambda: None})
+@runs(
+    "a tensor of the graph in an attribute, in the loss",
+    step=step_with(
+        after=lambda net, *_: setattr(net, "penalty", None),
+        loss=lambda run, net, call, n: error_of(run(*call[0])) + 0.1 * net.penalty,
+    ),
+    room=0.6,
+    has={"penalty": lambda: None},
+)
 def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     net.penalty = torch.zeros(())
     for block in net.blocks:
         x = block(x)
         net.penalty = net.penalty + x.square().mean()
     return net.head(x)
-
-
-Named = namedtuple("Named", "y x")
-
-
-@runs(
-    "outputs of another structure",
-    sets("kind", lambda n: ("one", "tuple", "dict", "named", "one")[n]),
-    room=0.6,
-    has={"kind": lambda: "one"},
-)
-def _(net: Any, x: torch.Tensor) -> Any:
-    for block in net.blocks:
-        x = block(x)
-    y = net.head(x)
-    return {"one": y, "tuple": (y, [x]), "dict": {"y": y, "x": x, "n": 3}, "named": Named(y, x)}[net.kind]
-
-
-def part_of(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    hidden = run(*call[0])
-    loss = error_of(hidden[: 1 + n])
-    loss.backward()
-    return loss
 
 
 class Hidden(Trunk):
@@ -107,15 +68,11 @@ class Hidden(Trunk):
         return [self.head(hidden[-1]), *hidden]
 
 
-row("a loss of another part of the outputs", step=part_of, room=0.6)(Hidden)
-
-
-@runs("a long skip connection enabled", sets("skip", lambda n: n >= 2), room=0.6, has={"skip": bool})
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    first = net.blocks[0](x)
-    second = net.blocks[1](first)
-    y = net.blocks[3](net.blocks[2](second) + second)
-    return net.head(y + first if net.skip else y)
+row(
+    "a loss of another part of the outputs",
+    step=step_with(loss=lambda run, net, call, n: error_of(run(*call[0])[: 1 + n])),
+    room=0.6,
+)(Hidden)
 
 
 # -- what the forward counts, sets, changes in place and draws from
@@ -137,28 +94,6 @@ class Counts(
         self.means.append(x.detach().abs().mean().item())
         counted = self.counts["steps"] * (1 + self.seen / 10) * (1 + sum(self.history))
         return torch.sin(x * (float(self.step) / 3) * counted) / (1 + self.means[-1])
-
-
-@adds("a count whose threshold changes the course", has={"count": int})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    """From the third step on, which measuring does not see."""
-    net.count += 1
-    return torch.sin(x * (3.0 if net.count > 8 else 1.0))
-
-
-class CallsBlock(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return torch.sin(super().forward(x) * self.calls)
-
-
-@row("a counter attribute of each block")
-class CallsBlocks(Trunk):
-    made_of, many = CallsBlock, 6
 
 
 def another_table(net: Any, n: int) -> None:
@@ -203,45 +138,6 @@ row("a buffer that a call changes unannounced")(
 )
 
 
-@adds("a tensor that is no buffer changed in place", has={"mean": lambda: torch.ones(WIDTH)})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = x * net.mean.clone()
-    net.mean.mul_(0.9)
-    return y
-
-
-# -- what lies outside of the model
-
-SCALE = 1.0
-SCALE_HERE: contextvars.ContextVar[float] = contextvars.ContextVar("SCALE_HERE", default=1.0)
-OfGlobal = along(lambda net, x, n: torch.sin(x * SCALE))
-
-
-def activation(x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x)
-
-
-def changed_outside(net: Any, n: int) -> None:
-    """One thing a step."""
-    changes: tuple[Callable[[], object], ...] = (
-        lambda: PATCH.setattr(HERE, "SCALE", 1.1),
-        lambda: PATCH.setattr(HERE, "activation", torch.tanh),
-        lambda: PATCH.setattr(F, "softsign", torch.tanh),
-        lambda: SCALE_HERE.set(1.4),
-        lambda: PATCH.setenv("SCALE_OF_TESTS", "1.5"),
-    )
-    changes[n]()
-
-
-row("a global, functions of the namespace and of torch, a context variable, an environment variable", changed_outside)(
-    along(
-        lambda net, x, n: F.softsign(
-            activation(x * SCALE * SCALE_HERE.get() * float(os.environ.get("SCALE_OF_TESTS", "1")))
-        )
-    )
-)
-
-
 def filled(array: numpy.ndarray, n: int) -> numpy.ndarray:
     array[:] = numpy.sin(numpy.arange(len(array)) * (n + 1.0))
     return array
@@ -256,13 +152,6 @@ row("an array filled again after each block")(
 
 
 # -- modules and parameters that change
-
-
-@runs("modules run in another order", sets("order", lambda n: [(k + n) % 4 for k in range(4)]))
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    for k in getattr(net, "order", range(4)):
-        x = net.blocks[k](x)
-    return net.head(x)
 
 
 def thawed_from_the_end(net: nn.Module, n: int) -> None:
@@ -303,34 +192,6 @@ class Tied(Trunk):
 # -- how it computes
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.backend = SDPBackend.MATH
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        b, t, w = x.shape
-        q, k, v = self.qkv(x).view(b, t, 3, 2, w // 2).permute(2, 0, 3, 1, 4)
-        with sdpa_kernel(self.backend):
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return torch.sin(x + self.out(y.transpose(1, 2).reshape(b, t, w)))
-
-
-def sequences(n: int) -> Call:
-    return (drawn(n, 2, 12, WIDTH),), {}
-
-
-@row(
-    "attention by another kernel",
-    of_blocks("backend", lambda n: (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION)[n % 2]),
-    call=sequences,
-    room=0.5,
-)
-class Attends(Trunk):
-    made_of = Attention
-
-
 def under_autocast(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16, enabled=n >= 3):
         loss = error_of(run(*call[0]))
@@ -349,24 +210,12 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 
 
 @adds(
-    "the default dtype changed",
-    lambda net, n: torch.set_default_dtype(torch.float32 if n < 2 else torch.float64),
-    of=Long,
-    room=0.7,
+    "the default dtype changed within the forward, and before the backward",
+    step=step_with(
+        between=lambda net, call, n: torch.set_default_dtype(torch.float64),
+        after=lambda net, call, n: torch.set_default_dtype(torch.float32),
+    ),
 )
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    return torch.sin(x.double() + torch.full((WIDTH,), 0.1)).float()
-
-
-def between_dtypes(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    torch.set_default_dtype(torch.float64)
-    loss.backward()
-    torch.set_default_dtype(torch.float32)
-    return loss
-
-
-@adds("the default dtype changed within the forward, and before the backward", step=between_dtypes)
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     torch.set_default_dtype(torch.float64)
     table = torch.linspace(0, 1, x.shape[-1]) / 3
@@ -397,52 +246,12 @@ for _name, _on, _way in (
         return net.head(x)
 
 
-def quantizers() -> nn.Module:
-    whole = {"observer": MovingAverageMinMaxObserver, "quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
-    made = nn.ModuleList(FusedMovingAvgObsFakeQuantize(**whole) for _ in range(4))
-    for one in made:
-        one.disable_observer()
-        one.disable_fake_quant()
-    return made
-
-
-row(
-    "fake quantization switched on, whose statistics PyTorch changes uncounted",
-    lambda net, n: [
-        switch(n >= 1) for one in net.quantizers for switch in (one.enable_observer, one.enable_fake_quant)
-    ],
-)(along(lambda net, x, n: net.quantizers[n](torch.sin(x)), quantizers=quantizers))
-
-
 # -- courses that data choose
 
 
 @adds("a branch on data", call=lambda n: ((drawn(n) + (1, -1)[n % 2],), {}))
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.sin(x) if x.mean() > 0 else x
-
-
-class Experts(nn.Module):
-    """Sends each row to one of its experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH)) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, chosen = self.router(x).softmax(-1).max(-1)
-        y = torch.zeros_like(x)
-        for k, expert in enumerate(self.experts):
-            rows = (chosen == k).nonzero()[:, 0]
-            if len(rows):
-                y.index_add_(0, rows, expert(x[rows]) * weight[rows, None])
-        return torch.sin(x + y)
-
-
-row("routing to one expert", call=lambda n: ((3 * drawn(n),), {}), room=0.6, stages=8)(made_of(Experts))
 
 
 @runs("sizes that data choose, by a mask as index", room=0.6)
@@ -521,29 +330,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return y * 0.7 if net.on else y.relu_()
 
 
-class Wide(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-
-@runs(
-    "residuals added in place, others in each step",
-    sets("odd", lambda n: n % 2),
-    of=made_of(Wide, Long),
-    has={"odd": int},
-    stages=8,
-)
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    x = net.blocks[0](x)
-    for k, block in enumerate(net.blocks[1:]):
-        y = torch.tanh(block(x * 1.0))
-        if k % 2 == net.odd:
-            x += y
-        else:
-            x = x + y
-    return net.head(x)
-
-
 for _name, _change in {
     "by a view of a view": lambda whole, view, k: view.t()[k].zero_(),
     "by what is detached": lambda whole, view, k: whole.detach().mul_(0.5),
@@ -605,38 +391,6 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
 # -- caches
 
 
-def rotary(length: int) -> torch.Tensor:
-    return torch.outer(torch.arange(length, dtype=torch.float32), torch.linspace(1, 0.1, WIDTH)).cos()
-
-
-@adds(
-    "a table that grows",
-    call=lambda n: ((drawn(n, (10, 12, 10, 16, 9)[n], WIDTH),), {}),
-    of=Long,
-    has={"cache": lambda: torch.empty(0)},
-    room=0.7,
-    stages=8,
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    if len(net.cache) < len(x):
-        net.cache = rotary(len(x))
-    return x * net.cache[: len(x)]
-
-
-@adds(
-    "a memory of the step before",
-    again=lambda net: setattr(net, "memory", None),
-    room=0.8,
-    has={"memory": lambda: None},
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    if n:
-        return x
-    x = x if net.memory is None else x + 0.5 * net.memory
-    net.memory = x.detach()
-    return x
-
-
 def forgets(net: Any) -> None:
     net.memory, net.count = None, 0
 
@@ -678,47 +432,12 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 # -- steps of other kinds
 
 
-def two_forwards(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    (x,), _ = call
-    loss = error_of(run(x)) + error_of(run(x.flip(0) * 0.5))
-    loss.backward()
-    return loss
-
-
-def crossed(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    (x,), _ = call
-    first = error_of(run(x))
-    second = error_of(run(x.flip(0) * 0.5))
-    first.backward()
-    second.backward()
-    return first + second
-
-
-def crossed_halves(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    (x,), _ = call
-    first, second = error_of(run(x)), error_of(run(x[::2]))
-    second.backward()
-    first.backward()
-    return first + second
-
-
 def spectral() -> nn.Module:
     """Each forward overwrites buffers that it has not read before, and reads them again."""
     net = Trunk()
     for block in net.blocks:
         nn.utils.spectral_norm(block.up)
     return net
-
-
-def between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    """What the forward reads has changed by the time of its backward."""
-    first = error_of(run(*call[0]))
-    PATCH.setattr(HERE, "SCALE", SCALE + 1.0)
-    second = error_of(run(*call[0]))
-    first.backward()
-    second.backward()
-    PATCH.setattr(HERE, "SCALE", SCALE - 1.0)
-    return first + second
 
 
 def evaluates(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -739,20 +458,39 @@ def left(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return loss
 
 
+def one_by_one(losses: Callable[[Any, torch.Tensor], Any], order: Any = lambda n: (0, 1), between: Any = None) -> Any:
+    """A step of two losses, whose backwards come in an order; between: is done after each of them."""
+
+    def step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+        first, second = found = losses(run, call[0][0])
+        for k in order(n):
+            found[k].backward()
+            with torch.no_grad():
+                between and between(net)
+        return first + second
+
+    return step
+
+
+def both(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    return [error_of(run(x)), error_of(run(x.flip(0) * 0.5))]
+
+
+crossed = one_by_one(both)
+crossed_halves = one_by_one(lambda run, x: [error_of(run(x)), error_of(run(x[::2]))], lambda n: (1, 0))
+two_forwards = step_with(loss=lambda run, net, call, n: sum(both(run, *call[0])))
 row("two forwards before one backward", step=two_forwards)(Trunk)
 row("two forwards before two backwards", step=crossed, call=large)(Dropout)
 row("two forwards before two backwards, that count in buffers", step=crossed)(Counts)
 row("two forwards of other sizes before two backwards, spectral norm", step=crossed_halves, room=0.6)(spectral)
-row("two forwards before two backwards, the global between them", step=between)(OfGlobal)
-row("an evaluation between steps, that counts", step=evaluates)(CallsBlocks)
-row("a forward that no backward follows", step=left)(CallsBlocks)
+row("an evaluation between steps, that counts", step=evaluates)(Counts)
+row("a forward that no backward follows", step=left)(Counts)
 
 
 @adds(
     "an error that the forward raises in a step",
     sets("fails", lambda n: n == 2),
     raises="no such step",
-    of=CallsBlocks,
     has={"fails": bool},
 )
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
@@ -761,23 +499,13 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return x
 
 
-def changed_before_backward(change: Callable[[Any, Call], object], steps: tuple[int, ...] = (2,)) -> Any:
-    def step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-        loss = error_of(run(*call[0]))
-        if n in steps:
-            with torch.no_grad():
-                change(net, call)
-        loss.backward()
-        return loss
-
-    return step
-
-
 BY_OTHERS = r"modified by an inplace operation|modified in.?place|changed in place"
-batch_zeroed = changed_before_backward(lambda net, call: call[0][0].zero_())
-weight_changed = changed_before_backward(lambda net, call: net.blocks[1].up.weight.mul_(0.5))
-bias_changed = changed_before_backward(lambda net, call: net.blocks[1].up.bias.add_(1.0))
-in_eval = changed_before_backward(lambda net, call: net.eval(), (0, 2, 4))
+batch_zeroed = step_with(between=lambda net, call, n: n == 2 and call[0][0].zero_())
+weight_changed = step_with(between=lambda net, call, n: n == 2 and net.blocks[1].up.weight.mul_(0.5))
+bias_changed = step_with(between=lambda net, call, n: n == 2 and net.blocks[1].up.bias.add_(1.0))
+buffer_changed = step_with(between=lambda net, call, n: n == 2 and net.step.add_(3.0))
+in_eval = step_with(between=lambda net, call, n: net.train(n % 2 == 1))
+emptied = step_with(between=lambda net, call, n: [result.detach().zero_() for result in net.left])
 
 
 @runs(
@@ -795,20 +523,10 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     return Trunk.forward(net, x + 1.0)
 
 
-row(
-    "a buffer changed in place before the backward", step=changed_before_backward(lambda net, call: net.step.add_(3.0))
-)(Counts)
+row("a buffer changed in place before the backward", step=buffer_changed)(Counts)
 row("a weight changed in place before the backward", step=weight_changed, raises=BY_OTHERS)(Trunk)
 row("a bias changed in place before the backward", step=bias_changed, may_refuse=rf"{BY_OTHERS}|bias")(Trunk)
 row("parts put in eval() before the backward", lambda net, n: net.train(), large, step=in_eval)(Dropout)
-
-
-def emptied(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    for result in net.left:
-        result.detach().zero_()
-    loss.backward()
-    return loss
 
 
 @row("results left in an attribute, changed before the backward", step=emptied, may_refuse="changed in place between")
@@ -840,50 +558,17 @@ def again_backward(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor
     return loss
 
 
-def gradient_of_each(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    """The gradients of two losses, which the caller weights; that of the head alone is asked for first."""
-    result = run(*call[0])
-    losses = error_of(result), result.abs().mean()
-    heads = [torch.autograd.grad(loss, net.head.weight, retain_graph=True)[0].norm() for loss in losses]
-    parameters = list(net.parameters())
-    both = [torch.autograd.grad(loss, parameters, retain_graph=loss is losses[0]) for loss in losses]
-    for parameter, one, other in zip(parameters, *both, strict=True):
-        parameter.grad = one + other * heads[0] / heads[1]
-    return losses[0] + losses[1]
+def update(p: torch.Tensor) -> None:
+    """As soon as its gradient is whole, while values of earlier stages have yet to be made again."""
+    with torch.no_grad():
+        p -= 0.05 * p.grad
+    p.grad = None
 
 
-def accumulated(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    losses = []
-    for part in call[0][0].chunk(3):
-        losses.append(error_of(run(part)) / 3)
-        losses[-1].backward()
-    return torch.stack(losses).sum()
-
-
-def updated_in_backward(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    """Weights change as soon as their gradient is whole, while values of earlier stages have yet to be made again."""
-
-    def update(p: torch.Tensor) -> None:
-        with torch.no_grad():
-            p -= 0.05 * p.grad
-        p.grad = None
-
-    hooks = [p.register_post_accumulate_grad_hook(update) for p in net.parameters()]
-    loss = error_of(run(*call[0]))
-    loss.backward()
-    for hook in hooks:
-        hook.remove()
-    return loss
-
-
-def noisy(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    """Noise for each gradient, as private training draws it: between what is made again."""
-    hooks = [p.register_hook(lambda g: g + torch.randn_like(g)) for p in net.parameters()]
-    loss = error_of(run(*call[0]))
-    loss.backward()
-    for hook in hooks:
-        hook.remove()
-    return loss
+updated_in_backward = step_with(
+    lambda net, *_: [p.register_post_accumulate_grad_hook(update) for p in net.parameters()]
+)
+noisy = step_with(lambda net, *_: [p.register_hook(lambda g: g + torch.randn_like(g)) for p in net.parameters()])
 
 
 def of_all(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
@@ -910,23 +595,18 @@ def of_hidden(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
     return torch.stack([loss, *(g.double().square().sum() for g in seen)])
 
 
-def thawed_between(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    """As a GAN does with its discriminator; in other steps the other way round."""
-    net.blocks[1:3].requires_grad_(n % 2 == 1)
-    loss = error_of(run(*call[0]))
-    net.blocks[1:3].requires_grad_(n % 2 == 0)
-    loss.backward()
-    net.requires_grad_()
-    return loss
-
-
-row("a part frozen between the forward and its backward, or thawed", step=thawed_between, room=0.6)(normed)
+row(
+    "a part frozen between the forward and its backward, or thawed",
+    step=step_with(  # as a GAN does with its discriminator; in other steps the other way round
+        lambda net, call, n: net.blocks[1:3].requires_grad_(n % 2 == 1) and None,
+        lambda net, call, n: net.blocks[1:3].requires_grad_(n % 2 == 0),
+        lambda net, *_: net.requires_grad_(),
+    ),
+    room=0.6,
+)(normed)
 row("a double backward", step=twice, room=0.95)(Trunk)
-row("gradients accumulated over parts of a batch", step=accumulated, call=lambda n: ((drawn(n, 48, WIDTH),), {}))(
-    Dropout
-)
 row("updates within the backward", step=updated_in_backward)(Tied)
-row("gradients to which hooks add noise", step=noisy, call=large)(Dropout)
+row("gradients to which hooks add noise, as private training does", step=noisy, call=large)(Dropout)
 row(  # which are held at once
     "gradients of the input and of all parameters",
     call=lambda n: ((drawn(n).requires_grad_(),), {}),
@@ -935,42 +615,29 @@ row(  # which are held at once
 )(Trunk)
 row("gradients of a result in the middle", step=of_hidden, room=0.6)(Hidden)
 row("a second and a third backward through the same graph", step=again_backward, call=large)(Dropout)
-row("a backward for each of two losses", step=gradient_of_each)(Trunk)
-
-
-def apart(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    one, other = (result.square().mean() for result in run(*call[0]))
-    (one if n % 2 else other).backward()
-    (other if n % 2 else one).backward()
-    return one + other
-
-
-def updated_between(first: int) -> Any:
-    def step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-        losses = [result.square().mean() for result in run(*call[0])]
-        losses[first].backward()
-        with torch.no_grad():
-            net.towers[first].head.weight.mul_(0.9)
-        losses[1 - first].backward()
-        return losses[0] + losses[1]
-
-    return step
 
 
 class Short(Trunk):
     many = 3
 
 
-@row("the first tower updated before the backward of the last", step=updated_between(0), may_refuse="changed in place")
-@row("the last tower updated before the backward of the first", step=updated_between(1))
-@row("a backward for each of two towers", step=apart)
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.towers = nn.ModuleList([Short(), Short()])
+def of_towers(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    return [result.square().mean() for result in run(x)]
 
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [tower(x) for tower in self.towers]
+
+def updated_between(first: int) -> Any:
+    return one_by_one(of_towers, lambda n: (first, 1 - first), lambda net: net.towers[first].head.weight.mul_(0.9))
+
+
+def towers() -> nn.Module:
+    return Does(lambda net, x: [tower(x) for tower in net.towers], towers=nn.ModuleList([Short(), Short()]))
+
+
+row("the first tower updated before the backward of the last", step=updated_between(0), may_refuse="changed in place")(
+    towers
+)
+row("the last tower updated before the backward of the first", step=updated_between(1))(towers)
+row("a backward for each of two towers", step=one_by_one(of_towers, lambda n: (1 - n % 2, n % 2)))(towers)
 
 
 @runs("a gradient by the input inside the forward", room=0.8, may_refuse="differentiates")
@@ -981,8 +648,3 @@ def _(net: Any, x: torch.Tensor) -> Any:
         energy = Trunk.forward(net, x)
         (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
     return energy, force
-
-
-row("AdamW, a factor in each step another", sets("scale", lambda n: 1.0 - 0.1 * n), adam=True)(
-    along(lambda net, x, n: torch.sin(x * net.scale), scale=lambda: 1.0)
-)

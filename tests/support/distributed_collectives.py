@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,14 +13,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
 from distributed_steps import works
-from distributed_tensor_parallel import train
+from distributed_tensor_parallel import compared
+from models import Does
 from ranks import say
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
 from torch.distributed.tensor.experimental import context_parallel
-
-import rotoff
 
 WIDTH, HEADS = 32, 4
 
@@ -58,48 +58,42 @@ GATHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Attention(nn.Module):
+def gathered_attention(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Of a part of the sequence on all of it (context parallel)."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        k, v = GATHERS[self.kind](torch.cat((k, v), -1)).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v))
-        x = x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
+    q, k, v = net.qkv(net.norm(x)).chunk(3, -1)
+    k, v = GATHERS[net.kind](torch.cat((k, v), -1)).chunk(2, -1)
+    return attended(net, x, (q, k, v), False)
 
 
-class Centred(nn.Module):
+def ringed_attention(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of a part of the sequence, which ``context_parallel`` makes attention on all of it."""
+    return attended(net, x, net.qkv(net.norm(x)).chunk(3, -1), True)
+
+
+def attended(net: Any, x: torch.Tensor, parts: Any, causal: bool) -> torch.Tensor:
+    q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in parts)
+    x = x + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2).flatten(2))
+    return x + net.mlp(x)
+
+
+def centred(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Less the mean over all processes, which no gradient flows through."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean = x.detach().mean((0, 1))
-        if self.kind == "reduced later":
-            dist.all_reduce(mean, async_op=True).wait()
-        elif self.kind == "gathered":
-            parts = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, mean)
-            mean = torch.stack(parts).sum(0)
-        elif self.kind == "exchanged":
-            other = 1 - dist.get_rank()
-            sent, arriving = dist.isend(mean, other), torch.empty_like(mean)
-            dist.recv(arriving, other)
-            sent.wait()
-            mean = mean + arriving
-        else:
-            dist.all_reduce(mean)
-        return x + self.down(torch.tanh(self.up(x - mean)))
+    mean = x.detach().mean((0, 1))
+    if net.kind == "reduced later":
+        dist.all_reduce(mean, async_op=True).wait()
+    elif net.kind == "gathered":
+        parts = [torch.empty_like(mean) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, mean)
+        mean = torch.stack(parts).sum(0)
+    elif net.kind == "exchanged":
+        other = 1 - dist.get_rank()
+        sent, arriving = dist.isend(mean, other), torch.empty_like(mean)
+        dist.recv(arriving, other)
+        sent.wait()
+        mean = mean + arriving
+    else:
+        dist.all_reduce(mean)
+    return x + net.mlp(x - mean)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, scale: float | None, is_causal: bool) -> torch.Tensor:
@@ -139,32 +133,16 @@ def kernels_of_cuda() -> Iterator[None]:
         library._destroy()
 
 
-class Ringed(nn.Module):
-    """Attention on a part of the sequence, which ``context_parallel`` makes attention on all of it."""
+def net(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    does = ringed_attention if kind.startswith("context") else gathered_attention if kind in GATHERS else centred
 
-    def __init__(self, _kind: str) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    def block() -> nn.Module:
+        mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        attention = {"norm": nn.LayerNorm(WIDTH), "qkv": nn.Linear(WIDTH, 3 * WIDTH), "out": nn.Linear(WIDTH, WIDTH)}
+        return Does(does, kind=kind, mlp=mlp, **({} if does is centred else attention))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return x + self.mlp(x)
-
-
-class Net(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        block = Ringed if kind.startswith("context") else Attention if kind in GATHERS else Centred
-        self.blocks = nn.ModuleList(block(kind) for _ in range(5))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    return nn.Sequential(*(block() for _ in range(5)), nn.Linear(WIDTH, 8))
 
 
 def main(kind: str, mode: str = "") -> None:
@@ -179,12 +157,9 @@ def main(kind: str, mode: str = "") -> None:
 
 
 def tell(kind: str, mode: str, x: torch.Tensor) -> None:
-    expected = train(Net(kind), x)
     alone = kind.endswith("alone")
     mode = ("remat", "offload")[dist.get_rank()] if alone else mode
-    planned = rotoff.Checkpointable(Net(kind), process_group=not alone, cache_directory=None).measure(x)
-    planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
-    equal = all(torch.equal(a, b) for a, b in zip(train(planned, x), expected, strict=True))
+    equal, planned = compared(partial(net, kind), x, mode, not alone)
     if alone or dist.get_rank() == 0:
         say(f"{mode}: equal={equal} works={works(planned)}")
     planned.close()

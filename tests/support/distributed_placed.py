@@ -3,6 +3,7 @@ a line that `test_distributed_placed` reads."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from allocated import peak_bytes
 from distributed_steps import whole
-from ranks import say
+from models import Does
+from ranks import by_first, everyone, say
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -51,19 +53,10 @@ class Adapted(Block):
         return super().forward(x) + self.b(self.a(x))
 
 
-class Whole(nn.Module):
+def whole_model() -> nn.Module:
     """Its root has parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.last(x)
+    ends = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last")}
+    return Does(lambda net, x: net.last(net.blocks(net.first(x))), **ends, blocks=stacked())
 
 
 def stacked(kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
@@ -82,7 +75,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "adamw": (stacked, {}, partial(AdamW, lr=1e-2)),
     "momentum": (stacked, {}, partial(SGD, lr=0.01, momentum=0.9)),
     "uneven": (partial(stacked, partial(Block, WIDTH, 151)), {}, partial(AdamW, lr=1e-2)),
-    "root": (Whole, {}, partial(AdamW, lr=1e-2)),
+    "root": (whole_model, {}, partial(AdamW, lr=1e-2)),
     "adapters": (partial(stacked, Adapted), {}, partial(AdamW, lr=1e-2)),
     "frozen": (frozen_below, {}, partial(AdamW, lr=1e-2)),
     "mixed": (stacked, {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
@@ -206,12 +199,7 @@ def checkpointed(one: Trained) -> None:
 
 
 LOOPS: dict[str, Callable[[Trained], None]] = {
-    "plainly": plainly,
-    "clipped": clipped,
-    "accumulated": accumulated,
-    "synced_last": synced_last,
-    "evaluated": evaluated,
-    "checkpointed": checkpointed,
+    one.__name__: one for one in (plainly, clipped, accumulated, synced_last, evaluated, checkpointed)
 }
 
 
@@ -238,7 +226,38 @@ def peak(one: Trained, run: Callable[[], object]) -> int:
     return most + stays
 
 
-def main(model: str, loop: str, updates: str) -> None:
+def ended(ends: str, where: str, updates: str) -> None:
+    """One process ends within a step, the number `ends`, in the forward or the backward; the other one says what it
+    raises, with the notes."""
+    one = Trained("adamw", updates)
+    one.step()
+    one.limit_further()
+    one.step()
+    model: nn.Module = one.model[4]
+
+    def end(*_: object) -> None:
+        if dist.get_rank() == int(ends):
+            os._exit(0)
+
+    if where == "forward":
+        model.register_forward_pre_hook(end)
+    else:
+
+        def watch(module: nn.Module, args: Any, result: torch.Tensor) -> None:
+            result.register_hook(end)
+
+        model.register_forward_hook(watch)
+    try:
+        one.step()
+    except RuntimeError as error:
+        said = " ".join([type(error).__name__, str(error), *getattr(error, "__notes__", ())])
+        say(said.replace("\n", " "))
+        os._exit(0)
+
+
+def main(model: str, loop: str, updates: str, *more: str) -> None:
+    if model == "ended":
+        return ended(loop, updates, *more)
     plain, one = Trained(model, None), Trained(model, updates)
     for n, _ in enumerate(zip(train(plain, loop), train(one, loop), strict=True)):
         if n == 0:
@@ -250,18 +269,14 @@ def main(model: str, loop: str, updates: str) -> None:
     run, batch = (lambda: synced_last(one), 0) if loop == "synced_last" else (lambda: one.step(x), batch)
     assert one.planned is not None
     peaks, within = list[int](), False
-    said: list[Any] = [None] * dist.get_world_size()
     while not within and len(peaks) < ATTEMPTS:
         peaks.append(batch + peak(one, run))
         predicted = max(row.memory for row in one.planned.plans())
-        dist.all_gather_object(said, min(peaks) <= predicted <= limit)
-        within = all(said)
-    plans = said.copy()
-    dist.all_gather_object(plans, f"{one.planned.sequence} {limit}")
-    close, moves = predicted <= min(peaks) * 1.05, any(op.of for op in one.planned.sequence)
-    dist.all_gather_object(said, (equal, len(set(plans)) == 1, within, close, moves, (predicted, limit, *peaks)))
-    if dist.get_rank() == 0:
-        same = [all(part) for part in list(zip(*said, strict=True))[:5]]
-        say("equal={} same_plan={} within={} close={} moves={}".format(*same))
-        say(f"{[part[-1] for part in said]}")
+        within = all(everyone(min(peaks) <= predicted <= limit))
+    same_plan = len(set(everyone(f"{one.planned.sequence} {limit}"))) == 1
+    close = predicted <= max(everyone(min(peaks))) * 1.05  # one plan covers the largest of all processes
+    moves = any(op.of for op in one.planned.sequence)
+    *all_of, figures = zip(*everyone((equal, same_plan, within, close, moves, (predicted, limit, *peaks))), strict=True)
+    by_first("equal={} same_plan={} within={} close={} moves={}".format(*map(all, all_of)))
+    by_first(f"{figures}")
     one.planned.close()

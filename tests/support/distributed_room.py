@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models import Residual
-from ranks import say
+from ranks import by_first, everyone
 from torch import nn
 
 import rotoff
@@ -36,16 +36,9 @@ def keep_all(rows: int) -> int:
     return rotoff.Checkpointable(model(), cache_directory=None).measure(torch.randn(rows, 16)).keep_all_memory
 
 
-def everyone(found: object) -> list[Any]:
-    told: list[Any] = [None, None]
-    dist.all_gather_object(told, found)
-    return told
-
-
 def said(what: str, found: object) -> None:
     told = everyone(found)
-    if dist.get_rank() == 0:
-        say(f"{what}: {told[0]} {told[1]}")
+    by_first(f"{what}: {told[0]} {told[1]}")
 
 
 def asked_alone(wrapped: rotoff.Checkpointable) -> str:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from allocated import peak_bytes
 from models import Residual
-from ranks import say
+from ranks import by_first, everyone
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -85,17 +85,13 @@ def main(kind: str) -> None:
         assert planned is not None
         equal = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         x = torch.randn(64 - 8 * dist.get_rank(), 16)
-        peaks: list[bool | None] = [None, None]
-        dist.all_gather_object(peaks, peak_bytes(partial(step, module, x)) <= planned.get_expected_memory())
-        plans: list[str | None] = [None, None]
-        dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
-        if dist.get_rank() == 0:
-            say(f"{mode}: equal={equal} same_plan={plans[0] == plans[1]} works={works(planned)} within={all(peaks)}")
+        within = all(everyone(peak_bytes(partial(step, module, x)) <= planned.get_expected_memory()))
+        same = len(set(everyone(f"{planned.sequence}\n{planned.mem_limit}"))) == 1
+        by_first(f"{mode}: equal={equal} same_plan={same} works={works(planned)} within={within}")
         planned.close()
     if kind == "fsdp":
         # the root alone shards: what it has gathered is there throughout
         root = rotoff.Checkpointable(model(), process_group=True).compute_sequence("400 KiB")
         expected, got = train(fully_shard(model())), train(fully_shard(root))
         equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        if dist.get_rank() == 0:
-            say(f"bare root: equal={equal} works={works(root)}")
+        by_first(f"bare root: equal={equal} works={works(root)}")

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from distributed_steps import whole, works
-from ranks import say
+from models import Does
+from ranks import by_first, everyone
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,31 +28,26 @@ import rotoff
 WIDTH = 32
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gate = nn.Linear(WIDTH, 4 * WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        here = self.norm(x)  # with sequence parallelism a DTensor, which the model's code holds
-        return x + self.down(nn.functional.silu(self.gate(here)) * self.up(here))
+def gated(net: Any, x: torch.Tensor) -> torch.Tensor:
+    here = net.norm(x)  # with sequence parallelism a DTensor, which the model's code holds
+    return x + net.down(nn.functional.silu(net.gate(here)) * net.up(here))
 
 
-class Net(nn.Module):
+def block() -> nn.Module:
+    parts = {"norm": nn.LayerNorm(WIDTH), "gate": nn.Linear(WIDTH, 4 * WIDTH), "up": nn.Linear(WIDTH, 4 * WIDTH)}
+    return Does(gated, **parts, down=nn.Linear(4 * WIDTH, WIDTH))
+
+
+def in_turn(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return net.head(x)
+
+
+def whole_net() -> Any:
     """No ``nn.Sequential``: stages are found."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(WIDTH, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    torch.manual_seed(0)
+    return Does(in_turn, blocks=nn.ModuleList(block() for _ in range(6)), head=nn.Linear(WIDTH, 8))
 
 
 SPLITS: dict[str, Callable[[], dict[str, object]]] = {
@@ -64,9 +61,8 @@ SPLITS: dict[str, Callable[[], dict[str, object]]] = {
 }
 
 
-def model(split: str, mesh: DeviceMesh) -> Net:
-    torch.manual_seed(0)
-    made = Net()
+def model(split: str, mesh: DeviceMesh) -> Any:
+    made = whole_net()
     inner = mesh["tp"] if mesh.ndim > 1 else mesh
     for block in made.blocks:
         parallelize_module(block, inner, SPLITS[split]())
@@ -88,6 +84,18 @@ def train(run: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return seen
 
 
+def compared(
+    make: Callable[[], nn.Module], x: torch.Tensor, mode: str, group: bool | None = True
+) -> tuple[bool, rotoff.Checkpointable]:
+    """Whether a model trains within a limit as it does without one, and what planned it. group: None: each process has a
+    plan of its own."""
+    expected = train(make(), x)
+    planned = rotoff.Checkpointable(make(), process_group=group, cache_directory=None).measure(x)
+    planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
+    equal = all(torch.equal(a, b) for a, b in zip(train(planned, x), expected, strict=True))
+    return equal, planned
+
+
 def main(split: str, *modes: str) -> None:
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if ranks > 2 else init_device_mesh("cpu", (2,))
@@ -95,49 +103,28 @@ def main(split: str, *modes: str) -> None:
     x = torch.randn(4, 16 if split == "tensor" else 8, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     if split == "tensor":
         dist.broadcast(x, group=inner.get_group(), group_src=0)
-    expected = train(model(split, mesh), x)
     for mode in modes:
-        planned = rotoff.Checkpointable(model(split, mesh), process_group=True, cache_directory=None).measure(x)
-        limit = (planned.min_mem_limit(mode) + planned.keep_all_memory) // 2
-        planned.compute_sequence(limit, mode=mode)
-        got = train(planned, x)
-        equal = all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        plans: list[str | None] = [None] * ranks
-        dist.all_gather_object(plans, f"{planned.sequence}\n{planned.mem_limit}")
-        if dist.get_rank() == 0:
-            same = len(set(plans)) == 1
-            say(f"{mode}: equal={equal} same_plan={same} works={works(planned)} stages={len(planned.chain) > 3}")
+        equal, planned = compared(partial(model, split, mesh), x, mode)
+        same = len(set(everyone(f"{planned.sequence}\n{planned.mem_limit}"))) == 1
+        by_first(f"{mode}: equal={equal} same_plan={same} works={works(planned)} stages={len(planned.chain) > 3}")
         planned.close()
     whole_batch = x if split == "tensor" else torch.cat((x, x), 1)
-    split_bytes, whole_bytes = saved_bytes(model(split, mesh), x), saved_bytes(Net(), whole_batch)
-    if dist.get_rank() == 0:
-        say(f"bytes of shards: {split_bytes < 0.6 * whole_bytes}")
+    split_bytes, whole_bytes = saved_bytes(model(split, mesh), x), saved_bytes(whole_net(), whole_batch)
+    by_first(f"bytes of shards: {split_bytes < 0.6 * whole_bytes}")
 
-    def returning() -> Net:
+    def returning() -> nn.Module:
         made = model(split, mesh)
         made.head = parallelize_module(nn.Linear(WIDTH, 8), inner, ColwiseParallel(use_local_output=False))
         return made
 
     for what, make, group in (("alone", partial(model, split, mesh), None), ("sharded result", returning, True)):
-        equal = as_without(make, x, group)
-        if dist.get_rank() == 0:
-            say(f"{what}: equal={equal}")
+        equal, planned = compared(make, x, "joint", group)
+        planned.close()
+        by_first(f"{what}: equal={equal}")
 
 
-def saved_bytes(made: Net, x: torch.Tensor) -> int:
+def saved_bytes(made: Any, x: torch.Tensor) -> int:
     """Of each block and the head, which are one stage each."""
     stages = [*made.blocks, made.head]
     measured = rotoff.Checkpointable(made, process_group=True, stages=stages, cache_directory=None).measure(x)
     return sum(stage.saved_bytes for stage in measured.chain.stages)
-
-
-def as_without(make: Callable[[], Net], x: torch.Tensor, group: bool | None) -> bool:
-    """Whether a model trains within a limit as it does without one. group: None: each process has a plan of its own."""
-    torch.manual_seed(1)
-    expected = train(make(), x)
-    torch.manual_seed(1)
-    planned = rotoff.Checkpointable(make(), process_group=group, cache_directory=None).measure(x)
-    planned.compute_sequence((planned.min_mem_limit() + planned.keep_all_memory) // 2)
-    equal = all(torch.equal(a, b) for a, b in zip(train(planned, x), expected, strict=True))
-    planned.close()
-    return equal

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from planned_steps import step_peak
-from ranks import say
+from ranks import by_first, everyone
 from skip_models import made
 from step_by_step import works
 from torch.utils._pytree import tree_map
@@ -17,12 +17,6 @@ import rotoff
 
 MODES = ("joint", "remat", "offload")
 POINTS = 2  # limits within each interval
-
-
-def everyone(mine: Any) -> list[Any]:
-    found = [None, None]
-    dist.all_gather_object(found, mine)
-    return found
 
 
 def gradients(model: torch.nn.Module, x: Any) -> list[torch.Tensor]:
@@ -82,8 +76,7 @@ def run(name: str, few: int) -> None:
             said.append(f"{mode} {limit}: a peak of {peak} here, where {both.get_expected_memory()} is expected")
     alone.close()
     both.close()
-    if rank == 0:
-        say(f"{name} {few}: {counts}; {said or 'alike'}")
+    by_first(f"{name} {few}: {counts}; {said or 'alike'}")
 
 
 def main(*names: str) -> None:

@@ -1,8 +1,15 @@
-"""Plans that move parameters of models whose steps are too small for a limit to ask for it."""
+"""Plans that move parameters: within a share of what they need, and of models whose steps are too small for a limit to
+ask for it."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
 
 import rotoff
 from rotoff.planning.tape_placed_planner import PlacedStepPlan, compiled
@@ -26,3 +33,53 @@ def force(model: Any, optimizers: Any, share: float, host: bool = False, updates
     high = rotoff.simulate(groups.chain, rotoff.keep_all(groups.chain, updates), updates=updates).peak_bytes
     sequence = rotoff.solve(groups.chain, int(low + share * (high - low)), refine=False, updates=updates)
     runner.latest.plan = PlacedStepPlan(groups, compiled(groups, sequence, runner.request))
+
+
+def least(model: rotoff.Checkpointable, **options: Any) -> int:
+    """The smallest `device_limit`."""
+    with pytest.raises(rotoff.InfeasibleError) as refused:
+        model.compute_sequence(device_limit=1, **options)
+    return refused.value.min_mem_limit
+
+
+def place(model: rotoff.Checkpointable, optimizers: list[Optimizer], share: float, **options: Any) -> int:
+    """Plan within a `share` of the way from the smallest limit to that of everything; returns the limit."""
+    options = {"refine": False, "optimizer": optimizers, **options}
+    smallest = least(model, **options)
+    model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+    limit = int(smallest + share * (model.keep_all_memory - 1 - smallest))
+    model.compute_sequence(device_limit=limit, **options)
+    assert model._plan.placed is not None
+    return limit
+
+
+def adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
+    return [torch.optim.AdamW(parameters, lr=1e-2)]
+
+
+Pairs = list[tuple[Any, Any, list[Optimizer]]]
+
+
+def twins(
+    net: nn.Module, *batch: Any, updates: str = "after", share: float = 0.0, make: Any = adamw, plan: Any = force
+) -> Pairs:
+    """A model as it is and a copy under a plan: the model, what is called, and the optimizers."""
+    model = copy.deepcopy(net)
+    run = rotoff.Checkpointable(model, cache_directory=None).measure(*batch, repeats=1)
+    model.zero_grad()
+    own, others = (make([p for p in one.parameters() if p.requires_grad]) for one in (model, net))
+    plan(run, own, share, updates=updates)
+    return [(net, net, others), (model, run, own)]
+
+
+def alike(pairs: Pairs) -> bool:
+    """Whether both have the same parameters."""
+    return all(map(torch.equal, pairs[0][0].parameters(), pairs[1][0].parameters()))
+
+
+def added_up(model: nn.Module, optimizers: list[Optimizer], x: torch.Tensor) -> None:
+    """A step whose loss takes nothing."""
+    model(x).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()

@@ -41,44 +41,29 @@ class Attention(nn.Module):
         return x + self.out(y.transpose(1, 2).reshape(b, t, w))
 
 
-class Split(nn.Module):
-    """One tensor in, a tuple out."""
+class Does(nn.Module):
+    """Parts, and a forward that is a function of them and its inputs."""
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.tanh(x), torch.sigmoid(x)
-
-
-class Mix(nn.Module):
-    """A tuple in, a tuple out, one of them passed on in another shape."""
-
-    def __init__(self, width: int) -> None:
+    def __init__(self, does: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.does = does
+        for name, part in parts.items():
+            setattr(self, name, part)
 
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        x, gate = pair
-        return self.linear(x) * gate, gate * 0.5
-
-
-class Join(nn.Module):
-    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return torch.cat(pair, dim=1)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.does(self, *args, **kwargs)
 
 
-class Fails(torch.autograd.Function):
-    """Its backward fails where it is told to."""
+def linears(count: int, width: int = 32) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(width, width) for _ in range(count))
 
-    now = False
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
+def up_and_down(width: int, inner: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        if Fails.now:
-            raise MemoryError("injected")
-        return gradient
+
+def several(count: int, width: int, inner: int) -> nn.ModuleList:
+    return nn.ModuleList(up_and_down(width, inner) for _ in range(count))
 
 
 class Stash(torch.autograd.Function):
@@ -94,43 +79,24 @@ class Stash(torch.autograd.Function):
         return grad * ctx.kept
 
 
-class Stasher(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Stash.apply(x)
+def split() -> nn.Module:
+    """One tensor in, a tuple out."""
+    return Does(lambda net, x: (torch.tanh(x), torch.sigmoid(x)))
 
 
-class Counter(nn.Module):
+def mix(width: int) -> nn.Module:
+    """A tuple in, a tuple out, one of them passed on in another shape."""
+    return Does(lambda net, pair: (net.linear(pair[0]) * pair[1], pair[1] * 0.5), linear=nn.Linear(width, width))
+
+
+def join() -> nn.Module:
+    return Does(lambda net, pair: torch.cat(pair, dim=1))
+
+
+def counted(net: Any, x: torch.Tensor) -> torch.Tensor:
     """A buffer that decides what the forward computes, and that it changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x * torch.cos(self.calls)
-
-
-class Mask(nn.Module):
-    """Multiplies by a tensor that is neither parameter nor buffer, and lies there all the time."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.mask = (torch.arange(width) % 3 != 0).float()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.mask
-
-
-class Scale(nn.Module):
-    """Saves nothing of its own: its backward unpacks only a parameter and its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
+    net.calls += 1
+    return x * torch.cos(net.calls)
 
 
 def mlp() -> tuple[nn.Sequential, Batch]:
@@ -141,9 +107,8 @@ def mlp() -> tuple[nn.Sequential, Batch]:
 
 
 def residual() -> tuple[nn.Sequential, Batch]:
-    return nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.Linear(32, 8)), lambda: torch.randn(
-        64, 16
-    )
+    model = nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.Linear(32, 8))
+    return model, lambda: torch.randn(64, 16)
 
 
 def convolutional() -> tuple[nn.Sequential, Batch]:
@@ -159,26 +124,25 @@ def language() -> tuple[nn.Sequential, Batch]:
 
 
 def tuples() -> tuple[nn.Sequential, Batch]:
-    model = nn.Sequential(nn.Linear(8, 16), Split(), Mix(16), nn.Sequential(Mix(16)), Join(), nn.Linear(32, 4))
+    model = nn.Sequential(nn.Linear(8, 16), split(), mix(16), nn.Sequential(mix(16)), join(), nn.Linear(32, 4))
     return model, lambda: torch.randn(32, 8)
 
 
 def stateful() -> tuple[nn.Sequential, Batch]:
+    """A counter; a mask that is neither parameter nor buffer; a scale, whose backward unpacks it and its input alone."""
     spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
     model = nn.Sequential(
-        nn.Linear(8, 16), Counter(), spectral, Stasher(), nn.RReLU(), Mask(16), Scale(), nn.Linear(16, 4)
-    )
+        nn.Linear(8, 16), Does(counted, calls=nn.Buffer(torch.zeros(()))), spectral, Does(lambda net, x: Stash.apply(x)),
+        nn.RReLU(), Does(lambda net, x: x * net.mask, mask=(torch.arange(16) % 3 != 0).float()),
+        Does(lambda net, x: x * net.scale, scale=nn.Parameter(torch.ones(()))), nn.Linear(16, 4),
+    )  # fmt: skip
     return model, lambda: torch.randn(32, 8)
 
 
 def recurrent() -> tuple[nn.Sequential, Batch]:
-    class Last(nn.Module):
-        def forward(self, result: Any) -> torch.Tensor:
-            return result[0][:, -1] + result[1][0].sum()
-
-    return nn.Sequential(
-        nn.Linear(6, 12), nn.LSTM(12, 12, batch_first=True), Last(), nn.Linear(12, 3)
-    ), lambda: torch.randn(8, 5, 6)
+    last = Does(lambda net, result: result[0][:, -1] + result[1][0].sum())
+    model = nn.Sequential(nn.Linear(6, 12), nn.LSTM(12, 12, batch_first=True), last, nn.Linear(12, 3))
+    return model, lambda: torch.randn(8, 5, 6)
 
 
 def frozen() -> tuple[nn.Sequential, Batch]:
@@ -208,63 +172,40 @@ def aliasing() -> tuple[nn.Sequential, Batch]:
 
 def overwriting() -> tuple[nn.Sequential, Batch]:
     """The first stage changes the batch in place."""
-    return nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(
-        32, 16
-    )
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    return model, lambda: torch.randn(32, 16)
 
 
 def differentiable_input() -> tuple[nn.Sequential, Batch]:
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)), lambda: torch.randn(
-        32, 16, requires_grad=True
-    )
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    return model, lambda: torch.randn(32, 16, requires_grad=True)
 
 
-class Masked(nn.Module):
+def masked(net: Any, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
     """Takes and hands on (x, a mask of the batch, a scale of the batch that needs a gradient, a table of its own)."""
-
-    def __init__(self, width: int, first: bool = False) -> None:
-        super().__init__()
-        self.first = first
-        self.linear = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.2)
-        self.register_buffer("table", torch.linspace(0, 1, width))
-
-    def forward(self, given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        x, mask, scale = given[:3]
-        table = self.table[None] if self.first else given[3]
-        x = x + self.dropout(torch.tanh(self.linear(x) * scale + table)) * mask
-        return x, mask, scale, table
+    x, mask, scale = given[:3]
+    table = given[3] if len(given) > 3 else net.table[None]
+    x = x + net.dropout(torch.tanh(net.linear(x) * scale + table)) * mask
+    return x, mask, scale, table
 
 
 def side_inputs() -> tuple[nn.Sequential, Batch]:
-    class First(nn.Module):
-        def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
-            return given[0]
-
-    model = nn.Sequential(*[Masked(16, first=n == 0) for n in range(4)], First(), nn.Linear(16, 4))
-
-    def batch() -> tuple[torch.Tensor, ...]:
-        return torch.randn(32, 16), torch.rand(32, 1) > 0.3, torch.rand(32, 16, requires_grad=True)
-
-    return model, batch
+    stages = [
+        Does(masked, linear=nn.Linear(16, 16), dropout=nn.Dropout(0.2), table=nn.Buffer(torch.linspace(0, 1, 16)))
+        for _ in range(4)
+    ]
+    model = nn.Sequential(*stages, Does(lambda net, given: given[0]), nn.Linear(16, 4))
+    return model, lambda: (torch.randn(32, 16), torch.rand(32, 1) > 0.3, torch.rand(32, 16, requires_grad=True))
 
 
 def handed_on() -> tuple[nn.Sequential, Batch]:
     """An activation that two later stages get beside the main one, as encoders' outputs and first features are."""
-
-    class Fork(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(width, width)
-
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return torch.relu(self.linear(x)), self.linear(x)
-
-    class Use(Fork):
-        def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-            return torch.tanh(self.linear(pair[0])) + pair[1], pair[1]
-
-    model = nn.Sequential(nn.Linear(8, 16), Fork(16), Use(16), Use(16), Join(), nn.Linear(32, 16), nn.Tanh())
+    fork = Does(lambda net, x: (torch.relu(net.linear(x)), net.linear(x)), linear=nn.Linear(16, 16))
+    uses = [
+        Does(lambda net, pair: (torch.tanh(net.linear(pair[0])) + pair[1], pair[1]), linear=nn.Linear(16, 16))
+        for _ in "ab"
+    ]
+    model = nn.Sequential(nn.Linear(8, 16), fork, *uses, join(), nn.Linear(32, 16), nn.Tanh())
     return model, lambda: torch.randn(32, 8)
 
 

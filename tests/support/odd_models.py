@@ -3,21 +3,20 @@ operations. The rest of the table of test_changing_models.py."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import io
 import threading
 from typing import Any
 
-import numpy
 import torch
-from step_by_step import Call, error_of
+from models import Does
+from step_by_step import Call
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets, step_with
 
-WORLD: dict[str, Any] = {"seen": []}
+SEEN: list[float] = []
 
 
 # -- views and kinds of tensors
@@ -78,9 +77,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 row("a sparse matrix inside", may_refuse="sparse|storage", room=0.6)(
     along(lambda net, x, n: torch.sparse.mm(torch.eye(LENGTH).to_sparse(), x) * 1.01)
 )
-row("numpy in the midst", room=0.6)(
-    along(lambda net, x, n: torch.sin(x) + torch.from_numpy(numpy.cumsum(x.detach().numpy(), 1) * 0.01))
-)
 
 
 def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
@@ -90,23 +86,13 @@ def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
     return torch.load(file)
 
 
-class Saves(Trunk, saves=lambda: False):
-    """Reads the first block's result from a file at the end: as a tensor, or a number of it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = kept = self.blocks[0](x)
-        for block in self.blocks[1:]:
-            x = block(x)
-        if self.saves == "number":
-            x = x * saved_and_loaded(kept.detach()).sum().sin().item()
-        return self.head(x + saved_and_loaded(kept.detach()) if self.saves == "tensor" else x)
-
-
-row(
-    "a result saved to a file and loaded, of which a number is read in two steps",
-    sets("saves", lambda n: "number" if n in {2, 3} else ""),
-)(Saves)
-row("a result saved to a file and loaded")(type("SavesAlways", (Saves,), {}, saves=lambda: "tensor"))
+@runs("a result saved to a file and loaded")
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """What the first block made, at the end."""
+    x = kept = net.blocks[0](x)
+    for block in net.blocks[1:]:
+        x = block(x)
+    return net.head(x + saved_and_loaded(kept.detach()))
 
 
 # -- types, and what is not differentiated
@@ -166,21 +152,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 # -- functions of autograd, and of torch.func
 
 
-class Stateful(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, level: Any) -> Any:
-        ctx.level, ctx.shape = level, x.shape
-        y = x * level
-        ctx.y = y.detach()
-        ctx.save_for_backward(x)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return g * ctx.level + 0.01 * ctx.y * x, None
-
-
 class NewStyle(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, k: int) -> Any:
@@ -211,38 +182,13 @@ class Dirty(torch.autograd.Function):
         return g * 2
 
 
-class DirtyBuffer(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, b: Any) -> Any:
-        b += 1
-        ctx.b = float(b)
-        return x * ctx.b
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        return g * ctx.b, None
-
-
 @adds("a function of autograd with setup_context and two outputs", sets("k", lambda n: 1 + n), has={"k": lambda: 1})
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y, i = NewStyle.apply(x, net.k)
     return y + x.gather(1, i) * 0.1
 
 
-row("a function of autograd with state on ctx", sets("level", lambda n: 1 + 0.1 * n), room=0.5)(
-    along(lambda net, x, n: Stateful.apply(x, net.level), level=lambda: 1.0)
-)
 row("a function of autograd that changes its input in place")(along(lambda net, x, n: torch.sin(Dirty.apply(x * 0.5))))
-row("a function of autograd that counts in a buffer", may_refuse="changed in place a tensor", room=0.5)(
-    along(lambda net, x, n: torch.sin(DirtyBuffer.apply(x, net.count) * 0.1), count=lambda: nn.Buffer(torch.ones(())))
-)
-
-
-@adds("vmap, of a function that counts", room=0.6, has={"calls": int, "n": lambda: nn.Buffer(torch.zeros(()))})
-def _(net: Any, x: torch.Tensor, n: int) -> Any:
-    net.calls += 1
-    net.n += 1
-    return torch.func.vmap(lambda r: torch.sin(r) * (1 + 0.02 * net.calls))(x) * (1 + net.n / 10)
 
 
 def in_thread(what: Any) -> Any:
@@ -261,17 +207,9 @@ row("a thread that runs a part of the forward", may_refuse="thread|cannot see|ou
 # -- hooks
 
 
-def flagged(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    net.flag = 1.0
-    loss = error_of(run(*call[0]))
-    net.flag = 1 + 0.1 * n
-    loss.backward()
-    return loss
-
-
 @adds(
     "hooks on tensors that change gradients by a count, and by a flag that only the backward reads",
-    step=flagged,
+    step=step_with(lambda net, *_: setattr(net, "flag", 1.0), lambda net, call, n: setattr(net, "flag", 1 + 0.1 * n)),
     again=lambda net: setattr(net, "count", 0),
     has={"count": int, "flag": lambda: 1.0},
 )
@@ -287,16 +225,13 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return y
 
 
-def retained(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
-    loss = error_of(run(*call[0]))
-    loss.backward()
+def kept_gradient(net: Any, call: Call, n: int) -> None:
     with torch.no_grad():
         net.head.bias.grad += net.kept.grad.mean()
     del net.__dict__["kept"]
-    return loss
 
 
-@adds("retain_grad in the forward", step=retained, room=0.8)
+@adds("retain_grad in the forward", step=step_with(after=kept_gradient), room=0.8)
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y = torch.sin(x)
     if n == 1:
@@ -308,9 +243,7 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 @adds("register_multi_grad_hook in the forward", room=0.6)
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     a, b = torch.sin(x), torch.cos(x)
-    torch.autograd.graph.register_multi_grad_hook(
-        (a, b), lambda gs: WORLD["seen"].append(sum(float(g.sum()) for g in gs))
-    )
+    torch.autograd.graph.register_multi_grad_hook((a, b), lambda gs: SEEN.append(sum(float(g.sum()) for g in gs)))
     return a + b
 
 
@@ -350,14 +283,6 @@ row("a module called twice with state")(
 )
 
 
-def without_nnpack(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    with torch.backends.mkldnn.flags(enabled=False), torch.backends.nnpack.flags(enabled=False):
-        return torch.tanh(net.conv(x.view(LENGTH, 1, 4, 4))).view(x.shape)
-
-
-row("convolutions without NNPACK")(along(without_nnpack, conv=lambda: nn.Conv2d(1, 1, 3, padding=1)))
-
-
 class Encoded(Trunk):
     """PyTorch runs a frozen encoder by kernels of its own, which leave out what is padded."""
 
@@ -380,25 +305,7 @@ row("a frozen encoder in eval mode, with a mask of what is padded")(Encoded)
 row("an encoder in eval mode under no_grad")(type("Ungraded", (Encoded,), {"frozen": False}))
 
 
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm, self.drop = Block(), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(self.norm(self.block(x)))
-
-
-row("all in eval mode, where dropout hands on its input", lambda net, n: net.eval(), room=0.0, call=large)(
-    made_of(Dropped)
-)
-
-
 # -- what the caller does
-
-
-def copied_whole(net: Any, n: int) -> None:
-    WORLD["copy"] = copy.deepcopy(net)
 
 
 def state_dicts(net: Any, n: int) -> None:
@@ -410,7 +317,6 @@ def state_dicts(net: Any, n: int) -> None:
             nn.init.constant_(block.down.weight, 0.01)
 
 
-row("the model deep-copied between steps", copied_whole)(Trunk)
 row("a state_dict loaded, assigned and saved, and weights set anew between steps", state_dicts)(Trunk)
 
 
@@ -442,19 +348,17 @@ def _(net: Any, batch: dict[str, torch.Tensor], rest: list[torch.Tensor]) -> tor
 # -- what needs no gradient is made late, of parts of the batch and of tables
 
 
-class Adapted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.down, self.up = Block().requires_grad_(False), nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(x) + self.up(self.down(x))
+def adapted() -> nn.Module:
+    return Does(
+        lambda net, x: net.block(x) + net.up(net.down(x)),
+        block=Block().requires_grad_(False), down=nn.Linear(WIDTH, 4), up=nn.Linear(4, WIDTH),
+    )  # fmt: skip
 
 
 @runs(
     "adapters over a frozen embedding with rotary positions",
     call=lambda n: ((torch.arange(LENGTH).mul(3 + n).remainder(50),), {}),
-    of=made_of(Adapted),
+    of=made_of(adapted),
     has={"table": lambda: nn.Embedding(50, WIDTH).requires_grad_(False)},
     room=0.3,
     stages=12,
@@ -493,14 +397,9 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
 # -- scripted parts
 
 
-class WithScripted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.after = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)))
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.block(self.after(x))
+def with_scripted() -> nn.Module:
+    after = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)))
+    return Does(lambda net, x: net.block(net.after(x)), after=after, block=Block())
 
 
 @torch.jit.script
@@ -514,7 +413,7 @@ for _ in range(3):  # PyTorch compiles it for all models in the process, to othe
 row(
     "scripted parts that are frozen in steps",
     lambda net, n: [p.requires_grad_(n % 2 == 0) for p in net.blocks[1].after.parameters()],
-)(made_of(WithScripted))
+)(made_of(with_scripted))
 row("scripted functions with a number that changes", sets("k", lambda n: 1 + 0.1 * n))(
     along(lambda net, x, n: gated(x, net.k), k=lambda: 1.0)
 )
@@ -527,7 +426,6 @@ class Caught(Trunk, k=int):
     """An operation that fails in some steps, with another in its place."""
 
     fails: tuple[int, ...] = (1, 3)
-    used = True
 
     def attempt(self, x: torch.Tensor, fails: bool) -> torch.Tensor:
         return x @ (torch.ones(3, 3) if fails else torch.eye(WIDTH))
@@ -535,10 +433,9 @@ class Caught(Trunk, k=int):
     def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
         y = torch.sin(x)
         try:
-            made = self.attempt(y, self.k in self.fails and n % 2 == 1)
+            return self.attempt(y, self.k in self.fails and n % 2 == 1)
         except (RuntimeError, KeyError):
             return torch.tanh(y)
-        return made if self.used else y * 1.5
 
 
 def factor(net: Any, x: torch.Tensor, fails: bool) -> torch.Tensor:
@@ -577,6 +474,5 @@ def caught(name: str, of: type[Caught] = Caught, room: float = 0.0, **has: Any) 
 
 
 caught("of wrong shapes")
-caught("of a singular matrix that nobody needs", attempt=factor, used=False)
 caught("of a custom Function", attempt=lambda net, x, fails: Fallible.apply(x * 0.1, fails))
 caught("beside what was made for nothing before", of=UsedLater, room=0.6)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import ALL, Attention, Residual
+from models import ALL, Attention, Does, Residual, linears, several, up_and_down
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
@@ -31,186 +31,128 @@ class Language(nn.Module):
         return self.head(self.norm(x))
 
 
-class Reads(nn.Module):
-    """Reads weights itself, and all of them in a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = nn.Linear(32, 32), nn.Parameter(torch.randn(32))
-        self.several = [self.scale]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.layer(x) * self.several[0] + self.layer.weight.sum(0)
-        return y + 1e-3 * sum(p.square().sum() for p in self.parameters()) + float(self.scale.mean())
+def reads(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Weights itself, and all of them in a list."""
+    y = net.layer(x) * net.several[0] + net.layer.weight.sum(0)
+    return y + 1e-3 * sum(p.square().sum() for p in net.parameters()) + float(net.several[0].mean())
 
 
-class Shares(nn.Module):
+def shares(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Runs a block several times, and keeps a view of its weight meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
-        self.between = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, turned = self.between[0].weight.to(x.dtype), self.between[1].weight.t()
-        for layer in self.between:
-            x = x + self.block(torch.tanh(layer(x)))
-        return x @ weight @ turned
+    weight, turned = net.between[0].weight.to(x.dtype), net.between[1].weight.t()
+    for layer in net.between:
+        x = x + net.block(torch.tanh(layer(x)))
+    return x @ weight @ turned
 
 
-class Repeats(nn.Module):
+def repeats(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Runs its blocks `times` times, one after the other."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.times = 2
-        self.blocks, self.head = nn.Sequential(*(Residual(width) for _ in range(2))), nn.Linear(width, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(self.times):
-            x = self.blocks(x)
-        return self.head(x)
+    for _ in range(net.times):
+        x = net.blocks(x)
+    return net.head(x)
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """A block that runs four times, between others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.block, self.last = nn.Linear(64, 64), Residual(64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for _ in range(4):
-            x = self.block(x)
-        return self.last(x)
+    block = Residual(64)
+    return nn.Sequential(nn.Linear(64, 64), block, block, block, block, nn.Linear(64, 64))
 
 
-class Keeps(nn.Module):
-    """Keeps its weights in attributes of its own, of a function of its own, and returns one."""
+class Times(torch.autograd.Function):
+    """Keeps its weight in attributes of its own."""
 
-    class Times(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            ctx.x, ctx.w, ctx.turned = x, w, w.t()
-            return x @ w
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.x, ctx.w, ctx.turned = x, w, w.t()
+        return x @ w
 
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            (g,) = gradients
-            return g @ ctx.turned + 0 * (g @ ctx.w.t()), ctx.x.t() @ g
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not hasattr(self, "all_of_them"):
-            self.all_of_them = list(self.parameters())
-            self.first: Any = [self.layers[0].weight]
-        for layer in self.layers:
-            x = torch.tanh(layer(self.Times.apply(x, layer.weight)))
-        return x @ self.first[0] + sum(p.sum() for p in self.all_of_them)
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (g,) = gradients
+        return g @ ctx.turned + 0 * (g @ ctx.w.t()), ctx.x.t() @ g
 
 
-class Writes(nn.Module):
+def keeps(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Its weights in attributes of its own, and returns one."""
+    if not hasattr(net, "all_of_them"):
+        net.all_of_them = list(net.parameters())
+        net.first = [net.layers[0].weight]
+    for layer in net.layers:
+        x = torch.tanh(layer(Times.apply(x, layer.weight)))
+    return x @ net.first[0] + sum(p.sum() for p in net.all_of_them)
+
+
+def writes(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Overwrites a weight that it has read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
-        self.codes = nn.Parameter(torch.randn(32), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x) + self.codes)
-            with torch.no_grad():
-                self.codes.mul_(0.9).add_(x.mean(0), alpha=0.1)
-        return x
+    for layer in net.layers:
+        x = torch.tanh(layer(x) + net.codes)
+        with torch.no_grad():
+            net.codes.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return x
 
 
-class Checkpoints(nn.Module):
+def checkpoints(reentrant: bool) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """PyTorch's own checkpoint is inside."""
 
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
-        for block in self.blocks:
-            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        for block in net.blocks:
+            x = x + checkpoint(block, x, use_reentrant=reentrant)
         return x
 
+    return forward
 
-class Casts(nn.Module):
+
+def casts(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Autocast casts a weight once for two calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.twice, self.last = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.last(self.twice(torch.tanh(self.twice(self.twice(self.first(x)))))).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        return net.last(net.twice(torch.tanh(net.twice(net.twice(net.first(x)))))).float()
 
 
-class Mapped(nn.Module):
+def mapped() -> nn.Module:
     """Its first and its last layer have one weight, and the first gets what torch.func has made."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
-        self.layers = nn.Sequential(*(Residual(width) for _ in range(6)))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layers(self.first(torch.func.vmap(torch.tanh)(x))))
+    first, last = nn.Linear(32, 32), nn.Linear(32, 32)
+    last.weight = first.weight
+    layers = nn.Sequential(*(Residual(32) for _ in range(6)))
+    return Does(
+        lambda net, x: net.last(net.layers(net.first(torch.func.vmap(torch.tanh)(x)))),
+        first=first, layers=layers, last=last,
+    )  # fmt: skip
 
 
-class Paused(nn.Module):
+def paused(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Its stages begin with a call without gradients, and go on with calls that need those of their parameters."""
-
-    def __init__(self, width: int = 16, blocks: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(blocks)
-        )
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, (block, layer) in enumerate(zip(self.blocks, self.layers, strict=True)):
-            x = x + block(x)
-            with torch.inference_mode() if n == 1 else torch.no_grad():
-                mean = x.mean(0)
-            x = x + layer(x * mean.clone()).tanh()
-        return x
+    for n, (block, layer) in enumerate(zip(net.blocks, net.layers, strict=True)):
+        x = x + block(x)
+        with torch.inference_mode() if n == 1 else torch.no_grad():
+            mean = x.mean(0)
+        x = x + layer(x * mean.clone()).tanh()
+    return x
 
 
-class Adapted(nn.Module):
+def adapts(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Low-rank adapters beside frozen layers."""
-
-    def __init__(self, width: int = 64, layers: int = 5) -> None:
-        super().__init__()
-        self.base = nn.ModuleList(nn.Linear(width, width) for _ in range(layers)).requires_grad_(False)
-        self.down = nn.ModuleList(nn.Linear(width, 4, bias=False) for _ in range(layers))
-        self.up = nn.ModuleList(nn.Linear(4, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for base, down, up in zip(self.base, self.down, self.up, strict=True):
-            x = x + torch.tanh(base(x) + up(down(x)))
-        return x
+    for base, down, up in zip(net.base, net.down, net.up, strict=True):
+        x = x + torch.tanh(base(x) + up(down(x)))
+    return x
 
 
-class Recurs(nn.Module):
-    def __init__(self, width: int = 32, out: int = 16, layers: int = 2) -> None:
-        super().__init__()
-        self.before, self.cells = nn.Linear(width, width), nn.LSTM(width, out, layers, batch_first=True)
+def adapted(width: int = 64, layers: int = 5, does: Any = adapts) -> Any:
+    base = linears(layers, width).requires_grad_(False)
+    down, up = (
+        nn.ModuleList(nn.Linear(*sizes, bias=False) for _ in range(layers)) for sizes in ((width, 4), (4, width))
+    )
+    return Does(does, base=base, down=down, up=up)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.cells(self.before(x))[0]
+
+def recurs(width: int = 32, out: int = 16, layers: int = 2) -> nn.Module:
+    cells = nn.LSTM(width, out, layers, batch_first=True)
+    return Does(lambda net, x: net.cells(net.before(x))[0], before=nn.Linear(width, width), cells=cells)
+
+
+def dropping(width: int) -> nn.Module:
+    """Two layers with dropout in between, which cuDNN draws from a buffer of its own."""
+    return Does(lambda net, x: net.cells(x)[0], cells=nn.LSTM(width, width, 2, dropout=0.5, batch_first=True))
 
 
 def deep(width: int = 64, layers: int = 4, bias: bool = True) -> nn.Module:
@@ -259,18 +201,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "mlp": (deep, numbers(64, 64)),
     "language": (Language, words(50, 4, 12)),
     "tied": (lambda: Language(tie=True), words(50, 8, 16)),
-    "reads": (Reads, numbers(64, 32)),
-    "shares": (Shares, numbers(64, 32)),
-    "repeats": (Repeats, numbers(24, 16)),
-    "keeps": (Keeps, numbers(64, 32)),
-    "writes": (Writes, numbers(64, 32)),
-    "checkpoints": (lambda: Checkpoints(False), numbers(64, 32)),
-    "reentrant": (lambda: Checkpoints(True), numbers(64, 32)),
-    "casts": (Casts, numbers(64, 32)),
-    "mapped": (Mapped, numbers(24, 32)),
-    "paused": (Paused, numbers(24, 16)),
-    "adapted": (Adapted, numbers(16, 64)),
-    "lstm": (Recurs, numbers(8, 12, 32)),
+    "reads": (lambda: Does(reads, layer=nn.Linear(32, 32), several=nn.ParameterList([torch.randn(32)])), numbers(64, 32)),
+    "shares": (lambda: Does(shares, block=up_and_down(32, 48), between=linears(3)), numbers(64, 32)),
+    "repeats": (lambda: Does(repeats, times=2, blocks=nn.Sequential(Residual(16), Residual(16)), head=nn.Linear(16, 4)), numbers(24, 16)),
+    "keeps": (lambda: Does(keeps, layers=linears(4)), numbers(64, 32)),
+    "writes": (lambda: Does(writes, layers=linears(3), codes=nn.Parameter(torch.randn(32), False)), numbers(64, 32)),
+    "checkpoints": (lambda: Does(checkpoints(False), blocks=several(3, 32, 64)), numbers(64, 32)),
+    "reentrant": (lambda: Does(checkpoints(True), blocks=several(3, 32, 64)), numbers(64, 32)),
+    "casts": (lambda: Does(casts, **{name: nn.Linear(32, 32) for name in ("first", "twice", "last")}), numbers(64, 32)),
+    "mapped": (mapped, numbers(24, 32)),
+    "paused": (lambda: Does(paused, blocks=several(4, 16, 32), layers=linears(4, 16)), numbers(24, 16)),
+    "adapted": (adapted, numbers(16, 64)),
+    "lstm": (recurs, numbers(8, 12, 32)),
     "parametrized": (parametrized, numbers(64, 32)),
     "spectral": (spectral, numbers(2, 3, 8, 8)),
     "convolutions": (convolutions, numbers(4, 3, 16, 16)),
@@ -283,9 +225,9 @@ SIZED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {  # larger ones, of w
     "tied": (lambda: Language(32, 1, 300, tie=True), words(300, 8, 16)),
     "no biases": (lambda: nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), numbers(8, 96)),
     "first frozen": (first_frozen, numbers(64, 32)),
-    "adapted": (lambda: Adapted(128), numbers(64, 128)),
-    "shared": (Shared, numbers(64, 64)),
-    "lstm": (lambda: nn.Sequential(Recurs(48, 48, 1), Recurs(48, 48, 1)), numbers(8, 16, 48)),
+    "adapted": (lambda: adapted(128), numbers(64, 128)),
+    "shared": (shared, numbers(64, 64)),
+    "lstm": (lambda: nn.Sequential(recurs(48, 48, 1), recurs(48, 48, 1)), numbers(8, 16, 48)),
     "small": (lambda: nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), numbers(64, 24)),
     "convolutions": (lambda: nn.Sequential(*(layer for n in (3, 16, 16) for layer in (
         nn.Conv2d(n, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()))), numbers(4, 3, 12, 12)),

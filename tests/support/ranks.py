@@ -19,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 HEADING = "== "
 
@@ -56,6 +57,23 @@ def say(text: str) -> None:
     """Print a line by one write, which the lines of other processes cannot come into."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def by_first(text: str) -> None:
+    """Print a line in the first process alone."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        say(text)
+
+
+def everyone(mine: Any) -> list[Any]:
+    """What each process of the group has for `mine`."""
+    import torch.distributed as dist
+
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 def fork(ranks: int, main: Callable[[], object]) -> bool:

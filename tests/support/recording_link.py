@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import order_checker as order
 import torch
-from order_checker import HOST, Recording
+from order_checker import HOST, Clock, Recording, Span
 
 import rotoff
-from rotoff.runtime.links.base import Link, Offset, Range
+from rotoff.runtime.links.base import Link, Range
 from rotoff.runtime.links.cuda import CudaStreams, StreamLink, StreamTicket
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
@@ -106,7 +105,7 @@ class Mark:
     def __init__(self) -> None:
         self.lane: Lane | None = None
         self.position = 0
-        self.mark = 0
+        self.mark: Clock = {}
 
 
 class RecordingStreams(CudaStreams):
@@ -198,8 +197,7 @@ class RecordingSegment:
     def __init__(self, nbytes: int, recording: Recording) -> None:
         self.tensor = torch.full((nbytes,), _FRESH, dtype=torch.uint8)
         self._recording = recording
-        self._buffer = recording.buffer(self.tensor.untyped_storage())
-        recording.names[self._buffer] = f"host memory ({nbytes} bytes)"
+        self._buffer = recording.buffer(self.tensor.untyped_storage(), "host memory")
         recording.allocate(HOST, self._buffer, nbytes)
 
     def close(self) -> None:
@@ -217,7 +215,7 @@ class RecordingLink(StreamLink):
         self.streams = RecordingStreams(eagerness, seed)
         self.log = self.streams.recording
         self._scribble = scribble
-        self._shown: dict[int, tuple[torch.Tensor, order.Span]] = {}  # by storage, host bytes that anybody may touch
+        self._shown: dict[int, tuple[torch.Tensor, Span]] = {}  # by storage, host bytes that anybody may touch
         super().__init__(self.streams)
 
     def access(self, what: str, reads: Sequence[torch.UntypedStorage], writes: Sequence[torch.UntypedStorage]) -> None:
@@ -251,45 +249,28 @@ class RecordingLink(StreamLink):
 
     def check(self) -> list[str]:
         """All races so far, a sentence each."""
-        return order.check(self.log)
+        return list(self.log.races)
 
 
 class LateFileLink(FileLink):
-    """A file link whose copies begin `delay` seconds after their turn has come, and whose fresh memory holds garbage: a
-    missing wait gives wrong numbers."""
+    """A file link whose copies begin `delay` seconds after their turn has come, none of them at once, and whose fresh
+    memory holds garbage: a missing wait gives wrong numbers."""
 
     def __init__(self, delay: float = 0.0) -> None:
         super().__init__()
-        self._delay = delay
+
+        def run(ticket: FileTicket, file: HostFile) -> None:
+            time.sleep(delay)
+            FileTicket.run(ticket, file)
+
+        self._late = type("LateTicket", (FileTicket,), {"__slots__": (), "nbytes": 1 << 30, "run": run})
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return super().allocate(nbytes).fill_(_FRESH)
 
-    def copy_out(self, sources: Sequence[torch.Tensor], offset: Offset) -> FileTicket:
-        return self._submit(LateTicket(sources, offset, True, (), self._delay))
-
-    def copy_in(self, targets: Sequence[torch.Tensor], offset: Offset, *after: FileTicket | None) -> FileTicket:
-        return self._submit(LateTicket(targets, offset, False, after, self._delay))
-
-
-class LateTicket(FileTicket):
-    __slots__ = ("_delay",)
-    nbytes = 1 << 30  # never copied at once
-
-    def __init__(
-        self,
-        tensors: Sequence[torch.Tensor],
-        offset: Offset,
-        out: bool,
-        after: Sequence[FileTicket | None],
-        delay: float,
-    ) -> None:
-        super().__init__(tensors, offset, out, after)
-        self._delay = delay
-
-    def run(self, file: HostFile) -> None:
-        time.sleep(self._delay)
-        super().run(file)
+    def _submit(self, ticket: FileTicket) -> FileTicket:
+        ticket.__class__ = self._late
+        return super()._submit(ticket)
 
 
 def scribble(storage: torch.UntypedStorage) -> None:

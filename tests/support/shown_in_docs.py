@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision_operators
+from models import Does
 from torch import nn
 from torch.nn import functional as F
 
@@ -40,14 +41,23 @@ def batch() -> dict[str, torch.Tensor]:
     return {name: torch.stack([row[name] for row in found]) for name in found[0]}
 
 
-@contextmanager
+PROGRAMS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {}
+
+
+def program(make: Any) -> Any:
+    """Enters a program by its name."""
+    PROGRAMS[make.__name__] = contextmanager(make)
+    return make
+
+
+@program
 def step(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     names["model"] = Net()
     yield
     names["model"].compute_sequence("1 GiB")(**batch())["loss"].backward()
 
 
-@contextmanager
+@program
 def trainer(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
@@ -58,7 +68,7 @@ def trainer(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     names["trainer"].train()
 
 
-@contextmanager
+@program
 def accelerate(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     library = pytest.importorskip("accelerate")
     model = Net()
@@ -71,7 +81,7 @@ def accelerate(folder: Path, names: dict[str, Any]) -> Iterator[None]:
         names["optimizer"].step()
 
 
-@contextmanager
+@program
 def lightning(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     library = pytest.importorskip("lightning")
 
@@ -92,14 +102,14 @@ def lightning(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     names["trainer"].fit(Module(), torch.utils.data.DataLoader(rows(), batch_size=ROWS // 2))
 
 
-@contextmanager
+@program
 def measured(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     names |= {"net": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), "batch": torch.randn(ROWS, WIDTH)}
     yield
     assert (folder / "net.json").exists()
 
 
-@contextmanager
+@program
 def lengths(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     torchvision_operators.declare()
     transformers = pytest.importorskip("transformers")
@@ -114,14 +124,14 @@ def lengths(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     assert names["model"].plans()
 
 
-@contextmanager
+@program
 def torchvision(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     torchvision_operators.declare()
     names |= {"torch": torch, "torchvision": pytest.importorskip("torchvision")}
     yield
 
 
-@contextmanager
+@program
 def devices(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     from rotoff.profile.estimate import devices as known
 
@@ -147,7 +157,7 @@ def _one_process() -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-@contextmanager
+@program
 def ddp(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     with _one_process():
         names |= {"torch": torch, "model": nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())}
@@ -155,67 +165,44 @@ def ddp(folder: Path, names: dict[str, Any]) -> Iterator[None]:
         names["model"](torch.randn(ROWS, WIDTH)).sum().backward()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).tanh())
+def block() -> Any:
+    up, down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    return Does(lambda net, x: net.down(net.up(x).tanh()), up=up, down=down)
 
 
-@contextmanager
+@program
 def sharded(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     from torch.distributed.fsdp import fully_shard
 
     with _one_process():
         torch.distributed.init_process_group("gloo")
-        names |= {"torch": torch, "fully_shard": fully_shard, "blocks": [Block() for _ in range(3)]}
+        names |= {"torch": torch, "fully_shard": fully_shard, "blocks": [block() for _ in range(3)]}
         yield
         for _ in range(2):
             names["model"](torch.randn(ROWS, WIDTH)).sum().backward()
             names["optimizer"].step()
 
 
-@contextmanager
+@program
 def tensor_parallel(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import parallel
 
     with _one_process():
-        block = Block()
-        names |= {"block": block, "model": nn.Sequential(block, nn.Tanh())} | vars(parallel)
+        one = block()
+        names |= {"block": one, "model": nn.Sequential(one, nn.Tanh())} | vars(parallel)
         names["mesh"] = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
         yield
         names["planned"](torch.randn(ROWS, WIDTH)).sum().backward()
 
 
-@contextmanager
+@program
 def pipeline(folder: Path, names: dict[str, Any]) -> Iterator[None]:
     from torch.distributed import pipelining
 
     with _one_process():
         torch.distributed.init_process_group("gloo")
-        names |= {"module": Block(), "rank": 0, "ranks": 1, "device": torch.device("cpu"), "loss_fn": F.mse_loss}
+        names |= {"module": block(), "rank": 0, "ranks": 1, "device": torch.device("cpu"), "loss_fn": F.mse_loss}
         names |= vars(pipelining)
         yield
         names["schedule"].step(torch.randn(8 * ROWS, WIDTH), target=torch.randn(8 * ROWS, WIDTH))
-
-
-PROGRAMS: dict[str, Callable[[Path, dict[str, Any]], Any]] = {
-    one.__name__: one
-    for one in (
-        step,
-        trainer,
-        accelerate,
-        lightning,
-        measured,
-        lengths,
-        torchvision,
-        devices,
-        ddp,
-        sharded,
-        tensor_parallel,
-        pipeline,
-    )
-}

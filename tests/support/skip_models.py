@@ -6,38 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models import fresh
+from models import Does, fresh
 from torch import nn
 
 
-class TanhUNet(nn.Module):
+def convolutions(*widths: int) -> nn.ModuleList:
+    return nn.ModuleList(nn.Conv2d(width, 4, 3, padding=1) for width in widths)
+
+
+def unet(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Features that are used again far from where they are made, one of them changed in place by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(4))
-        self.up = nn.ModuleList(nn.Conv2d(8, 4, 3, padding=1) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features = []
-        for layer in self.down:
-            features.append(x := torch.tanh(layer(x)))
-        for layer in self.up:
-            x = torch.tanh(layer(torch.cat([x, features.pop()], dim=1)))
-        return x
+    features = []
+    for layer in net.down:
+        features.append(x := torch.tanh(layer(x)))
+    for layer in net.up:
+        x = torch.tanh(layer(torch.cat([x, features.pop()], dim=1)))
+    return x
 
 
-class Concatenates(nn.Module):
+def concatenates(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Its gradients wait in parts of a larger one, so that copying them is one of the choices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(4 + 4 * n, 4, 3, padding=1) for n in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.cat([x, torch.relu(layer(x))], dim=1)
-        return x
+    for layer in net.layers:
+        x = torch.cat([x, torch.relu(layer(x))], dim=1)
+    return x
 
 
 def dropping() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
@@ -46,8 +37,14 @@ def dropping() -> tuple[nn.Module, Callable[[], torch.Tensor]]:
 
 
 OTHERS: dict[str, Callable[[], tuple[nn.Module, Callable[[], Any]]]] = {
-    "unet": lambda: (TanhUNet(), lambda: torch.randn(2, 4, 16, 16)),
-    "concatenates": lambda: (Concatenates(), lambda: torch.randn(2, 4, 16, 16)),
+    "unet": lambda: (
+        Does(unet, down=convolutions(4, 4, 4, 4), up=convolutions(8, 8, 8, 8)),
+        lambda: torch.randn(2, 4, 16, 16),
+    ),
+    "concatenates": lambda: (
+        Does(concatenates, layers=convolutions(4, 8, 12, 16, 20)),
+        lambda: torch.randn(2, 4, 16, 16),
+    ),
     "dropping": dropping,
 }
 

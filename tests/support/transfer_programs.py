@@ -7,9 +7,9 @@ Each program keeps what every value must hold, compares all that compute reads, 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,18 +26,22 @@ class Copy:
 
 @dataclass
 class Value:
-    """A value: what it must hold, its device bytes (one set, or two for a while), its host bytes."""
+    """A value: what it must hold, its device bytes, its host bytes, and the ticket of the copy out that filled those."""
 
     number: int
     sizes: list[int]
     seed: int
-    here: list[Copy] = field(default_factory=list)
+    here: Copy | None = None
     offset: int | None = None
-    written: Any = None  # the ticket of the copy out that filled the host bytes
+    written: Any = None
 
     @property
     def nbytes(self) -> int:
         return sum(self.sizes)
+
+    @property
+    def ready(self) -> bool:
+        return self.here is not None and self.here.arriving is None
 
 
 class TransferProgram:
@@ -66,113 +70,101 @@ class TransferProgram:
 
     def issue(self, steps: int) -> None:
         """The program alone, without a look at what was read, which on a GPU would wait for it."""
-        actions = 3 * [self.make, self.offload, self.free, self.prefetch, self.arrive]
-        actions += [self.use, self.twin, self.overwrite, self.drop, self.abandon]
+        often: list[tuple[Callable[[Value], Any], Callable[[Value], Any]]] = [  # which values, and what happens to one
+            (lambda v: v.offset is None and v.ready, self.offload),
+            (lambda v: v.offset is not None and v.here, self.free),
+            (lambda v: v.offset is not None and not v.here, self.prefetch),
+            (lambda v: v.here and not v.ready, self.arrive),
+        ]
+        rarely: list[tuple[Callable[[Value], Any], Callable[[Value], Any]]] = [
+            (lambda v: v.ready, lambda v: self.read(v, f"use {v.number}")),
+            (lambda v: v.offset is not None and v.ready, self.twin),
+            (lambda v: v.ready, self.overwrite),
+            (lambda v: v.here, self.finish),
+            (lambda v: v.here and (v.here.arriving or v.here.leaving) is not None, self.abandon),
+        ]
         for _ in range(steps):
-            self.random.choice(actions)()
+            if self.random.random() < 0.15:
+                self.make()
+            condition, act = self.random.choice(3 * often + rarely)
+            if able := [value for value in self.values if condition(value)]:
+                act(self.random.choice(able))
         for value in list(self.values):
             self.finish(value)
 
     def before_compute(self) -> None:
         """Called ahead of all that makes or changes a value; a subclass may let it come late."""
 
-    # What compute does
+    # What happens to a value
 
     def make(self) -> None:
         sizes = [self.random.choice(self.sizes) for _ in range(self.random.randint(1, 3))]
-        value = Value(self.made, sizes, self.random.randrange(256))
-        self.made += 1
         tensors = [torch.empty(size, dtype=torch.uint8, device=self.link.device) for size in sizes]
-        value.here.append(Copy(tensors))
+        value = Value(self.made, sizes, self.random.randrange(256), Copy(tensors))
+        self.made += 1
         self.fill(value, f"make {value.number}")
         self.values.append(value)
 
-    def use(self) -> None:
-        value = self.pick(lambda v: v.here and v.here[0].arriving is None)
-        if value is not None:
-            self.read(value, value.here[0], f"use {value.number}")
+    def overwrite(self, value: Value) -> None:
+        """Compute changes it in place, once the copy that reads it has ended; its host bytes are out of date."""
+        self.settle(value.here)
+        self.forget_host(value)
+        value.seed = self.random.randrange(256)
+        self.fill(value, f"overwrite {value.number}")
 
-    def overwrite(self) -> None:
-        """Compute changes a value in place, once the copy that reads it has ended; its host bytes are out of date."""
-        value = self.pick(lambda v: len(v.here) == 1 and v.here[0].arriving is None)
-        if value is not None:
-            self.settle(value.here[0])
-            self.forget_host(value)
-            value.seed = self.random.randrange(256)
-            self.fill(value, f"overwrite {value.number}")
+    def offload(self, value: Value) -> None:
+        value.offset = self.place(value.nbytes)
+        value.written = value.here.leaving = self.link.copy_out(value.here.tensors, value.offset)
 
-    # What moves
+    def free(self, value: Value) -> None:
+        self.settle(value.here)
+        self.give_back(value, f"free {value.number}")
 
-    def offload(self) -> None:
-        value = self.pick(lambda v: v.offset is None and len(v.here) == 1 and v.here[0].arriving is None)
-        if value is not None:
-            value.offset = self.place(value.nbytes)
-            value.written = value.here[0].leaving = self.link.copy_out(value.here[0].tensors, value.offset)
+    def prefetch(self, value: Value) -> None:
+        tensors = [self.link.allocate(size) for size in value.sizes]
+        value.here = Copy(tensors, arriving=self.link.copy_in(tensors, value.offset, value.written))
 
-    def free(self) -> None:
-        value = self.pick(lambda v: v.offset is not None and len(v.here) == 1)
-        if value is not None:
-            self.settle(value.here[0])
-            self.give_back(value, f"free {value.number}")
-
-    def prefetch(self) -> None:
-        value = self.pick(lambda v: v.offset is not None and not v.here)
-        if value is not None:
-            self.fetch(value)
-
-    def twin(self) -> None:
+    def twin(self, value: Value) -> None:
         """The copy back is asked for before anybody has waited for the copy out; both sets of device bytes stay."""
-        value = self.pick(lambda v: v.offset is not None and len(v.here) == 1 and v.here[0].arriving is None)
-        if value is not None:
-            self.fetch(value)
-            self.settle(value.here[1])
-            self.read(value, value.here[1], f"twin {value.number}")
-            self.settle(value.here[0])
-            self.give_back(value, f"untwin {value.number}")
+        first = value.here
+        self.prefetch(value)
+        self.arrive(value)
+        self.settle(first)
+        self.release(f"untwin {value.number}", storages(first.tensors))
 
-    def arrive(self) -> None:
-        value = self.pick(lambda v: v.here and v.here[0].arriving is not None)
-        if value is not None:
-            self.settle(value.here[0])
-            self.read(value, value.here[0], f"arrive {value.number}")
+    def arrive(self, value: Value) -> None:
+        self.settle(value.here)
+        self.read(value, f"arrive {value.number}")
 
-    def drop(self) -> None:
-        value = self.pick(lambda v: v.here)
-        if value is not None:
-            self.finish(value)
-
-    def abandon(self) -> None:
+    def abandon(self, value: Value) -> None:
         """A step is given up: the tickets die unawaited, then the memory goes back."""
-        value = self.pick(lambda v: v.here and (v.here[0].arriving is not None or v.here[0].leaving is not None))
-        if value is not None:
-            for copy in value.here:
-                copy.arriving = copy.leaving = None
-            value.written = None
-            self.forget_host(value)
-            self.give_back(value, f"abandon {value.number}")
-            self.values.remove(value)
+        value.here.arriving = value.here.leaving = None
+        self.forget_host(value)
+        self.give_back(value, f"abandon {value.number}")
+        self.values.remove(value)
 
-    # What they are made of
+    def finish(self, value: Value) -> None:
+        """The end of a value, wherever it is: fetched if it is away, used once more, given back."""
+        if value.here is None:
+            self.prefetch(value)
+        self.settle(value.here)
+        self.read(value, f"last use of {value.number}")
+        self.give_back(value, f"drop {value.number}")
+        self.forget_host(value)
+        self.values.remove(value)
 
-    def pick(self, condition: Any) -> Value | None:
-        able = [value for value in self.values if condition(value)]
-        return self.random.choice(able) if able else None
+    # What that is made of
 
     def fill(self, value: Value, what: str) -> None:
-        tensors = value.here[0].tensors
-        self.access(what, [], storages(tensors))
+        self.access(what, [], storages(value.here.tensors))
         self.before_compute()
-        for i, tensor in enumerate(tensors):
+        for i, tensor in enumerate(value.here.tensors):
             tensor.copy_(pattern(tensor.numel(), value.seed + i, tensor.device))
 
-    def read(self, value: Value, copy: Copy, what: str) -> None:
-        self.access(what, storages(copy.tensors), [])
-        self.seen += [(tensor.clone(), (tensor.numel(), value.seed + i)) for i, tensor in enumerate(copy.tensors)]
-
-    def fetch(self, value: Value) -> None:
-        tensors = [self.link.allocate(size) for size in value.sizes]
-        ticket = self.link.copy_in(tensors, value.offset, value.written)
-        value.here.append(Copy(tensors, arriving=ticket))
+    def read(self, value: Value, what: str) -> None:
+        tensors = value.here.tensors
+        self.access(what, storages(tensors), [])
+        self.seen += [(tensor.clone(), (tensor.numel(), value.seed + i)) for i, tensor in enumerate(tensors)]
 
     def settle(self, copy: Copy) -> None:
         """Compute waits for whatever reads or writes these device bytes."""
@@ -186,18 +178,8 @@ class TransferProgram:
         return self.elsewhere() if self.elsewhere is not None and self.random.random() < 0.5 else nullcontext()
 
     def give_back(self, value: Value, what: str) -> None:
-        self.release(what, storages(value.here[0].tensors))
-        del value.here[0]
-
-    def finish(self, value: Value) -> None:
-        """The end of a value, wherever it is: fetched if it is away, used once more, given back."""
-        if not value.here:
-            self.fetch(value)
-        self.settle(value.here[0])
-        self.read(value, value.here[0], f"last use of {value.number}")
-        self.give_back(value, f"drop {value.number}")
-        self.forget_host(value)
-        self.values.remove(value)
+        self.release(what, storages(value.here.tensors))
+        value.here = None
 
     def place(self, nbytes: int) -> int:
         """The first free host range of `nbytes` bytes; the slab grows where there is none."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from step_by_step import Call, Row, nothing
+from step_by_step import Call, Row, error_of, nothing
 from torch import nn
 from torch.nn import functional as F
 
@@ -55,7 +55,7 @@ class Trunk(nn.Module):
     subclass is given beside, as in ``class Counts(Trunk, count=int)``, makes attributes that each model has by itself.
     """
 
-    made_of: type[nn.Module] = Block
+    made_of: Callable[[], nn.Module] = Block
     many = 4
     has: dict[str, Callable[[], Any]] = {}
 
@@ -129,8 +129,8 @@ def runs(
     return lambda forward: row(name, change, call, **more)(type("Runs", (of,), {"forward": forward}, **(has or {})))
 
 
-def made_of(block: type[nn.Module], of: type[Trunk] = Trunk) -> type[Trunk]:
-    return type("MadeOf", (of,), {"made_of": block})
+def made_of(block: Callable[[], nn.Module], of: type[Trunk] = Trunk) -> type[Trunk]:
+    return type("MadeOf", (of,), {"made_of": staticmethod(block)})
 
 
 def at(step: int, change: Callable[[Any], object]) -> Callable[[Any, int], object]:
@@ -143,8 +143,26 @@ def sets(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]
     return lambda net, n: setattr(net, name, value(n))
 
 
-def of_blocks(name: str, value: Callable[[int], Any]) -> Callable[[Any, int], object]:
-    return lambda net, n: [setattr(block, name, value(n)) for block in net.blocks]
+def of_results(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
+    return error_of(run(*call[0]))
+
+
+def step_with(before: Any = None, between: Any = None, after: Any = None, loss: Any = of_results) -> Any:
+    """A step with something done before its forward, before its backward and after it, each given the model, its call
+    and the number of the step. before: returns handles of hooks, which go after the step. loss: runs the forward."""
+
+    def step(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:
+        handles = (before and before(net, call, n)) or ()
+        found = loss(run, net, call, n)
+        with torch.no_grad():
+            between and between(net, call, n)
+        found.backward()
+        after and after(net, call, n)
+        for handle in handles:
+            handle.remove()
+        return found
+
+    return step
 
 
 def large(n: int) -> Call:

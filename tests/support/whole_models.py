@@ -4,16 +4,16 @@ they change: a part of the table of test_changing_models.py."""
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import numpy
 import torch
+from models import Does
 from step_by_step import Call, Row, error_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, drawn, large, row, runs, sets
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, drawn, large, row, runs, sets, step_with
 
 
 class Between(Trunk):
@@ -108,46 +108,24 @@ for how in ("module", "function, norm", "adjoint, function, norm", "adjoint, ask
     row(f"a Function over a module: {how}", call=large)(between(of(Layer, how)))
 
 
-class Handing(nn.Module):
+def handing(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Gives a module that such a Function runs a tensor of the same forward as a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = Layer(), nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made = {"f.0.weight": self.inner.f[0].weight * 2}
-        return torch.func.functional_call(self.inner, made, (x,))
+    return torch.func.functional_call(net.inner, {"f.0.weight": net.inner.f[0].weight * 2}, (x,))
 
 
-row("a tensor of the forward handed to a Function's module: a parameter", call=large)(between(Handing))
+row("a tensor of the forward handed to a Function's module: a parameter", call=large)(
+    between(lambda: Does(handing, inner=Layer()))
+)
 
 
-class AtTheTop(nn.Module):
+def at_the_top(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Reads a parameter within a Function, in the model's own forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last, self.f = Block(), Trunk(), nn.Linear(WIDTH // 2, WIDTH // 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(Reversible.apply(self.first(x) * 2, lambda x: x @ self.f.weight.T))
+    return net.last(Reversible.apply(net.first(x) * 2, lambda x: x @ net.f.weight.T))
 
 
-row("a Function over a parameter in the model's own forward", may_refuse="inside of Reversible")(AtTheTop)
-
-
-class Noise(torch.autograd.Function):
-    """Its own code draws the factor of its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, drawn: Any) -> torch.Tensor:
-        ctx.factor = 0.5 + drawn()
-        return x * ctx.factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None
+row("a Function over a parameter in the model's own forward", may_refuse="inside of Reversible")(
+    lambda: Does(at_the_top, first=Block(), last=Trunk(), f=nn.Linear(WIDTH // 2, WIDTH // 2))
+)
 
 
 @torch.library.custom_op("rotoff_tests::noise", mutates_args=())
@@ -203,10 +181,6 @@ UNSEEN += [
     Row("what cannot be made again, in a second backward", noisy, large, step=backward_twice, room=0.6),
     Row("what NumPy writes, off its course", along(written_by_numpy, Deepening), large, deeper, room=0.6),
 ]
-row("a Function that draws from Python's generator")(
-    along(lambda net, x, n: Noise.apply(torch.tanh(x * random.random()), random.random))
-)
-
 
 # -- modules that run mapped, compiled and scripted
 
@@ -219,100 +193,66 @@ row("a branch on data by torch.cond, whose branches are modules", room=1.0)(
 )
 
 
-class Mapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.act = nn.Linear(WIDTH, WIDTH), nn.Tanh()
-        self.register_buffer("shift", torch.zeros(WIDTH))
+def mapped(net: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.vmap(lambda one: one.sin())(torch.tanh(net.linear(x))) + net.shift
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.vmap(lambda one: one.sin())(self.act(self.linear(x))) + self.shift
+
+def mapping(does: Any = mapped) -> nn.Module:
+    return Does(does, linear=nn.Linear(WIDTH, WIDTH), shift=nn.Buffer(torch.zeros(WIDTH)))
 
 
 def compiled() -> nn.Module:
     return torch.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), backend="eager")
 
 
-def hook_removed(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
-    handle = net.odd[0].register_forward_hook(lambda module, args, result: result * 2)
-    loss = error_of(run(*call[0]))
-    handle.remove()
-    loss.backward()
-    return loss
-
-
-def functional(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
-    scaled = {name: parameter * 1.5 for name, parameter in run.named_parameters()}
-    loss = error_of(torch.func.functional_call(run, scaled, call[0]))
-    loss.backward()
-    return loss
-
-
-class Conditioned(nn.Module):
-    """Another module makes the buffer of a mapped one, for one call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.film, self.condition = Mapped(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.func.functional_call(self.film, {"shift": self.condition(x).mean(0)}, (x,))
-
-
-class Recurrent(Mapped):
+def recurrent(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Keeps its state, with its graph, for its next call."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.state: Any = 0
-        for _ in range(3):
-            self.state = x = super().forward(x + self.state)
-        self.state = None
-        return x
+    net.state = 0
+    for _ in range(3):
+        net.state = x = mapped(net, x + net.state)
+    net.state = None
+    return x
 
 
-class Ensemble(nn.Module):
+def ensemble(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Runs its members at once, by ``functional_call`` within ``vmap``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.members = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights = {k: torch.stack([m.get_parameter(k) for m in self.members]) for k in ("weight", "bias")}
-        call = torch.func.vmap(torch.func.functional_call, in_dims=(None, 0, None))
-        return call(self.members[0], weights, (x,)).mean(0)
+    weights = {k: torch.stack([m.get_parameter(k) for m in net.members]) for k in ("weight", "bias")}
+    call = torch.func.vmap(torch.func.functional_call, in_dims=(None, 0, None))
+    return call(net.members[0], weights, (x,)).mean(0)
 
 
-row("a hook removed before the backward, compiled", step=hook_removed)(between(compiled))
-row("functional_call of the whole model, mapped", step=functional, room=0.95)(between(Mapped))
-row("a mapped module conditioned by another")(between(Conditioned))
-row("a mapped cell with a state")(between(Recurrent))
-row("an ensemble by functional_call within vmap")(between(Ensemble))
+def members() -> nn.Module:
+    return Does(ensemble, members=nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+
+row(
+    "a hook removed before the backward, compiled",
+    step=step_with(
+        lambda net, *_: [net.odd[0].register_forward_hook(lambda module, args, result: result * 2)],
+        lambda net, *_: net.odd[0]._forward_hooks.clear(),
+    ),
+)(between(compiled))
+row(
+    "functional_call of the whole model, mapped",
+    step=step_with(
+        loss=lambda run, net, call, n: error_of(
+            torch.func.functional_call(run, {name: p * 1.5 for name, p in run.named_parameters()}, call[0])
+        )
+    ),
+    room=0.95,
+)(between(mapping))
+row("a mapped cell with a state")(between(lambda: mapping(recurrent)))
+row("an ensemble by functional_call within vmap")(between(members))
 
 
 # -- what the forward leaves, and hooks that only autograd sees
 
 
-@adds("packed sequences", has={"rows": lambda: nn.GRU(WIDTH // 8, WIDTH // 8, batch_first=True)})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    """A recurrent layer on sequences of lengths that it computes."""
-    y = torch.tanh(x).view(len(x), 8, -1)
-    lengths = 1 + (y.detach().sum(2) > 0).sum(1).clamp(max=7)
-    packed = pack_padded_sequence(y, lengths, batch_first=True, enforce_sorted=False)
-    return x + pad_packed_sequence(net.rows(packed)[0], batch_first=True, total_length=8)[0].reshape(len(x), WIDTH)
-
-
-class Packed(nn.Module):
+def packed(net: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """PyTorch writes the lengths of the padded result unseen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells = nn.LSTM(16, 16, batch_first=True)
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        packed = pack_padded_sequence(torch.tanh(x), lengths, batch_first=True, enforce_sorted=False)
-        outputs, lengths = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
-        return torch.tanh(outputs).sum(1) / lengths[:, None]
+    rows = pack_padded_sequence(torch.tanh(x), lengths, batch_first=True, enforce_sorted=False)
+    outputs, lengths = pad_packed_sequence(net.cells(rows)[0], batch_first=True)
+    return torch.tanh(outputs).sum(1) / lengths[:, None]
 
 
 def of_lengths(n: int) -> Call:
@@ -320,7 +260,14 @@ def of_lengths(n: int) -> Call:
     return (drawn(n, 64, longest, 16).requires_grad_(), longest - torch.arange(64) % (n + 2)), {}
 
 
-UNSEEN.append(Row("packed sequences of other lengths", Packed, of_lengths, room=0.4))
+UNSEEN.append(
+    Row(
+        "packed sequences of other lengths",
+        lambda: Does(packed, cells=nn.LSTM(16, 16, batch_first=True)),
+        of_lengths,
+        room=0.4,
+    )
+)
 
 
 @adds("hooks of nodes of the graph", has={"calls": int}, again=lambda net: setattr(net, "calls", 0))
@@ -348,22 +295,11 @@ def older_hooks() -> nn.Module:
 
 
 row("backward hooks of the older form")(older_hooks)
-LEFT: deque[torch.Tensor] = deque()
 
 
-def with_what_is_left(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
-    LEFT.clear()
-    loss = error_of(run(*call[0]))
-    loss = loss + sum(LEFT)
-    LEFT.clear()
-    loss.backward()
-    return loss
-
-
-@adds("a loss left outside of the model", step=with_what_is_left)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    LEFT.append(x.square().mean())
-    return x
+def of_both(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
+    result, beside = run(*call[0])
+    return result.square().mean() + (beside.x.mean() if beside else 0)
 
 
 class Kept:
@@ -373,17 +309,10 @@ class Kept:
         self.x = x
 
 
-def of_both(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
-    result, beside = run(*call[0])
-    loss = result.square().mean() + (beside.x.mean() if beside else 0)
-    loss.backward()
-    return loss
-
-
 @runs(
     "an object with a tensor of the graph returned, from the third step on",
     sets("odd", lambda n: n > 1),
-    step=of_both,
+    step=step_with(loss=of_both),
     room=0.5,
     has={"odd": bool},
 )

@@ -14,12 +14,10 @@ import torch
 from on_tape import TAPES, Kernel, OnTape, verdict
 from step_by_step import Row
 from torch import nn
-from trunks import TABLE, Block, Trunk, drawn
+from trunks import TABLE, Block, Trunk, along, drawn
 
 from rotoff.runtime.links.spill import Spill
 from rotoff.runtime.tape_step import OFF_COURSE, TapeStep
-from rotoff.tape import dispatch
-from rotoff.tape.tape import Tape
 from rotoff.tape.verify import Known, Verified
 
 
@@ -34,40 +32,10 @@ def cases() -> list[Any]:
     return [pytest.param(row, id=row.name, marks=[pytest.mark.slow] if n % 6 else []) for n, row in enumerate(TABLE)]
 
 
-@pytest.mark.parametrize("new_tape", TAPES[::2])  # the twin without a mode notes what the kernel notes
 @pytest.mark.parametrize("row", cases())
 def test_everything_dropped_is_made_again(row: Row, new_tape: Any) -> None:
     said = verdict(row, new_tape)
     assert said == "equal" or (row.may_refuse is not None and "error: RuntimeError" in said), said
-
-
-@pytest.mark.parametrize("row", cases())
-def test_the_kernel_notes_what_the_twin_notes(row: Row) -> None:
-    """Keys, and so operations and sizes, are equal; so is what is saved, made again and copied."""
-    if Kernel is None:
-        pytest.skip("no kernel for this torch")
-    if row.name.startswith("attention by"):
-        pytest.skip("PyTorch adds the mask in place unless a mode of Python's, as the twin is, is active")
-    assert noted(row, Kernel) == noted(row, Tape)
-
-
-def noted(row: Row, make: Any) -> list[Any]:
-    """What tapes note of the training of `row`."""
-    tapes: list[Any] = []
-
-    class Noting(make):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.log: list[Any] = []
-            tapes.append(self)
-
-        def enter(self, stage: int) -> None:
-            saved = [(content.op, content.out, content.nbytes) for content in self.saved_contents(self.stage)]
-            self.log.append((self.stage, self.key, self.noted, saved))
-            super().enter(stage)
-
-    verdict(row, Noting)
-    return [(tape.log, tape.replayed, tape.copied) for tape in tapes]
 
 
 @pytest.mark.parametrize("row", cases())
@@ -81,79 +49,52 @@ def test_everything_dropped_is_made_again_once_verified(row: Row) -> None:
 # -- what the tape does not see
 
 
-class OfNumPy(torch.autograd.Function):
-    """Computes in NumPy: its result is nothing that PyTorch made."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.from_numpy(x.detach().numpy() * 2.0)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return g * 2 + 0 * y
-
-
-class Foreign(torch.autograd.Function):
-    """Fills by ctypes a tensor that PyTorch made."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.empty_like(x)
-        source = (x.detach() * 2).contiguous()
-        ctypes.memmove(y.data_ptr(), source.data_ptr(), y.nbytes)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return g * 2 * torch.where(y > 1e30, 0.0, 1.0)
-
-
-class WritesItsInput(torch.autograd.Function):
-    """Changes by NumPy what another stage made."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        x.detach().numpy()[:, :4] *= 0.5
-        return x * 3
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return g * 3 + x
-
-
+Made = tuple[torch.Tensor, torch.Tensor]
 calls = 0
 
 
-class Counts(torch.autograd.Function):
+class Unseen(torch.autograd.Function):
+    """What `make` saves and returns for x, past PyTorch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, make: Callable[[torch.Tensor], Made]) -> torch.Tensor:
+        saved, out = make(x)
+        ctx.save_for_backward(saved)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        (saved,) = ctx.saved_tensors
+        return g * (2 + saved), None
+
+
+def of_numpy(x: torch.Tensor) -> Made:
+    """Nothing that PyTorch made."""
+    return (y := torch.from_numpy(x.detach().numpy() * 2.0)), y
+
+
+def foreign(x: torch.Tensor) -> Made:
+    """Fills by ctypes a tensor that PyTorch made."""
+    y, source = torch.empty_like(x), (x.detach() * 2).contiguous()
+    ctypes.memmove(y.data_ptr(), source.data_ptr(), y.nbytes)
+    return y, y
+
+
+def writes_its_input(x: torch.Tensor) -> Made:
+    """Changes by NumPy what another stage made."""
+    x.detach().numpy()[:, :4] *= 0.5
+    return x, x * 3
+
+
+def counts(x: torch.Tensor) -> Made:
     """Another result in each call."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.from_numpy(x.detach().numpy().copy())
-        global calls
-        calls += 1
-        ctx.save_for_backward(y)
-        return x * (1 + 0.1 * calls)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
-        (y,) = ctx.saved_tensors
-        return g * y
+    global calls
+    calls += 1
+    return torch.from_numpy(x.detach().numpy().copy()), x * (1 + 0.1 * calls)
 
 
-def trunk_with(act: Callable[[torch.Tensor], torch.Tensor]) -> type[Trunk]:
-    class With(Trunk):
-        def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-            return torch.tanh(act(torch.sin(x))) if n % 2 else x
-
-    return With
+def trunk_with(make: Callable[[torch.Tensor], Made]) -> type[Trunk]:
+    return along(lambda net, x, n: torch.tanh(Unseen.apply(torch.sin(x), make)) if n % 2 else x)
 
 
 class Borders(Trunk):
@@ -161,7 +102,7 @@ class Borders(Trunk):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[2].register_forward_pre_hook(lambda module, args: (WritesItsInput.apply(args[0]),))
+        self.blocks[2].register_forward_pre_hook(lambda module, args: (Unseen.apply(args[0], writes_its_input),))
 
 
 def gradients(run: nn.Module, net: nn.Module, n: int) -> list[torch.Tensor]:
@@ -173,7 +114,7 @@ def gradients(run: nn.Module, net: nn.Module, n: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(
     "make",
-    [*(trunk_with(function.apply) for function in (OfNumPy, Foreign, WritesItsInput, Counts)), Borders],
+    [*map(trunk_with, (of_numpy, foreign, writes_its_input, counts)), Borders],
     ids=["numpy", "ctypes", "its input", "counts", "borders"],
 )
 def test_what_is_unseen_is_found_and_held(make: type[nn.Module]) -> None:
@@ -193,7 +134,7 @@ def test_what_is_unseen_is_found_and_held(make: type[nn.Module]) -> None:
 
 def test_what_is_unseen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    net, known = trunk_with(Foreign.apply)(), Known()
+    net, known = trunk_with(foreign)(), Known()
     for n in range(2):
         gradients(OnTape(net, list(net.blocks), lambda: Verified(known)), net, n)
     told = [record.getMessage() for record in caplog.records]
@@ -203,7 +144,7 @@ def test_what_is_unseen_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_stage_that_is_not_known_is_kept(new_tape: Any) -> None:
     """On a plain tape, which does not verify, nothing is made again that was not verified before."""
     torch.manual_seed(0)
-    net, known = trunk_with(Foreign.apply)(), Known()
+    net, known = trunk_with(foreign)(), Known()
     for n, make in enumerate([new_tape, Verified, new_tape]):
         expected = gradients(net, net, n)
         run = OnTape(net, list(net.blocks), lambda make=make: make(known))
@@ -276,47 +217,6 @@ def test_held_contents_that_others_hold_are_compared(new_tape: Any) -> None:
 # -- how plans and others use it
 
 
-def test_a_plan_keeps_moves_and_finds_contents(new_tape: Any) -> None:
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Linear(16, 16)))
-    expected = torch.autograd.grad(net(drawn(0)).sum(), list(net.parameters()))
-    reached: list[int] = []
-    with OnTape(net, [net[2]], new_tape).recording() as tape:
-        tape.on_backward = lambda tape, stage: reached.append(stage)
-        out = net(drawn(0))
-        made = [tape.content(1, n, 0) for n in range(4)]
-        assert made[2] is not None and tape.content(1, 99, 0) is None and tape.content(7, 0, 0) is None
-        first, second = tape.saved_contents(1)  # of both sigmoids; the last layer's weight is no content
-        assert [content in (first, second) for content in made[:2]] == [True, True]
-        assert (second.stage, second.op - tape.begins[1], second.nbytes) == (1, 1, out.nbytes)
-        assert second.storage(seen=True) is None and not second.alive()
-    found = tape.make([first, second])
-    assert set(found) == {first, second} and first.held is None
-    tape.fill(1, {first: found[first]})
-    assert [content == first for content in tape.owned(1)] == [True]
-    tape.empty(1)
-    assert not tape.owned(1)
-    first.hold(found[first].clone())
-    assert first.held is not None and first.alive()
-    replayed = tape.replayed
-    got = torch.autograd.grad(out.sum(), list(net.parameters()))
-    assert all(map(torch.equal, got, expected))
-    assert tape.replayed == 2 * replayed - 1  # all but the first sigmoid, which is held
-    assert reached == [1, 0] or reached == [1]
-
-
-@pytest.mark.parametrize("keep", [True, frozenset({(1, 0)})])
-def test_what_is_asked_for_is_kept(keep: Any, new_tape: Any) -> None:
-    net = nn.Sequential(nn.Sigmoid(), nn.Sigmoid(), nn.Sigmoid())
-    with OnTape(net, [], new_tape).recording() as tape:
-        tape.enter(1)
-        tape.keep = keep
-        out = net(drawn(0).requires_grad_())
-        assert len(tape.owned(1)) == (3 if keep is True else 1)
-        assert all(keep is True or (content.op, content.out) == (1, 0) for content in tape.owned(1))
-    del out
-
-
 def test_what_another_thread_runs_is_not_noted(new_tape: Any) -> None:
     import threading
 
@@ -372,7 +272,6 @@ def test_what_was_overwritten_unseen_is_told_of(new_tape: Any) -> None:
     x = torch.ones(4, requires_grad=True)
     with OnTape(nn.Identity(), [], new_tape).recording() as tape:
         out = torch.sigmoid(x * 2).sum()
-        (content,) = tape.saved_contents(0)
         tape.content_of(x).lose(None)
     with pytest.raises(RuntimeError, match="overwritten unseen"):
         out.backward()
@@ -402,16 +301,6 @@ def test_the_kernel_is_built_wherever_it_can_be() -> None:
     with_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     if torch.__version__.startswith("2.13.") and headers.exists() and shutil.which("g++") and with_gil:
         assert Kernel is not None
-
-
-def test_where_no_kernel_is_built_the_log_says_that_the_twin_runs(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.99.0")
-    with caplog.at_level("INFO", logger="rotoff"):
-        assert dispatch._load() is None
-    assert [record.levelname for record in caplog.records] == ["INFO"]
-    assert "followed in Python" in caplog.text and "_kernel_torch299" in caplog.text
 
 
 look: Callable[[], Any] = bool

@@ -4,6 +4,7 @@ the predicted bytes, and nothing of it in the caller's hands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,13 +13,12 @@ from allocated import own_again, peak_bytes
 from models import ALL
 from placed_loops import result
 from placed_models import MODELS, drawn
+from random_programs import mutants
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 import rotoff
-from rotoff.core.sequence import parse
-from rotoff.core.steady_step import Readers
 from rotoff.planning.options import Options
 from rotoff.planning.request import Request
 from rotoff.planning.step_courses import StepRunner
@@ -38,47 +38,6 @@ def adamw(parameters: Any) -> Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-def one_at_a_time(updates: str) -> Solve:
-    """Everything lies on the host between its uses, and a group comes when a stage needs it."""
-
-    def solve(chain: rotoff.Chain) -> rotoff.Sequence:
-        ops: list[str] = []
-        readers = Readers(chain)
-
-        def bring(*values: Any) -> None:
-            ops.extend(f"{op} {v}" for v in values for op in ("prefetch", "wait"))
-
-        def update(k: int, g: Any) -> None:
-            moved = [f"w {k}", *([f"o {k}"] if chain.group(k).state_bytes else [])]
-            bring(*g, *moved)
-            ops.append(f"U {k}")
-            ops.extend(f"{op} {v}" for v in moved for op in ("offload", "free"))
-
-        stages = range(1, len(chain) + 1)
-        for i in stages:
-            weights = readers.weights.get(i, [])
-            bring(*weights)
-            ops.append(f"F_all {i}")
-            ops.extend(f"drop {v}" for v in weights)
-        for i in reversed(stages):
-            weights = readers.weights.get(i, [])
-            bring(*weights)
-            ops.append(f"B {i}")
-            ops.extend(f"drop {v}" for v in weights)
-            for v in readers.whole.get(i, ()):
-                if updates == "during":
-                    update(v.stage, ())
-                else:
-                    ops.extend((f"offload {v}", f"free {v}"))
-        if updates == "after":
-            for k, group in enumerate(chain.parameters, start=1):
-                if group.grad_bytes:
-                    update(k, (f"g {k}",))
-        return rotoff.Sequence([parse(op) for op in ops])
-
-    return solve
-
-
 def least(updates: str, share: float = 0.0) -> Solve:
     """A plan of `solve` within a part of the way from the smallest limit to keeping everything."""
 
@@ -90,7 +49,30 @@ def least(updates: str, share: float = 0.0) -> Solve:
     return solve
 
 
-SOLVES = {"one at a time": one_at_a_time, "least": least, "more": lambda updates: least(updates, 0.4)}
+def in_any_order(updates: str) -> Solve:
+    """What a random walk makes of a plan, by steps that are legal: what moves, when, and what stays between steps."""
+
+    def solve(chain: rotoff.Chain) -> rotoff.Sequence:
+        plan = least(updates, 0.3)(chain)
+        data = plan.to_dict() | {"resident": list(plan.resident)}
+        walk, legal = mutants(data, len(chain.parameters), Random(0)), None
+        for _ in range(150):
+            step = walk.send(legal)
+            try:
+                rotoff.simulate(chain, rotoff.Sequence.from_dict(step), updates=updates)
+                data, legal = step, True
+            except rotoff.RotoffError:
+                legal = False
+        return rotoff.Sequence.from_dict(data)
+
+    return solve
+
+
+SOLVES = {
+    "least": least,
+    "more": lambda updates: least(updates, 0.4),
+    "in any order": in_any_order,
+}
 
 
 class Given(PlacedRunner):
@@ -119,7 +101,7 @@ def step(run: Any, optimizers: list[Optimizer], batch: Any, n: int) -> torch.Ten
     return loss.detach()
 
 
-def trained(name: str, make: Any, solve: Solve | None, updates: str, steps: int = 4) -> tuple[list[Any], Any]:
+def trained(name: str, make: Any, solve: Solve | None, updates: str, steps: int = 6) -> tuple[list[Any], Any]:
     """What steps leave, the first of which is recorded if there is a plan; and the runner."""
     net, draw = drawn(name)
     batch = draw()
