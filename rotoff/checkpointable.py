@@ -245,13 +245,14 @@ class Checkpointable(RotorNames, ModuleProxy):
             originals.put_back()
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:
-        steps, device = self._steps, self._options.device
+        steps, device, request = self._steps, self._options.device, self._steps.request
         if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
             steps = PlacedRunner(self._steps)
         steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
         if steps is not self._steps:
             steps.close(resident=False)
             self._steps = self._runner().take_over(steps)
+            self._steps.request = request
 
     def _starts(self, result: Any) -> list[torch.Tensor]:
         """The outputs from which a backward starts."""
