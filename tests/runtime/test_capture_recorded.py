@@ -95,7 +95,7 @@ def test_stages_are_shown_as_a_table() -> None:
     assert "or saved" in lines[1]  # the forms, each with its bytes
     for number, (line, stage) in enumerate(zip(lines[2:], found.chain.stages, strict=False), 1):
         assert line.split()[0] == str(number) and rotoff.format_bytes(stage.saved_bytes) in line
-    assert found.to_dict()["stages"][1]["saved_bytes"] == found.chain.stages[1].saved_bytes > 0
+    assert found.chain.stages[1].saved_bytes > 0
     two = rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2))
     assert "end where calls of 2 modules end" in two.strategy
 
