@@ -329,7 +329,7 @@ ENTRIES: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
             most=4096,
         ).size
     ),
-    "stages": lambda model, x: [row["saved_bytes"] for row in stages(model, x).to_dict()["stages"]],
+    "stages": lambda model, x: [one.saved_bytes for one in stages(model, x).chain.stages],
     "measure": lambda model, x: [one.saved_bytes for one in Checkpointable(model).measure(x).chain.stages],
     "train": trained,
     "train, placed": lambda model, x: trained(model, x, device_limit="64 KiB"),
