@@ -136,6 +136,14 @@ def odd_case(row: Row) -> Case:
     return net, *row.call(0)
 
 
+REFUSED = {  # what reads numbers of a tensor, and what no copy on fake tensors can be made of
+    "a buffer changed in place before the backward",
+    "inference_mode inside",
+    "draws from torch's own",
+    "scripted parts that are frozen in steps",
+}
+
+
 @pytest.mark.slow
 def test_odd_models_have_the_bytes_of_a_recorded_step_or_are_refused() -> None:
     """Their peaks may differ: generators' states and numbers that PyTorch wraps are large beside such small batches."""
@@ -153,7 +161,7 @@ def test_odd_models_have_the_bytes_of_a_recorded_step_or_are_refused() -> None:
             continue
         same = contents(fake) == contents(real) and fake.saved == real.saved
         verdicts["same" if same else "other"].append(row.name)
-    assert len(verdicts["refused"]) <= 3 and len(verdicts["other"]) <= 1, verdicts
+    assert REFUSED.issuperset(verdicts["refused"]) and len(verdicts["other"]) <= 1, verdicts
 
 
 def test_a_model_for_a_cuda_device_that_is_not_there_has_a_plan() -> None:
