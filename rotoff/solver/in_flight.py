@@ -115,6 +115,9 @@ def solve_in_flight(
         seconds, ops = min((seconds, ops), shared.traded(*trade, effort), key=lambda found: found[0])
         if progress is not None:
             progress((n + 1) / SEARCHED, seconds)
+    if not math.isfinite(seconds):  # a search may have moved to plans that rest with more
+        alone = [shared.traded(kind, _least(chain, *kind)[0], False) for kind in _KINDS[mode]]
+        seconds, ops = min(alone, key=lambda found: found[0])
     if not math.isfinite(seconds):
         told = f"nothing was found for {in_flight} micro-batches in flight within {mem_limit} bytes"
         raise InfeasibleError(told, max(least, mem_limit + 1))
