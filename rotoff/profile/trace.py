@@ -180,7 +180,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
                 peaks[n],
-                sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} - number.keys()),
+                sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} if c not in number),
                 step.seconds[n],
                 (other - one) & MASK,
                 one,
