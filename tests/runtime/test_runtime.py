@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -147,6 +149,27 @@ def test_a_profiler_shows_the_operations_of_the_plan() -> None:
         wrapped(value).sum().backward()
     shown = [event.name.removeprefix("rotoff: ") for event in profiler.events() if event.name.startswith("rotoff: ")]
     assert sorted(shown) == sorted(map(str, wrapped.sequence.ops))
+    wrapped.close()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_region_of_a_profile_is_open_after_a_backward(stopped: bool) -> None:
+    """The profiler would write into memory that it has freed, when such a one ends within another profile."""
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence((wrapped.min_mem_limit() + wrapped.keep_all_memory) // 2)
+
+    def stop(*_: object) -> None:
+        raise KeyError("of the caller")
+
+    handles = [part.register_full_backward_hook(stop) for part in model if stopped]
+    with torch.autograd.profiler.profile(use_cpu=True):
+        output = wrapped(batch()).sum()
+        with pytest.raises(KeyError) if stopped else nullcontext():
+            output.backward(retain_graph=True)
+    assert not any(type(thing) is torch.autograd.profiler.record_function for thing in gc.get_objects())
+    for handle in handles:
+        handle.remove()
     wrapped.close()
 
 
