@@ -14,7 +14,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -62,7 +63,6 @@ class TapeStep:
         self._layout, self._take, self._give_back, self._check = layout, take, give_back, check
         self.times: StepTimes | None = None
         self._take_link()
-        self._span: record_function | None = None  # of the running operation, if a profiler is active
         self._ops: tuple[Op, ...] = () if plan is None else plan.sequence.ops
         self._turn = 0 if plan is None else plan.forward_end
         self._early: frozenset[int] = frozenset() if plan is None else plan.early
@@ -192,20 +192,18 @@ class TapeStep:
         assert self._spill is not None
         tape.fill(stage, {c: self._spill.get(self._away[c]) for c in tape.saved_contents(stage) if c in self._away})
 
-    def _begin_span(self, index: int) -> None:
-        """An operation begins, for who records times."""
+    def _begin_span(self, index: int, run: Callable[[], object] = bool) -> None:
+        """An operation begins, for who records times or profiles. run: what it does, but for what the model's code or
+        autograd does. A profiler shows that much: a region that is open when its profile ends would write, when it ends
+        within the next one, into memory that the profiler has freed."""
         if self.times is not None:
             self.times.begin(index)
-        if torch.autograd._profiler_enabled():
-            self._span = record_function(f"rotoff: {self._ops[index]}")
-            self._span.__enter__()
+        with record_function(f"rotoff: {self._ops[index]}") if torch.autograd._profiler_enabled() else nullcontext():
+            run()
 
     def _end_span(self) -> None:
         if self.times is not None:
             self.times.end()
-        if self._span is not None:
-            span, self._span = self._span, None
-            span.__exit__(None, None, None)
 
     def _look(self, tape: Tape, index: int) -> None:
         """Check the bytes after an operation."""
@@ -220,8 +218,7 @@ class TapeStep:
     # -- one method for each operation
 
     def _run(self, tape: Tape, op: Op) -> None:
-        self._begin_span(self._next)
-        getattr(self, _METHODS[op.kind])(tape, op)
+        self._begin_span(self._next, partial(getattr(self, _METHODS[op.kind]), tape, op))
         self._end_span()
         self._next += 1
         self._look(tape, self._next - 1)
