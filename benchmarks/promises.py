@@ -158,7 +158,7 @@ class Scored:
         for method in OURS:
             for share in SHARES:
                 model, _ = self.make()
-                wrapped, limit = rotoff.Checkpointable(model, cache_directory=None).measure(self.x), share
+                wrapped, limit = rotoff.Checkpointable(model).measure(self.x), share
                 try:
                     if method == "selective_policy":
                         policy = rotoff.selective_policy(wrapped, mem_limit=int(limit * self.keep_all))

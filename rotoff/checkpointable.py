@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import format_bytes, is_auto, parse_bytes
 from .errors import InfeasibleError, MeasureError, OptionError
-from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least
@@ -88,9 +86,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
             of those. `measure` then runs its backward from these alone, so that gradients of other outputs (a language
             model's logits) are not charged. A training step that is recorded shows it by itself. None: any.
-        cache_directory: where plans are kept for the next process. True: the environment variable
-            ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
-            nowhere.
         forms: whether plans may keep a part of what a stage saves and recompute the rest.
         device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
             None: where the parameters are.
@@ -100,9 +95,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             invalid.
     """
 
-    _own = frozenset(
-        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_warned", "_shown", "_plain", "_caches"]
-    )
+    _own = frozenset(["_options", "_check", "_group", "_links", "_steps", "_warned", "_shown", "_plain", "_caches"])
 
     def __init__(
         self,
@@ -113,7 +106,6 @@ class Checkpointable(RotorNames, ModuleProxy):
         process_group: Any = None,
         stages: StagesOption = None,
         backward_from: BackwardFrom = None,
-        cache_directory: str | os.PathLike[str] | bool | None = True,
         forms: bool = True,
         device: torch.device | str | int | None = None,
     ) -> None:
@@ -125,7 +117,6 @@ class Checkpointable(RotorNames, ModuleProxy):
             backward_from=backward_from,
             forms=forms,
             host_directory=host_directory,
-            cache_directory=cache_directory,
             device=read_device(device),
         )
         self._options.check(model)
@@ -136,7 +127,6 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _begin(self) -> None:
         """Create the state that copies do not share: threads, files, measurements and plans."""
-        self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory)
         self._plain: Callable[..., Any] | None = None  # runs the unplanned model, if calling it does not
         self._steps = self._runner()
@@ -156,21 +146,20 @@ class Checkpointable(RotorNames, ModuleProxy):
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_steps", "_shown", "_plain", "_caches")
+        own = ("_links", "_steps", "_shown", "_plain", "_caches")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
         request = self._steps.request
         copied = request is not None and not request.placed  # else it is for the optimizer of this model
-        return state | {"_asked": replace(request, cache=Cache(None)) if request is not None and copied else None}
+        return state | {"_asked": request if copied else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         asked = state.pop("_asked")
         super().__setstate__(state)
         self._group = _group(self._group) if self._group is True else self._group
         self._begin()
-        if asked is not None:
-            self._steps.request = replace(asked, cache=self._cache)
+        self._steps.request = asked
 
     # -- planning
 
@@ -322,7 +311,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
         plain, shared = not self._check, with_host_share(options)
-        request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight, cache=self._cache)
+        request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight)
         if (device := self._options.device) is not None:
             self._model.to(device)
         self._caches = None

@@ -1,1 +1,1 @@
-"""Files and terminals: atomic writes, JSON, the cache, progress."""
+"""Files and terminals: atomic writes, JSON, progress."""

@@ -30,21 +30,6 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             pass
     except FileNotFoundError:
         pass
-    try:
-        replace_with(target, text, mode)
-    except OSError as error:
-        error.filename, error.filename2 = os.fspath(path), None  # not the file beside it, which nobody asked for
-        raise
-
-
-def replace_with(target: Path, text: str, mode: int | None) -> None:
-    """Put a new file with `text` in the place of `target`, whatever lies there, without opening that.
-
-    mode: the permissions of the new file; None: those of any new file.
-
-    Raises:
-        OSError: if it cannot be written; `target` is then unchanged.
-    """
     # in the same directory, since files can only be replaced within one file system
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
@@ -54,6 +39,8 @@ def replace_with(target: Path, text: str, mode: int | None) -> None:
         if mode is not None:
             beside.chmod(mode)
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         beside.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename, error.filename2 = os.fspath(path), None  # not the file beside it, which nobody asked for
         raise

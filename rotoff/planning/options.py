@@ -24,7 +24,6 @@ class Options:
     backward_from: BackwardFrom = None
     forms: bool = True
     host_directory: str | os.PathLike[str] | None = None
-    cache_directory: str | os.PathLike[str] | bool | None = True
     device: torch.device | None = None
 
     def check(self, model: nn.Module) -> None:

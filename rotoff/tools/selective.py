@@ -90,7 +90,7 @@ def selective_policy(
     if device is not None:
         profile = estimated(model, sample, kwargs, find(device))
     else:
-        wrapped = wrapped or Checkpointable(model, cache_directory=None)
+        wrapped = wrapped or Checkpointable(model)
         profile = (wrapped.measure(*sample, **kwargs) if sample or kwargs else wrapped).profile
     limit = parse_bytes(wrapped.mem_limit if mem_limit is None and wrapped is not None else mem_limit)
     choice = _Choice(profile, blocks)

@@ -155,7 +155,7 @@ def test_measuring_changes_nothing_even_between_a_forward_and_its_backward() -> 
     torch.manual_seed(0)
     student = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
     model = Does(teach, teacher=nn.Linear(16, 16).requires_grad_(False), norm=nn.BatchNorm1d(16), student=student)
-    plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model, cache_directory=None)
+    plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model)
     x = torch.randn(32, 16)
     y = x.clone()
     wrapped.measure(x).compute_sequence(smallest(wrapped, "remat"), mode="remat")

@@ -116,7 +116,7 @@ class SmallModel:
     def planned(self) -> Checkpointable:
         """The measured model."""
         self.step(self.model)  # so that libraries allocate their workspaces
-        return Checkpointable(self.model, cache_directory=None).measure(self.batch)
+        return Checkpointable(self.model).measure(self.batch)
 
     @cached_property
     def repeated(self) -> dict[str, Any]:
@@ -203,9 +203,7 @@ class SmallModel:
         size, model = PLACED, made(PLACED)
         batch = torch.randn(size.batch, size.context, size.width).to(self.device)
         run: Any = (
-            model.to(self.device)
-            if updates is None
-            else Checkpointable(model, device=self.device, cache_directory=None).measure(batch)
+            model.to(self.device) if updates is None else Checkpointable(model, device=self.device).measure(batch)
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         figures: dict[str, Any] = {"updates": updates}
