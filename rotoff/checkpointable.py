@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,13 +113,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         check_module(model)
         refuse_planned(model)
         super().__init__(model)
-        self._options = Options(
-            stages=stages,
-            backward_from=backward_from,
-            forms=forms,
-            host_directory=host_directory,
-            device=read_device(device),
-        )
+        self._options = Options(stages, backward_from, forms, host_directory, read_device(device))
         self._options.check(model)
         check_flag("check", check)
         self._check = check
@@ -235,6 +230,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:
         steps, device, request = self._steps, self._options.device, self._steps.request
+        steps.settle()  # a step that training has recorded before is not the latest one
         if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
             steps = PlacedRunner(self._steps)
         steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
@@ -289,42 +285,45 @@ class Checkpointable(RotorNames, ModuleProxy):
         check_limits(*asked, self._group is not None, options.get("updates"))
         if self._placed is not None and self._placed.placement is not None:
             self._placed.placement.gradients.refuse_before_step("compute_sequence")
-        if device_limit is not None:
-            return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
-        return self._limit(mem_limit, mode, mem_slots, policy, up_to, in_flight, options)
+        plain, placed = not self._check, device_limit is not None
+        request = Request(NO_LIMIT, mode, mem_slots, options, policy, plain, True, placed, in_flight)
+        self._ask(device_limit if placed else mem_limit, request, up_to, optimizer)
+        return self
 
-    def _limit(
-        self,
-        mem_limit: Any,
-        mode: str,
-        mem_slots: int,
-        policy: str | None,
-        up_to: Any,
-        in_flight: int,
-        options: dict[str, Any],
-    ) -> Checkpointable:
-        """`compute_sequence` for a `mem_limit`."""
+    def _ask(self, limit: Any, request: Request, up_to: Any, optimizer: Any) -> None:
+        """Plan for a request whose limit is `limit`."""
+        optimizers: tuple[Optimizer, ...] = ()
+        shards: Shards | None = None
 
         def limit_here() -> int:
-            check_options(mode, mem_slots, policy, options)
-            return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
+            nonlocal optimizers, shards
+            check_options(request.mode, request.mem_slots, request.policy, request.options)
+            if not request.placed:
+                return self._free_memory() if is_auto(limit) else parse_bytes(limit)
+            if self._check:
+                raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
+            nbytes = parse_bytes(limit, "device_limit")
+            optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
+            return nbytes
 
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        plain, shared = not self._check, with_host_share(options)
-        request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight)
-        if (device := self._options.device) is not None:
+        nbytes = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
+        options = request.options if request.placed else with_host_share(request.options)
+        request = replace(request, mem_limit=nbytes, options=options)
+        if (device := self._options.device) is not None and not request.placed:
             self._model.to(device)
         self._caches = None
-        largest = self._measure_up_to(up_to)
+        largest, steps = self._measure_up_to(up_to), self._steps
+        if request.placed:
+            steps = PlacedRunner(self._steps, optimizers, shards)
+        elif self._placed is not None:
+            steps = self._runner().take_over(self._placed)
         try:
-            steps = self._steps if self._placed is None else self._runner().take_over(self._steps)
             steps.ask(request)
         except InfeasibleError as error:
-            raise self._with_cures(error, request, largest) from None
-        if self._placed is not None:
+            raise error if request.placed else self._with_cures(error, request, largest) from None
+        if self._placed is not None and not request.placed:
             self._placed.close()
         self._steps = steps
-        return self
 
     def _measure_up_to(self, up_to: Any) -> Any:
         """Measure the largest input, if there is one; returns it as the model takes it."""
@@ -358,36 +357,6 @@ class Checkpointable(RotorNames, ModuleProxy):
             self._steps.latest = latest
             told += f"; inputs of {' and '.join(fitting)} fit" if fitting else ""
         return InfeasibleError(told, error.min_mem_limit)
-
-    def _place(
-        self,
-        device_limit: int | str,
-        mode: str,
-        mem_slots: int,
-        policy: str | None,
-        up_to: Any,
-        optimizer: Any,
-        options: dict[str, Any],
-    ) -> Checkpointable:
-        """`compute_sequence` for a `device_limit`."""
-        optimizers: tuple[Optimizer, ...] = ()
-        shards: Shards | None = None
-
-        def limit_here() -> int:
-            nonlocal optimizers, shards
-            check_options(mode, mem_slots, policy, options)
-            if self._check:
-                raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
-            nbytes = parse_bytes(device_limit, "device_limit")
-            optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
-            return nbytes
-
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        self._measure_up_to(up_to)
-        steps = PlacedRunner(self._steps, optimizers, shards)
-        steps.ask(Request(limit, mode, mem_slots, options, here=True, placed=True))
-        self._steps = steps
-        return self
 
     def _free_memory(self) -> int:
         """Return what steps may take where they run, once the model is there."""

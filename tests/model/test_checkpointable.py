@@ -170,6 +170,17 @@ def test_measuring_changes_nothing_even_between_a_forward_and_its_backward() -> 
     wrapped.close()
 
 
+def test_figures_are_of_the_last_measurement_and_not_of_a_step_of_training_before_it() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    before = wrapped.keep_all_memory
+    wrapped.compute_sequence(wrapped.min_mem_limit())
+    block, model[1] = model[1], nn.Identity()
+    wrapped(batch()).sum().backward()  # is recorded, since its operations are others
+    model[1] = block
+    assert wrapped.measure(batch()).keep_all_memory == before
+
+
 def test_auto_takes_what_is_free() -> None:
     model, batch = fresh("residual")
     wrapped = rotoff.Checkpointable(model).compute_sequence("auto")
