@@ -43,7 +43,7 @@ from torch.autograd.profiler import profile  # noqa: E402
 import rotoff  # noqa: E402
 from benchmarks.grid import models  # noqa: E402
 from benchmarks.grid.run import commit, machine  # noqa: E402
-from rotoff.io.atomic_write import write_whole  # noqa: E402
+from rotoff.io.files import write_whole  # noqa: E402
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 SHARES = (0.8, 0.65, 0.5, 0.4, 0.3)

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotoff.io.atomic_write import write_whole
+from rotoff.io.files import write_whole
 
 from . import methods, workloads
 from .aims import EVERYTHING, ITSELF

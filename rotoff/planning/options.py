@@ -12,7 +12,7 @@ from torch import nn
 from ..accelerator import TYPES, indexed, is_available, named
 from ..core.backward_from import BackwardFrom, read_backward_from
 from ..errors import MeasureError, OptionError
-from ..io.paths import named_directory
+from ..io.files import named_directory
 from .stages import StagesOption, stages_of
 
 
@@ -30,7 +30,7 @@ class Options:
         """Raise OptionError if an option is invalid or does not suit `model`, MeasureError for an empty model."""
         check_flag("forms", self.forms)
         if self.host_directory is not None:
-            named_directory(self.host_directory, "host_directory")
+            named_directory(self.host_directory)
         read_backward_from(self.backward_from)
         stages_of(model, self.stages)
 
