@@ -21,7 +21,7 @@ from ..profile.estimate.devices import Device, find
 from .mesh import Mesh
 from .pipeline_plan import PlannedPipeline, planned_pipeline, refuse_alone
 from .planned_steps import PlannedSteps
-from .question import HOST_BANDWIDTH, Question, growth_of, options_of, with_options
+from .question import HOST_BANDWIDTH, Question
 
 
 def plan(
@@ -72,16 +72,15 @@ def plan(
         LimitError: if `mem_limit` is no number of bytes, or nothing fits. MeasureError: if nothing can be estimated.
     """
     how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
-    asked = Question(find(device), modes, mem_limit, *how)
+    asked = Question(find(device), Options(stages, backward_from, forms), modes, mem_limit, *how)
     _check(model, kwargs)
-    model = with_options(model, Options(stages, backward_from, forms).chosen)
     if pipeline is not None:
         return planned_pipeline(model, sample, kwargs, asked, pipeline, microbatches, schedule, chunks, ranks_per_link)
     refuse_alone(microbatches=microbatches, chunks=chunks, ranks_per_link=ranks_per_link)
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         bar(0.0, "tracing the model")
         profile = asked.estimated(model, sample, kwargs)
-        return asked.answer(profile, growth_of(model, sample, kwargs, asked, profile), options_of(model), bar)
+        return asked.answer(model, profile, asked.growth(model, sample, kwargs, profile), bar)
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
