@@ -15,7 +15,7 @@ from ..core.figures import Figures, percent
 from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Trace
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
+from ..errors import InfeasibleError, InvalidSequenceError
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_profile import TapeProfile
 from ..report.expected_step import keep_all_step
@@ -34,7 +34,6 @@ from .request import Request
 logger = logging.getLogger("rotoff")
 ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
-AS_GOOD = 1.05  # time of an earlier process's plan / time that it had there, relative to keeping everything
 LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 
@@ -108,42 +107,8 @@ def make_plan(
     if request.plain and request.policy is None and profile.keep_all_bytes(request.in_flight) <= request.mem_limit:
         plan = keeping_all(profile, request.in_flight)
     else:
-        key = _key(profile, request)
-        kept = _kept(profile, request, key, room)
-        plan = kept or _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
-        if kept is None:
-            _keep(profile, request, key, plan)
+        plan = _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
     _report(profile, request, plan, time.perf_counter() - began)
-    return plan
-
-
-def _key(profile: TapeProfile, request: Request) -> dict[str, Any]:
-    """What a plan depends on, but for times: they are measured, and never the same."""
-    asked = {"limit": request.mem_limit, "mode": request.mode, "slots": request.mem_slots, "policy": request.policy}
-    asked |= {"options": repr(sorted(request.options.items())), "in flight": request.in_flight}
-    return {"operations": [found.layout.keys for found in profile.chains], "device": profile.device.type, **asked}
-
-
-def _keep(profile: TapeProfile, request: Request, key: dict[str, Any], plan: StepPlan) -> None:
-    """Keep a plan for the next process."""
-    number, overhead = profile.chains.index(plan.found), plan.trace.makespan / profile.chain.compute_time
-    request.cache.keep(key, [number, overhead, plan.sequence.to_dict()])
-
-
-def _kept(profile: TapeProfile, request: Request, key: dict[str, Any], room: int | None) -> StepPlan | None:
-    """Return the plan that an earlier process has kept, if it fits and is about as good with the times of this one."""
-    if (told := request.cache.find(key)) is None:
-        return None
-    try:
-        number, overhead, sequence = told
-        plan = compiled(profile, profile.chains[number], Sequence.from_dict(sequence), request.in_flight)
-        slower = plan.trace.makespan > overhead * AS_GOOD * profile.chain.compute_time
-    except (SequenceFormatError, InvalidSequenceError, TypeError, ValueError, IndexError) as error:
-        logger.warning("rotoff: a cached plan is ignored: %s", error)
-        return None
-    if slower or plan.peak > request.mem_limit or (room is not None and plan.execution.host_bytes > room):
-        return None
-    logger.info("rotoff: plan from the cache in %s", request.cache.directory)
     return plan
 
 

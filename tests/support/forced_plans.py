@@ -65,7 +65,7 @@ def twins(
 ) -> Pairs:
     """A model as it is and a copy under a plan: the model, what is called, and the optimizers."""
     model = copy.deepcopy(net)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(*batch, repeats=1)
+    run = rotoff.Checkpointable(model).measure(*batch, repeats=1)
     model.zero_grad()
     own, others = (make([p for p in one.parameters() if p.requires_grad]) for one in (model, net))
     plan(run, own, share, updates=updates)
