@@ -32,8 +32,8 @@ from .errors import InfeasibleError, MeasureError, OptionError
 from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
-from .planning.agreement import agree_on_least
-from .planning.distributed import agree_on_limit, agree_on_sample, shards_of
+from .planning.agreement import agree_on_least, together
+from .planning.distributed import agree_on_limit, shards_of
 from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
@@ -42,7 +42,7 @@ from .planning.signatures import family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan, least_limit
-from .planning.tape_placed_planner import PlacedStepPlan, read_optimizers
+from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
@@ -199,7 +199,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             return chain_input(self._model, *given)
 
         self._caches = None
-        value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
+        value = together(sample_here, "take the sample", self._group)
         graphs = any(t.grad_fn is not None for t in tensor_leaves(value))  # of the caller's, for one backward each
         many = (1 if graphs else REPEATS) if repeats is None else repeats
         with Bar("measuring") as bar:
@@ -320,7 +320,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             check_options(mode, mem_slots, policy, options)
             return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
 
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
+        limit = agree_on_limit(limit_here, self._group)
         plain, shared = not self._check, with_host_share(options)
         request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight, cache=self._cache)
         if (device := self._options.device) is not None:
@@ -393,7 +393,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
             return nbytes
 
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
+        limit = agree_on_limit(limit_here, self._group)
         self._measure_up_to(up_to)
         steps = PlacedRunner(self._steps, optimizers, shards)
         steps.ask(Request(limit, mode, mem_slots, options, here=True, placed=True))
@@ -426,7 +426,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         many = parse_in_flight(in_flight)
         asked = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many)
         self._steps.settle()
-        return agree_on_least(self._latest.profile, asked)
+        return agree_on_least(self._latest.profile, asked, self._group)
 
     # -- what is planned
 
@@ -474,7 +474,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> StepPlan | PlacedStepPlan:
+    def _plan(self) -> StepPlan:
         latest = self._latest
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")

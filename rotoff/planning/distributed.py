@@ -23,24 +23,13 @@ ANSWER = 5.0  # seconds in which a process of the group answers, once a collecti
 TAG = 31_337  # of the message that asks for an answer
 
 
-def agree_on_sample(read: Callable[[], T], group: Any) -> T:
-    """Return this process's result of `read` after it has succeeded in all processes.
-
-    Raises:
-        MeasureError: if it raises in another process. Whatever it raises here.
-    """
-    found: list[T] = []
-    from_everyone(lambda: found.append(read()), "take the sample", group)
-    return found[0]
-
-
 def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
-    """The smallest result of `mem_limit` in any process, in bytes.
+    """The smallest result of `mem_limit` in any process, in bytes; that of this one without a group.
 
     Raises:
         LimitError: if it raises in another process. Whatever it raises here.
     """
-    return min(from_everyone(mem_limit, "take the limit", group, LimitError))
+    return mem_limit() if group is None else min(from_everyone(mem_limit, "take the limit", group, LimitError))
 
 
 def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:

@@ -56,13 +56,13 @@ from .options import Options
 from .request import Request
 from .signatures import constants, family_of, signature
 from .stages import stages_of
-from .step_planner import StepPlan, room_of
-from .tape_placed_planner import PlacedStepPlan
+from .step_planner import StepPlan, make_plan, room_of
 
 logger = logging.getLogger("rotoff")
 PATIENCE = 2  # steps in a row off their course before another one is recorded
 MOST = 64  # courses that are kept
 OF_ONE_KIND = 8  # of them for inputs of one signature
+MEASURE = "measure the model"
 LINK_BYTES = 16 << 20  # of a copy whose time says how fast the link is
 
 
@@ -78,7 +78,7 @@ class Course:
     profile: TapeProfile
     hint: str
     reads: Reads
-    plan: StepPlan | PlacedStepPlan | None = None
+    plan: StepPlan | None = None
     strayed: int = 0
     patience: int = PATIENCE
     beside: int = 0
@@ -351,7 +351,7 @@ class StepRunner:
             return self._away(plain, args, kwargs)
         recorded = self._recorded = self._begin(key, hint, args, kwargs)
         try:
-            return self._watched(together(partial(recorded.step.run, plain, *args, **kwargs), self.group))
+            return self._watched(together(partial(recorded.step.run, plain, *args, **kwargs), MEASURE, self.group))
         except BaseException:
             recorded.step.stop()
             self._recorded = None
@@ -471,7 +471,7 @@ class StepRunner:
             self._rates[device] = self.links.shared(found)
         return self._rates[device]
 
-    def shown(self, course: Course) -> StepPlan | PlacedStepPlan:
+    def shown(self, course: Course) -> StepPlan:
         """Return the plan of a course; in a group, one process may ask alone.
 
         Raises:
@@ -481,7 +481,7 @@ class StepRunner:
             raise MeasureError(APART)
         return self.planned(course)
 
-    def planned(self, course: Course) -> StepPlan | PlacedStepPlan:
+    def planned(self, course: Course) -> StepPlan:
         """Return the plan of a course; it is made now if there is none, in a group by all together.
 
         Raises:
@@ -492,16 +492,18 @@ class StepRunner:
             course.plan = self._made(course, self.request)
         return course.plan
 
-    def _made(self, course: Course, request: Request) -> StepPlan | PlacedStepPlan:
+    def _made(self, course: Course, request: Request) -> StepPlan:
         """Make a plan for a course."""
         near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.keeps_all]
-        return agree_on_plan(course.profile, request, near, room_of(course.profile.device, self.group))
+        profile, room = course.profile, room_of(course.profile.device, self.group)
+        make = partial(make_plan, profile, request, near, room)
+        return agree_on_plan(profile, request, profile.chains, make, self.group)
 
     def _follow(
         self,
         key: Any,
         course: Course,
-        planned: StepPlan | PlacedStepPlan,
+        planned: StepPlan,
         recording: Recording | None,
         hint: str,
         run: Callable[[], Any],
@@ -530,7 +532,7 @@ class StepRunner:
         take, give_back = self._lender(planned.execution, course.profile.device)
         spill = Spill(course.profile.device, self.options.host_directory)
         check = self._held_check(planned)
-        step = TapeStep(planned.execution, planned.found.layout, take, give_back, spill, check)
+        step = TapeStep(planned.execution, planned.tape_chain.layout, take, give_back, spill, check)
         return step, self.new_tape(self.known)
 
     def _lender(self, plan: ExecutionPlan, device: torch.device) -> tuple[Callable[[], Link] | None, Any]:
@@ -541,7 +543,7 @@ class StepRunner:
     def _held_check(self, planned: StepPlan) -> HeldCheck | None:
         if not self._check or self.request is None:
             return None
-        return HeldCheck(planned.sequence, planned.found.held(planned.sequence), self.request.mem_limit)
+        return HeldCheck(planned.sequence, planned.tape_chain.held(planned.sequence), self.request.mem_limit)
 
     def _warn_in_flight(self, step: TapeStep) -> None:
         """Warn, once for each number, if more steps are in flight than the plan counts on."""
@@ -622,7 +624,7 @@ class StepRunner:
             torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
-            together(record, self.group)
+            together(record, MEASURE, self.group)
         finally:
             step.stop()
         course, self._taken = self._learn(recorded), None  # which is expected next, whatever the steps before took

@@ -29,7 +29,7 @@ from .execution_plan import ExecutionPlan
 from .held_check import HeldCheck
 from .layout import NO_LAYOUT, Layout
 from .links.base import Link, Ticket
-from .links.spill import Away, Spill
+from .links.spill import Back, Spill
 from .step_times import StepTimes
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
@@ -69,7 +69,7 @@ class TapeStep:
         self._as_it_is = plan is not None and plan.keeps_all  # so it holds what autograd saves, and nothing else
         self._host = {} if plan is None else plan.host
         self._spill = spill
-        self._away: dict[Content, Away] = {}
+        self._away: dict[Content, Back] = {}
         self._next = 0  # the operation to run next
         self._stage = 0  # the stage of the forward
         self._backward = len(layout.begins) + 1  # the stage whose B autograd runs
@@ -189,8 +189,7 @@ class TapeStep:
 
     def _bring(self, tape: Tape, stage: int) -> None:
         """Bring back what a stage off the course has saved."""
-        assert self._spill is not None
-        tape.fill(stage, {c: self._spill.get(self._away[c]) for c in tape.saved_contents(stage) if c in self._away})
+        tape.fill(stage, {c: self._away[c]() for c in tape.saved_contents(stage) if c in self._away})
 
     def _begin_span(self, index: int) -> None:
         """An operation begins, for who records times."""
@@ -263,15 +262,15 @@ class TapeStep:
         assert self.link is not None
         elsewhere = [c for c, storage in storages.items() if storage.device != self.link.device]
         self._hold(tape, a(-op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
-        place = self._host[self._next]
+        offset, room = self._host[self._next]
         sources = [bytes_in(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
-        if sum(sizes) > place.room:
+        if sum(sizes) > room:
             return  # it is larger than when it was planned, and stays
-        ticket = self.link.copy_out(sources, place.offset)
+        ticket = self.link.copy_out(sources, offset)
         if self.times is not None:
             self.times.copy(self._next, ticket)
-        self._copies[op.value] = ticket, place.offset, list(storages), sizes
+        self._copies[op.value] = ticket, offset, list(storages), sizes
         self._leaving.add(op.value)
         self._lend(op.value, 1)
 
