@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ from .errors import InfeasibleError, MeasureError, OptionError
 from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
-from .planning.agreement import agree_on_least, together
-from .planning.distributed import agree_on_limit, shards_of
+from .planning.agreement import agree_on_least, agree_on_limit, shards_of, together
 from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
@@ -248,7 +248,8 @@ class Checkpointable(RotorNames, ModuleProxy):
         steps, device, request = self._steps, self._options.device, self._steps.request
         if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
             steps = PlacedRunner(self._steps)
-        steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
+        run = partial(self._plain or self._model, *args, **kwargs)
+        steps.measure(run, self._starts, originals.keep)
         if steps is not self._steps:
             steps.close(resident=False)
             self._steps = self._runner().take_over(steps)
@@ -540,7 +541,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        return self._steps.unplanned(plain, args, kwargs)
+        return self._steps.unplanned(partial(plain, *args, **kwargs))
 
     @property
     def _is_frozen(self) -> bool:
@@ -568,7 +569,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
         with self._without_caches(kwargs), refusing_torch_func():
-            return self._steps.forward(plain, args, kwargs)
+            return self._steps.forward(partial(plain, *args, **kwargs))
 
     def _without_caches(self, kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         """A context for a step, in which settings ``use_cache`` of the model are off, unless its caller asks for it."""

@@ -1,8 +1,11 @@
 """All processes of a group follow one plan, which covers what each of them recorded.
 
-Each process records its own step. The common chain has the largest of each cost. The first process plans; what a
-sequence holds it asks all of them, since each judges it on its own step. All processes must call these functions
-together. An error is exchanged like a result, so that none waits forever.
+If stages communicate while they run (sharded parameters are gathered), processes with different plans would wait for
+each other forever. Each process records its own step. The common chain has the largest of each cost. The first process
+plans; what a sequence holds it asks all of them, since each judges it on its own step.
+
+All processes must call these functions together: each new input signature in the same step. Every exchange is an
+all-gather, or a broadcast of the first process; an error is exchanged like a result.
 """
 
 from __future__ import annotations
@@ -10,31 +13,76 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..core.chain import Chain, LinkRates
 from ..core.sequence import Sequence
-from ..errors import InfeasibleError, MeasureError
+from ..errors import ExecutionError, InfeasibleError, LimitError, MeasureError, OptionError, RotoffError
 from ..profile.checkpointed import plain_levels
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
+from ..report.rotor_names import NO_LIMIT
 from ..runtime.execution_plan import compile_sequence
-from .distributed import from_everyone
+from ..runtime.links.pinned import room_for_plan
+from ..runtime.sharded import Shards, sharded
 from .request import Request
 from .step_planner import StepPlan, least_limit
 from .tape_placed_planner import compiled
 
 T = TypeVar("T")
+ANSWER = 5.0  # seconds in which a process of the group answers, once a collective has failed
+TAG = 31_337  # of the message that asks for an answer
 OWN = "name", "extra"  # fields of a chain's parts that are no costs
 APART = (
     "the processes of the group plan together: in compute_sequence once a step is recorded, in min_mem_limit, and in"
     " the next training step; ask after that"
 )
+
+
+def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
+    """The smallest result of `mem_limit` in any process, in bytes; that of this one without a group.
+
+    Raises:
+        LimitError: if it raises in another process. Whatever it raises here.
+    """
+    return mem_limit() if group is None else min(from_everyone(mem_limit, "take the limit", group, LimitError))
+
+
+def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
+    """The results of `act` in all processes; if it fails in one it raises in all, so that none waits forever."""
+    failure: Exception | None = None
+    mine: tuple[Any, str] = None, ""
+    try:
+        mine = act(), ""
+    except Exception as error:
+        failure, mine = error, (None, f"{type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(everyone):
+        if reason:
+            raise error_type(f"process {rank} of the group could not {what}, and so none of them can; there: {reason}")
+    return [result for result, _ in everyone]
+
+
+def room_of(device: Any, group: Any = None) -> int | None:
+    """Return the fewest free bytes of the host in any process of the group; None if none of them is known."""
+
+    def room_here() -> int:
+        room = room_for_plan(device)
+        return NO_LIMIT if room is None else room
+
+    least = agree_on_limit(room_here, group)
+    return None if least >= NO_LIMIT else least
 
 
 def everywhere(here: bool, group: Any) -> bool:
@@ -256,3 +304,51 @@ def _tell(group: Any, told: Any) -> Any:
     box = [told]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     return box[0]
+
+
+def shards_of(model: nn.Module, group: Any) -> Shards | None:
+    """The shards of a model that several processes train with a `device_limit`; None for one process.
+
+    Raises:
+        OptionError: if each process has the whole model.
+    """
+    if "" not in sharded(model):
+        if group is None and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        raise OptionError(
+            "device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block and"
+            " on the Checkpointable before compute_sequence; for whole copies (DDP) and tensor parallel models give a"
+            " mem_limit"
+        )
+    if group is None:
+        raise OptionError(
+            "device_limit with FSDP2 needs one plan for all processes; make the model by Checkpointable(model,"
+            " process_group=True)"
+        )
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise OptionError(
+            "device_limit with FSDP2 is for processes on a CPU so far; on an accelerator give fully_shard an"
+            " offload_policy=CPUOffloadPolicy(), and a mem_limit"
+        )
+    return Shards(model)
+
+
+def not_answering(error: BaseException, group: Any) -> ExecutionError:
+    """What to raise if a collective has failed: it names the processes of the group that have ended, or else those that
+    do not answer."""
+    ended, late = list[str](), list[str]()
+    for peer in range(dist.get_world_size(group)):
+        if peer == dist.get_rank(group):
+            continue
+        try:
+            dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=TAG)
+            arriving = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=TAG)
+            assert arriving is not None
+            arriving.wait(timedelta(seconds=ANSWER))
+        except RuntimeError as reason:
+            (late if "imed out" in str(reason) else ended).append(str(peer))
+    names = " and ".join(ended or late)
+    who = f"process {names} of the group {'has ended' if ended else 'does not answer'}" if names else str(error)
+    return ExecutionError(
+        f"a collective of this step has failed ({who}); see what that process says, and start all of them again"
+    )

@@ -50,15 +50,16 @@ from ..tape.contents import is_plain
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
-from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
+from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, room_of, together
 from .inputs import refuse_meta
 from .options import Options
 from .request import Request
 from .signatures import constants, family_of, signature
 from .stages import stages_of
-from .step_planner import StepPlan, make_plan, room_of
+from .step_planner import StepPlan, make_plan
 
 logger = logging.getLogger("rotoff")
+Call = partial[Any]  # of the model
 PATIENCE = 2  # steps in a row off their course before another one is recorded
 MOST = 64  # courses that are kept
 OF_ONE_KIND = 8  # of them for inputs of one signature
@@ -232,38 +233,38 @@ class StepRunner:
 
     # -- a step
 
-    def forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward of a training step; `plain` is the model's own."""
-        value = args, kwargs
+    def forward(self, run: Call) -> Any:
+        """Run the forward of a training step; `run` is a call of the model's own."""
+        value = run.args, run.keywords
         given = tensor_leaves(value)
         if not any(t.requires_grad for t in chain(self.model.parameters(), given)):
-            return self.unplanned(plain, args, kwargs)
+            return self.unplanned(run)
         self.settle()
         key, hint = self._key(value), constants(value)
         if (course := self._course(key, hint)) is None:
             self._say_larger(key)
-            course = self._foretold(key, hint, args, kwargs)
+            course = self._foretold(key, hint, run)
         if course is None or self._is_new(course):
             _refuse_capture()
-            return self._record(plain, key, hint, args, kwargs)
+            return self._record(run, key, hint)
         if self.waits:
-            return self._away(plain, args, kwargs)
+            return self._away(run)
         self.latest = course
         try:
             planned = self.planned(course)
         except InfeasibleError:
             if not self._dropped(key, course):
                 raise
-            return self._away(plain, args, kwargs)
+            return self._away(run)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if planned.keeps_all and recording is None and not (self.follows_all and course.watched(hint)):
-            return self._as_it_is(plain, args, kwargs)
+            return self._as_it_is(run)
         _refuse_capture()
-        return self._follow(key, course, planned, recording, hint, partial(plain, *args, **kwargs))
+        return self._follow(key, course, planned, recording, hint, run)
 
-    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def unplanned(self, run: Call) -> Any:
         """Run a forward that has no plan: in eval mode, without gradients, or of a model that needs none."""
-        return plain(*args, **kwargs)
+        return run()
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, other methods of the model may be called than its forward."""
@@ -273,9 +274,9 @@ class StepRunner:
         """What tells steps from others that need other plans."""
         return signature(value, self.model)
 
-    def _as_it_is(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _as_it_is(self, run: Call) -> Any:
         """Run a step whose plan is the model as it is."""
-        return plain(*args, **kwargs)
+        return run()
 
     def _watched(self, result: Any) -> Any:
         """Return what the forward of a step without a plan has returned."""
@@ -322,7 +323,7 @@ class StepRunner:
         self._after[self._taken] = taken
         self._taken = taken
 
-    def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
+    def _foretold(self, key: Any, hint: str, run: Call) -> Course | None:
         """The course of an input whose size no step has had, if a step at another size has made the same operations."""
         family, _ = family_of(key)
         if self.group is not None or family in self._unforeseen:
@@ -331,34 +332,32 @@ class StepRunner:
         seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
         if (near := next(seen, None)) is None:
             return None
-        profile = at_size(near.profile, self.known, self.model, args, kwargs)
+        profile = at_size(near.profile, self.known, self.model, run.args, run.keywords)
         if profile is None:
             self._unforeseen.add(family)
             return None
         return self.take(key, Course(profile, hint, near.reads))
 
-    def _record(
-        self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, run: Call, key: Any, hint: str) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
-        refuse_meta(self.model, (args, kwargs))
+        refuse_meta(self.model, (run.args, run.keywords))
         stop_complete()
         several = BUSY.locked() or within_backward()  # steps are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self.group):
-            return self._away(plain, args, kwargs)
-        recorded = self._recorded = self._begin(key, hint, args, kwargs)
+            return self._away(run)
+        recorded = self._recorded = self._begin(key, hint, run)
         try:
-            return self._watched(together(partial(recorded.step.run, plain, *args, **kwargs), MEASURE, self.group))
+            return self._watched(together(partial(recorded.step.run, run), MEASURE, self.group))
         except BaseException:
             recorded.step.stop()
             self._recorded = None
             raise
 
-    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, patient: bool = False) -> Recorded:
-        given, step = tensor_leaves((args, kwargs)), self._recorder(self._spill(args, kwargs), patient)
+    def _begin(self, key: Any, hint: str, run: Call, patient: bool = False) -> Recorded:
+        given, step = tensor_leaves((run.args, run.keywords)), self._recorder(self._spill(run), patient)
         shapes = tuple(tuple(t.shape) for t in given)
         return Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
 
@@ -377,16 +376,16 @@ class StepRunner:
         every = (*self.model.parameters(), *self.model.buffers(), *given)
         return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
 
-    def _spill(self, *value: Any) -> Spill:
-        return Spill(self.device_for(tensor_leaves(value)), self.options.host_directory)
+    def _spill(self, run: Call) -> Spill:
+        return Spill(self.device_for(tensor_leaves((run.args, run.keywords))), self.options.host_directory)
 
-    def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _away(self, run: Call) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
-        lending, step = self._lending(), _Aside(None, spill=self._spill(args, kwargs))
+        lending, step = self._lending(), _Aside(None, spill=self._spill(run))
         tape = self.new_tape(self.known) if lending is None else PlacedTape(self.known, lending)
         lent = nullcontext() if lending is None else lending.forward()
         with aside(), lent, gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
-            return self._watched(plain(*args, **kwargs))
+            return self._watched(run())
 
     def settle(self) -> None:
         """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
@@ -506,7 +505,7 @@ class StepRunner:
         planned: StepPlan,
         recording: Recording | None,
         hint: str,
-        run: Callable[[], Any],
+        run: Call,
     ) -> Any:
         device = course.profile.device
         step, tape = self._begun(course, planned)
@@ -595,9 +594,7 @@ class StepRunner:
 
     def measure(
         self,
-        plain: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        run: Call,
         starts: Callable[[Any], list[torch.Tensor]],
         before_write: Callable[[torch.UntypedStorage], None],
     ) -> Course:
@@ -605,7 +602,8 @@ class StepRunner:
         storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
-        recorded = self._begin(self._key((args, kwargs)), constants((args, kwargs)), args, kwargs, patient=True)
+        value = run.args, run.keywords
+        recorded = self._begin(self._key(value), constants(value), run, patient=True)
         step = recorded.step
         step.before_write, step.arrived = before_write, step.arrived or _dropped
 
@@ -613,7 +611,7 @@ class StepRunner:
 
         def record() -> None:
             nonlocal beside
-            result = self._watched(step.run(plain, *args, **kwargs))
+            result = self._watched(step.run(run))
             roots = starts(result)
             if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
                 del result  # else its caller may hold it

@@ -23,14 +23,12 @@ from ..report.expected_step import keep_all_step
 from ..report.rotor_names import NO_LIMIT
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
-from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
 from ..solver.in_flight import least_in_flight, resting_bytes
 from ..solver.search import parse_host_limit
-from .distributed import agree_on_limit
 from .request import Request
 
 logger = logging.getLogger("rotoff")
@@ -215,17 +213,6 @@ def least_time(profile: TapeProfile, request: Request, found: float = math.inf) 
     if found <= CLOSE * alone:
         return alone * (1 - SUM_ERROR)
     return min(least_time_of(chain, limit) for chain in fitting)
-
-
-def room_of(device: Any, group: Any = None) -> int | None:
-    """Return the fewest free bytes of the host in any process of the group; None if none of them is known."""
-
-    def room_here() -> int:
-        room = room_for_plan(device)
-        return NO_LIMIT if room is None else room
-
-    least = agree_on_limit(room_here, group)
-    return None if least >= NO_LIMIT else least
 
 
 def _parts(mode: str) -> tuple[str, ...]:

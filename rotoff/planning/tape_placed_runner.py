@@ -6,7 +6,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -34,11 +34,10 @@ from ..solver.search import parse_host_limit
 from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
-from .agreement import agree_on_plan, alike_cut, common_groups, own_of
-from .distributed import not_answering
+from .agreement import agree_on_plan, alike_cut, common_groups, not_answering, own_of
 from .request import Request
 from .signatures import signature
-from .step_courses import Course, Recorded, StepRunner
+from .step_courses import Call, Course, Recorded, StepRunner
 from .step_planner import StepPlan, report
 from .tape_placed_planner import Found, check_updates, compiled, keeping_all, plan, read_optimizers
 
@@ -133,20 +132,20 @@ class PlacedRunner(StepRunner):
 
     # -- a training step
 
-    def forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, run: Call) -> Any:
         if self._streaming:
-            return self.unplanned(plain, args, kwargs)
+            return self.unplanned(run)
         if self.placement is not None:
             self.placement.forward_begins()
-        return super().forward(plain, args, kwargs)
+        return super().forward(run)
 
-    def _as_it_is(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _as_it_is(self, run: Call) -> Any:
         if self.placement is not None:
             self.placement.wait(None)
             if not self.placement.waits:
                 with self.streamed():
-                    return self._watched(plain(*args, **kwargs))
-        return self._watched(plain(*args, **kwargs))
+                    return self._watched(run())
+        return self._watched(run())
 
     def _explained(self, error: BaseException) -> BaseException:
         """What a collective within a step raises."""
@@ -178,7 +177,7 @@ class PlacedRunner(StepRunner):
             return None
         placement = self._placed()
         placement.begin(self._waiting())
-        return Lending(self.model, placement.away(), self.device, home=True) if placement.link.queues else None
+        return Lending(self.model, placement.away(), home=True) if placement.link.queues else None
 
     def _common(self, profile: TapeProfile) -> TapeProfile:
         return alike_cut(profile, self.group)
@@ -187,7 +186,7 @@ class PlacedRunner(StepRunner):
         assert planned.placed is not None
         placement = self._placed()
         placement.begin(planned.placed)
-        lending = Lending(self.model, placement.lent() if self._shards is None else (), self.device)
+        lending = Lending(self.model, placement.lent() if self._shards is None else ())
         how = *self._lender(planned.execution, self.device), Spill(self.device, self.options.host_directory)
         step = PlacedStep(placement, lending, planned.execution, planned.tape_chain.layout, *how)
         placement.takes(step)
@@ -212,7 +211,7 @@ class PlacedRunner(StepRunner):
 
     # -- a forward without a plan
 
-    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def unplanned(self, run: Call) -> Any:
         """Run a forward that has no plan: in eval mode, or without gradients. The first of each signature that saves
         nothing is measured. If it takes too much beside what a plan keeps on the device between steps, all that can be
         placed goes to the host.
@@ -221,13 +220,13 @@ class PlacedRunner(StepRunner):
             InfeasibleError: if it took more than the `device_limit`, with all that can be placed on the host, and no
                 step is planned in that limit; else that is a warning.
         """
-        run, request, placement = partial(plain, *args, **kwargs), self.request, self.placement
-        held = [*stored(self.model.parameters()), *tensor_leaves((args, kwargs))]
+        request, placement, value = self.request, self.placement, (run.args, run.keywords)
+        held = [*stored(self.model.parameters()), *tensor_leaves(value)]
         saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
         if placement is None or request is None or saves or not placement.between_steps:
             with self.streamed():
                 return self._watched(run())
-        key = signature((args, kwargs), self.model)
+        key = signature(value, self.model)
         held += [*self.model.buffers(), *placement.beside_parameters()]
         whole = sum({storage_key(tensor): local(tensor).nbytes for tensor in held}.values())
         held.clear()  # what goes to the host leaves the device
@@ -286,7 +285,7 @@ class PlacedRunner(StepRunner):
             return
         self._streaming = True
         try:
-            lending = Lending(self.model, away, self.device, self.placement.room, home=True)
+            lending = Lending(self.model, away, self.placement.room, home=True)
             with filled(lending):
                 yield
         finally:

@@ -68,10 +68,10 @@ class Lent:
     tensor: what stands for it. storage: that of `tensor`. These are there within the forward alone.
     """
 
-    def __init__(self, places: ParameterPlaces, device: torch.device, lending: Lending) -> None:
+    def __init__(self, places: ParameterPlaces, lending: Lending) -> None:
         self.places, self.place, self.parameter = places, places.weight, places.parameter
         self.version = version_of(self.parameter)
-        self._device, self._home = device, self.place.on_host
+        self._home = self.place.on_host
         self.storage: torch.UntypedStorage | None = None
         needs = self.parameter.requires_grad and torch.is_grad_enabled()
         self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, lending) if needs else self.new_tensor()
@@ -171,15 +171,8 @@ class Lending:
             whether gradients go to where the parameters lie at once, since no plan takes them there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Iterable[ParameterPlaces],
-        device: torch.device,
-        room: int = 0,
-        home: bool = False,
-    ) -> None:
-        self._model, self._device, self._room, self.home = model, device, room, home
+    def __init__(self, model: nn.Module, places: Iterable[ParameterPlaces], room: int = 0, home: bool = False) -> None:
+        self._model, self._room, self.home = model, room, home
         self._places = [one for one in places if _is_alone(one)]
         self.reached: set[int] = set()
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # what fills storages
@@ -195,7 +188,7 @@ class Lending:
         aborted = True
         try:
             for places in self._places:
-                lent = self._lent[id(places.parameter)] = Lent(places, self._device, self)
+                lent = self._lent[id(places.parameter)] = Lent(places, self)
                 assert lent.storage is not None
                 self._shown[lent.storage._cdata] = lent
                 if (own := lent.parameter.untyped_storage()._cdata) != lent.storage._cdata:
