@@ -19,7 +19,7 @@ from ..checkpointable import Checkpointable
 from ..core.figures import percent
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, OptionError, nearest
-from ..planning.distributed import from_everyone
+from ..planning.agreement import from_everyone
 from ..profile.checkpointed import Block, CheckpointedStep
 from ..profile.estimate.devices import Device, find
 from ..profile.tape_chain import CALL, slope

@@ -328,3 +328,24 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
             assert torch.equal(*(given.grad for given in inputs))
     here = sum(p.is_cuda for p in net.parameters())
     assert here == 24 if limit == "1 GiB" else here < 24
+
+
+class Clamped(nn.Linear):
+    """Bounds its weights whenever it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_a_forward_without_gradients_may_write_its_parameters() -> None:
+    plain, x = nn.Sequential(*(Clamped(64, 64) for _ in range(4))), torch.randn(16, 64, device=CUDA)
+    net = copy.deepcopy(plain)
+    model = rotoff.Checkpointable(net, device="cuda").measure(x)
+    place(model, [torch.optim.AdamW(net.parameters())], 0.0)
+    with torch.no_grad():
+        for one in (*net, *plain):
+            one.weight.mul_(100)
+        assert torch.equal(model(x), plain.to(CUDA)(x))
+    assert all(map(torch.equal, (p.to(CUDA) for p in net.parameters()), plain.parameters()))

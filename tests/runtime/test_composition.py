@@ -53,7 +53,7 @@ def test_compiled_stages(backend: str) -> None:
                 blocks[n] = torch.compile(block, backend=backend)
         return nn.Sequential(nn.Linear(16, 32), *blocks, nn.Linear(32, 8))
 
-    wrapped = rotoff.Checkpointable(made(), cache_directory=None)
+    wrapped = rotoff.Checkpointable(made())
     wrapped.measure(torch.randn(64, 16))
     assert wrapped.min_mem_limit() < (0.9 if backend == "eager" else 0.6) * wrapped.keep_all_memory
     bits_and_bytes(made(), lambda: torch.randn(64, 16), MODES, fresh=made)
