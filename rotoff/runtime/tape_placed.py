@@ -159,7 +159,7 @@ class Away(Reference):
 
     @property
     def shape(self) -> torch.Size:
-        return self.size
+        return self.view.size
 
 
 class Lending:
@@ -362,7 +362,7 @@ class Filled(TorchDispatchMode):
                 self._lending.empty()
             storage = packed.content.storage(self._forward)
             assert storage is not None
-            return packed.on(storage)
+            return packed.view.on(storage)
 
     def _ended(self) -> None:
         self._queued = False
@@ -435,7 +435,7 @@ class PlacedTape(Tape):
             with self._lock, torch._C._DisableTorchDispatch():
                 storage = found.content.storage(self._recording)
                 assert storage is not None
-                return found.on(storage)
+                return found.view.on(storage)
         except BaseException as error:
             if self.on_error is not None:
                 self.on_error(self, error)

@@ -26,9 +26,9 @@ from ..profile.tape_chain import CALL, slope
 from ..profile.tape_profile import TapeProfile
 from ..solver.settings import NUMBERED
 from ..tape.operators import kind_of, results_of, tensors_of
-from ..tensors.buffers import put_back
 from ..tensors.eager_mode import EagerMode
 from ..tensors.storage import version_of
+from ..tensors.undo import put_back_tensor
 from .estimate import estimated
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -281,8 +281,8 @@ class _AsBefore:
         before = self._written.before.values()
         with torch.no_grad(), ExitStack() as stack:
             for t, content, version in before:
-                stack.callback(put_back, t, t.detach().clone(), version_of(t))
-                put_back(t, content, version)
+                stack.callback(put_back_tensor, t, t.detach().clone(), version_of(t))
+                put_back_tensor(t, content, version)
             self._after = stack.pop_all()
         self._within.__enter__()
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import ExecutionError
-from ...tape.contents import bytes_in
-from ...tensors.storage import memory_of
+from ...tensors.storage import bytes_of, memory_of
 from .host_file import HostFile, check_directory, choose_directory
 
 logger = logging.getLogger("rotoff")
@@ -51,9 +50,9 @@ class Spill:
         """
         nbytes = storage.nbytes()
         if storage.device.type != "cpu":
-            return Away(storage.device, nbytes, bytes_in(storage).cpu(), 0)
+            return Away(storage.device, nbytes, bytes_of(storage).cpu(), 0)
         if self._full or self.device.type != "cpu":
-            return Away(storage.device, nbytes, bytes_in(storage), 0)
+            return Away(storage.device, nbytes, bytes_of(storage), 0)
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)
             self._file = HostFile(chosen)
