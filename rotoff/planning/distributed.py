@@ -52,7 +52,10 @@ def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[
     except Exception as error:
         failure, mine = error, (None, f"{type(error).__name__}: {error}")
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise not_answering(error, group) from error
     if failure is not None:
         raise failure
     for rank, (_, reason) in enumerate(everyone):
@@ -72,8 +75,8 @@ def shards_of(model: nn.Module, group: Any) -> Shards | None:
             return None
         raise OptionError(
             "device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block and"
-            " on the Checkpointable before compute_sequence; for whole copies (DDP) and tensor parallel models give a"
-            " mem_limit"
+            " on the Checkpointable before compute_sequence (with a mesh of (processes, 1), each has a whole copy, as"
+            " with DDP); for tensor parallel models give a mem_limit"
         )
     if group is None:
         raise OptionError(

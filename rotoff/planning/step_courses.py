@@ -349,7 +349,7 @@ class StepRunner:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self.group):
             return self._away(plain, args, kwargs)
-        recorded = self._recorded = self._begin(key, hint, args, kwargs)
+        recorded = self._recorded = together(partial(self._begin, key, hint, args, kwargs), self.group)
         try:
             return self._watched(together(partial(recorded.step.run, plain, *args, **kwargs), self.group))
         except BaseException:
@@ -603,7 +603,8 @@ class StepRunner:
         storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
-        recorded = self._begin(self._key((args, kwargs)), constants((args, kwargs)), args, kwargs, patient=True)
+        begin = partial(self._begin, self._key((args, kwargs)), constants((args, kwargs)), args, kwargs, patient=True)
+        recorded = together(begin, self.group)
         step = recorded.step
         step.before_write, step.arrived = before_write, step.arrived or _dropped
 

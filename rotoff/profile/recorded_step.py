@@ -29,7 +29,7 @@ from ..tape.operators import tensors_of
 from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
-from ..tensors.modules import compiled
+from ..tensors.modules import compiled, parts_of
 from ..tensors.storage import local, stored
 from .allocations import Event, Log, check_allocator, region
 
@@ -170,9 +170,10 @@ class RecordedStep(Verified):
         device = next((p.device for p in self.parameters if not p.is_meta), torch.device("cpu"))
         self._spill = Spill(device) if spill is None else spill
         self.device = self._spill.device
-        # scripted modules take no hooks of a whole call, and a compiler would look into them
-        within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
+        # scripted modules take no hooks of a whole call, and a compiler would look into what it compiles
+        within = {inner for module in model.modules() if compiled(module) for inner in parts_of(module)}
         self._names = {module: name for name, module in model.named_modules() if module not in within}
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self._units = list(sharded(model).values())
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._hooks: list[Any] = []
@@ -212,8 +213,13 @@ class RecordedStep(Verified):
 
     def __enter__(self) -> RecordedStep:
         self._start()
-        self._hooks = [module.register_forward_pre_hook(_eager(self._called), prepend=True) for module in self._names]
-        self._hooks += [module.register_forward_hook(_eager(self._returned)) for module in self._names]
+        for module in self._names:
+            if (call := module._compiled_call_impl) is None:
+                self._hooks.append(module.register_forward_pre_hook(_eager(self._called), prepend=True))
+                self._hooks.append(module.register_forward_hook(_eager(self._returned)))
+            else:
+                self._compiled.append((module, call))
+                module._compiled_call_impl = partial(self._call, module, call)  # its hooks are compiled, too
         # while its parameters are there
         self._hooks += [module.register_forward_hook(_eager(self._left), prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
@@ -230,7 +236,9 @@ class RecordedStep(Verified):
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for module, call in self._compiled:
+            module._compiled_call_impl = call
+        self._hooks, self._compiled = [], []
         super().__exit__(*error)
         self._borders = []
         self._watch_graph()
@@ -242,6 +250,12 @@ class RecordedStep(Verified):
         self.copies = [nbytes for copy, nbytes in self._copied if not copy.expired()]
         with self.region(LOSS):
             pass
+
+    def _call(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._called(module, args)
+        result = call(*args, **kwargs)
+        self._returned(module, args, result)
+        return result
 
     def _called(self, module: nn.Module, args: Any) -> None:
         self.enter(len(self.segments))

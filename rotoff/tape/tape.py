@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from ..tensors.eager_mode import EagerMode
 from ..tensors.storage import is_wrapper as is_wrapper
+from . import regions
 from .contents import (
     LOST,
     RESIDENT,
@@ -167,6 +168,7 @@ class Tape(EagerMode):
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
         self.known = known
+        self.regions: set[regions.Region] = set()
         self.key: Key = 0
         self.position, self.ahead = 0, -1
         self.paused = False
@@ -195,6 +197,8 @@ class Tape(EagerMode):
 
     def __enter__(self) -> Tape:
         self._recording = True
+        self._seen = regions.seen(self.regions)
+        self._seen.__enter__()
         if self.is_mode:
             super().__enter__()
         else:
@@ -203,6 +207,7 @@ class Tape(EagerMode):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._seen.__exit__(None, None, None)
         if self.is_mode:
             super().__exit__(*error)
         else:
@@ -262,7 +267,9 @@ class Tape(EagerMode):
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
-        # the results of a higher-order operator are residents
+        if func is regions.HIGHER_ORDER and not self.paused:
+            return regions.called(*args, call=self.__torch_dispatch__, **kwargs)
+        # the results of any other higher-order operator are residents
         if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         kind = kind_of(func)
