@@ -51,10 +51,9 @@ from .runtime.links.pool import LinkPool
 from .runtime.sharded import Shards
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
-from .tensors.buffers import Originals
 from .tensors.caches import caches, switched_off
 from .tensors.tree import look_into, tensor_leaves
-from .tensors.undo import undone
+from .tensors.undo import Originals, undone
 
 logger = logging.getLogger("rotoff")
 # The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.

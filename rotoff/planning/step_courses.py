@@ -436,7 +436,7 @@ class StepRunner:
         course = self.take(recorded.key, Course(self._common(profile), recorded.hint, recorded.step.reading))
         course.profile = self._common(course.profile)  # with the times of the step before, too
         for found in course.profile.chains:
-            recorded.step.trust_stages(found.layout.begins)
+            recorded.step.trust_as(profile.trace.keys(found.layout.begins))
         return course
 
     def _common(self, profile: TapeProfile) -> TapeProfile:

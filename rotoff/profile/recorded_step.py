@@ -26,7 +26,7 @@ from ..runtime.links.spill import Back, Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
 from ..tape.operators import tensors_of
-from ..tape.tape import Known, Operation, Tape, is_wrapper
+from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled, parts_of
@@ -433,15 +433,10 @@ class RecordedStep(Verified):
         self._away.clear()
         self.complete = True
 
-    def trust_stages(self, begins: Sequence[int]) -> None:
-        """Operations are known from now on as parts of the stages that begin at these positions."""
-        key = stage = 0
-        for position, op in zip(self.positions, self.operations, strict=True):
-            while stage < len(begins) and position >= begins[stage]:
-                stage += 1
-                key = stage
-            key = op.continued(key)
-            self.known.sure.add(key)
+    def trust_as(self, keys: Sequence[Key]) -> None:
+        """Operations are known by these keys, too, from now on: those that they have in the stages of a plan."""
+        self.known.sure.update(keys)
+        for key, op in zip(keys, self.operations, strict=True):
             self.known.held |= {(key, c.out) for c in (*op.made, *op.written()) if self.was_held(c)}
 
     def stop(self) -> None:

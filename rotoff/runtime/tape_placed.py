@@ -158,7 +158,7 @@ class Away(Reference):
 
     @property
     def shape(self) -> torch.Size:
-        return self.size
+        return self.view.size
 
 
 class Lending:
@@ -376,7 +376,7 @@ class PlacedTape(Tape):
             with self._lock, torch._C._DisableTorchDispatch():
                 storage = found.content.storage(self._recording)
                 assert storage is not None
-                return found.on(storage)
+                return found.view.on(storage)
         except BaseException as error:
             if self.on_error is not None:
                 self.on_error(self, error)

@@ -24,8 +24,9 @@ from torch.autograd.variable import Variable
 
 from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
-from ..tape.contents import Content, bytes_in
+from ..tape.contents import Content
 from ..tape.tape import Tape
+from ..tensors.storage import bytes_of
 from .execution_plan import ExecutionPlan
 from .held_check import HeldCheck
 from .layout import NO_LAYOUT, Layout
@@ -260,7 +261,7 @@ class TapeStep:
         elsewhere = [c for c, storage in storages.items() if storage.device != self.link.device]
         self._hold(a(-op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
         offset, room = self._host[self._next]
-        sources = [bytes_in(storage) for storage in storages.values()]
+        sources = [bytes_of(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
         if sum(sizes) > room:
             return  # it is larger than when it was planned, and stays

@@ -34,7 +34,7 @@ from ..trace import number_bytes
 from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
 from .fake import FakeLog, fake_copy
-from .fake_kernels import FakeKernels
+from .fake_kernels import QUERIES, FakeKernels
 
 _CPU = torch.device("cpu")  # of all fake tensors
 _FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
@@ -199,6 +199,8 @@ class FakeStep(RecordedStep):
         return copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in QUERIES:  # no operation
+            return func(*args)
         if func is torch.ops.aten.add.Tensor and ADDS_MASK.get():
             return super().__torch_dispatch__(torch.ops.aten.add_.Tensor, types, args, kwargs).detach()
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from ...errors import ExecutionError
-from ...tape.contents import bytes_in
-from ...tensors.storage import memory_of
+from ...tensors.storage import bytes_of, memory_of
 from .host_file import HostFile, check_directory, choose_directory
 
 logger = logging.getLogger("rotoff")
@@ -44,7 +43,7 @@ class Spill:
         """
         nbytes, device = storage.nbytes(), storage.device
         if device.type != "cpu" or self._full or self.device.type != "cpu":
-            copy = bytes_in(storage).cpu()  # if that is another device
+            copy = bytes_of(storage).cpu()  # if that is another device
             return lambda: copy.to(device).untyped_storage()
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)
