@@ -12,14 +12,11 @@ from torch import nn
 
 from ..core.backward_from import BackwardFrom
 from ..core.modes import as_tuple, whole_number
-from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, MeasureError, OptionError
 from ..io.progress import Bar
 from ..planning.options import Options
 from ..planning.stages import StagesOption
 from ..profile.estimate.devices import Device, find
-from ..profile.estimate.estimate import Estimate
-from ..solver.bounds import largest_operation
 from .mesh import Mesh, check_positive
 from .plan import plan
 from .planned_steps import PlannedSteps
@@ -75,7 +72,7 @@ def _answer(question: Question, built: Any, n: int, step_time: float | None) -> 
     least, room = question.least_bytes(profile)
     margins: dict[str, float] = {"bytes": room - least}
     if margins["bytes"] < 0:
-        return _Answer(margins, planned, partial(_too_large, question, profile, least, planned))
+        return _Answer(margins, planned, lambda: planned().verdict)
     if step_time is None:
         return _Answer(margins, planned)
     found = planned()
@@ -83,18 +80,6 @@ def _answer(question: Question, built: Any, n: int, step_time: float | None) -> 
     best, bound = found.best.step_time, found.bound_time
     why = f"the best plan found takes {best:.4g} s a step, and no plan takes less than {bound:.4g} s"
     return _Answer({**margins, "seconds": step_time - best}, planned, lambda: why, bound > step_time)
-
-
-def _too_large(question: Question, profile: Estimate, needed: int, planned: Callable[[], PlannedSteps]) -> str:
-    """Why nothing fits, as a sentence. needed: bytes of the device's memory."""
-    if question.mem_limit is not None:
-        return planned().verdict
-    phase, i, nbytes = largest_operation(profile.chain)
-    return (
-        f"with all that can lie on the host there, the device needs {format_bytes(needed)} of the"
-        f" {format_bytes(question.usable)} that {question.device.name} has for training; the {phase} of stage {i}"
-        f" ({profile.chain.stages[i - 1].name}) alone needs {format_bytes(nbytes)}"
-    )
 
 
 def largest(

@@ -11,6 +11,7 @@ from ..core.chain import Chain
 from ..core.figures import overhead, percent, table
 from ..core.sizes import format_bytes
 from ..io.files import save_json
+from ..solver.bounds import largest_operation
 
 WAYS_ON = (
     "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
@@ -174,7 +175,9 @@ class PlannedSteps:
         takes, nbytes = "with even the smallest limit it takes", self.needed_bytes
         if not self.asked:
             takes, nbytes = "with all that can lie on the host there it takes a device of", self.min_device_bytes
-        return f"DOES NOT FIT: {takes} {format_bytes(nbytes)}, more than {of}; {WAYS_ON}"
+        phase, i, alone = largest_operation(self.chain)
+        of += f"; the {phase} of stage {i} ({self.chain.stage(i).name}) alone needs {format_bytes(alone)}"
+        return f"DOES NOT FIT: {takes} {format_bytes(nbytes)}, more than {of}: {WAYS_ON}"
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON, without the chain."""

@@ -106,7 +106,7 @@ def test_the_verdict_has_a_way_on() -> None:
     small = asked("240 MiB", rotoff.Device("small", 2**26, 1e9, {"float32": 1e9}, 1e9, 1e9))
     assert "even the smallest limit" in small.verdict and "smaller batch" in small.verdict
     tiny = rotoff.plan(BLOCKS, BATCH, device=rotoff.Device("tiny", 2**20, 1e9, {"float32": 1e9}, 1e9, 1e9))
-    assert tiny.best is None and re.search(r"on the host .* that tiny has .*; take a device with more", tiny.verdict)
+    assert tiny.best is None and re.search(r"on the host .* that tiny has .*: take a device with more", tiny.verdict)
     assert f"a device of {rotoff.format_bytes(tiny.min_device_bytes)}, more than" in tiny.verdict
 
 
