@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +33,7 @@ from .core.sizes import NO_LIMIT, format_bytes, is_auto, parse_bytes
 from .errors import InfeasibleError, MeasureError, OptionError
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
-from .planning.agreement import agree_on_least
-from .planning.distributed import agree_on_limit, agree_on_sample, shards_of
+from .planning.agreement import agree_on_least, agree_on_limit, shards_of, together
 from .planning.inputs import chain_input, check_measurable, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
@@ -42,7 +42,7 @@ from .planning.signatures import family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan
-from .planning.tape_placed_planner import PlacedStepPlan, read_optimizers
+from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
@@ -52,10 +52,9 @@ from .runtime.links.pool import LinkPool
 from .runtime.sharded import Shards
 from .runtime.step_times import Recording
 from .solver.in_flight import parse_in_flight
-from .tensors.buffers import Originals
 from .tensors.caches import caches, switched_off
 from .tensors.tree import look_into, tensor_leaves
-from .tensors.undo import undone
+from .tensors.undo import Originals, undone
 
 logger = logging.getLogger("rotoff")
 # The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.
@@ -91,6 +90,7 @@ class Checkpointable(ModuleProxy):
         forms: whether plans may keep a part of what a stage saves and recompute the rest.
         device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
             None: where the parameters are.
+        cache_directory: not used, since nothing is kept on disk; earlier versions kept plans there.
 
     Raises:
         MeasureError: if `model` is not a module, or empty, or planned already. OptionError: if another option is
@@ -110,6 +110,7 @@ class Checkpointable(ModuleProxy):
         backward_from: BackwardFrom = None,
         forms: bool = True,
         device: torch.device | str | int | None = None,
+        cache_directory: Any = None,
     ) -> None:
         check_module(model)
         refuse_planned(model)
@@ -184,7 +185,7 @@ class Checkpointable(ModuleProxy):
             return chain_input(self._model, *given)
 
         self._caches = None
-        value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
+        value = together(sample_here, "take the sample", self._group)
         graphs = any(t.grad_fn is not None for t in tensor_leaves(value))  # of the caller's, for one backward each
         many = (1 if graphs else REPEATS) if repeats is None else repeats
         with Bar("measuring") as bar:
@@ -234,7 +235,8 @@ class Checkpointable(ModuleProxy):
         steps.settle()  # a step that training has recorded before is not the latest one
         if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
             steps = PlacedRunner(self._steps)
-        steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
+        run = partial(self._plain or self._model, *args, **kwargs)
+        steps.measure(run, self._starts, originals.keep)
         if steps is not self._steps:
             steps.close(resident=False)
             self._steps = self._runner().take_over(steps)
@@ -307,7 +309,7 @@ class Checkpointable(ModuleProxy):
             optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
             return nbytes
 
-        nbytes = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
+        nbytes = agree_on_limit(limit_here, self._group)
         options = request.options if request.placed else with_host_share(request.options)
         request = replace(request, mem_limit=nbytes, options=options)
         if (device := self._options.device) is not None and not request.placed:
@@ -377,7 +379,7 @@ class Checkpointable(ModuleProxy):
         many = parse_in_flight(in_flight)
         asked = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many)
         self._steps.settle()
-        return agree_on_least(self._latest.profile, asked)
+        return agree_on_least(self._latest.profile, asked, self._group)
 
     # -- what is planned
 
@@ -425,7 +427,7 @@ class Checkpointable(ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> StepPlan | PlacedStepPlan:
+    def _plan(self) -> StepPlan:
         latest = self._latest
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
@@ -529,7 +531,7 @@ class Checkpointable(ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        return self._steps.unplanned(plain, args, kwargs)
+        return self._steps.unplanned(partial(plain, *args, **kwargs))
 
     @property
     def _is_frozen(self) -> bool:
@@ -557,7 +559,7 @@ class Checkpointable(ModuleProxy):
                 "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
         with self._without_caches(kwargs), refusing_torch_func():
-            return self._steps.forward(plain, args, kwargs)
+            return self._steps.forward(partial(plain, *args, **kwargs))
 
     def _without_caches(self, kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         """A context for a step, in which settings ``use_cache`` of the model are off, unless its caller asks for it."""

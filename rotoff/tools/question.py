@@ -182,7 +182,7 @@ class Question:
             rows.append(
                 make.within_mem_limit(
                     f"rotoff, mem_limit{name}",
-                    profile.chains.index(plan.found),
+                    profile.chains.index(plan.tape_chain),
                     plan.sequence,
                     largest_batch=most,
                     setting=attaching(repr(as_size(limit)), {**said, **options}),

@@ -19,16 +19,16 @@ from ..checkpointable import Checkpointable
 from ..core.figures import percent
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, OptionError, nearest
-from ..planning.distributed import from_everyone
+from ..planning.agreement import from_everyone
 from ..profile.checkpointed import Block, CheckpointedStep
 from ..profile.estimate.devices import Device, find
 from ..profile.tape_chain import CALL, slope
 from ..profile.tape_profile import TapeProfile
 from ..solver.settings import NUMBERED
 from ..tape.operators import kind_of, results_of, tensors_of
-from ..tensors.buffers import put_back
 from ..tensors.eager_mode import EagerMode
 from ..tensors.storage import version_of
+from ..tensors.undo import put_back_tensor
 from .estimate import estimated
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -275,10 +275,10 @@ def _as_before(before: Mapping[int, Content], within: AbstractContextManager[Any
     """While a block runs again, what it overwrites is as it was before."""
     after = [(t, t.detach().clone(), version_of(t)) for t, _, _ in before.values()]
     for content in before.values():
-        put_back(*content)
+        put_back_tensor(*content)
     try:
         with within:
             yield
     finally:
         for content in after:
-            put_back(*content)
+            put_back_tensor(*content)

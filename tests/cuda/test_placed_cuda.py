@@ -167,6 +167,7 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
 
 @pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
 @pytest.mark.parametrize("name", ["language", "adapted", "first frozen", "writes", *sorted(set(ALL) - NOT_THERE)])
+@pytest.mark.grid(every=3)
 def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
     compare(name, share, updates, usual, OPTIMIZERS["AdamW"], record_property)
 
@@ -198,6 +199,7 @@ def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Reco
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.grid(every=3)
 def test_optimizers(optimizer: str, updates: str, record_property: Record) -> None:
     compare("language", 0.5, updates, usual, OPTIMIZERS[optimizer], record_property)
 
@@ -205,6 +207,7 @@ def test_optimizers(optimizer: str, updates: str, record_property: Record) -> No
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("frozen", [0, 5])
+@pytest.mark.grid(every=3)
 def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: str, record_property: Record) -> None:
     """All that the device holds, of whole steps with their updates. Forwards without gradients take what they can of
     the limit."""
@@ -249,6 +252,7 @@ def turns(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize(("again", "cut"), [({1}, -1), ({5}, -1), ({0, 3}, -1), ({0}, -1), (set(), 1), (set(), 3)])
+@pytest.mark.grid(every=4)
 def test_steps_off_their_course(again: set[int], cut: int, share: float, updates: str, record_property: Record) -> None:
     """Calls that the plan does not know find the parameters on the device, and their gradients those on the host."""
     torch.manual_seed(0)
@@ -324,3 +328,24 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
             assert torch.equal(*(given.grad for given in inputs))
     here = sum(p.is_cuda for p in net.parameters())
     assert here == 24 if limit == "1 GiB" else here < 24
+
+
+class Clamped(nn.Linear):
+    """Bounds its weights whenever it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_a_forward_without_gradients_may_write_its_parameters() -> None:
+    plain, x = nn.Sequential(*(Clamped(64, 64) for _ in range(4))), torch.randn(16, 64, device=CUDA)
+    net = copy.deepcopy(plain)
+    model = rotoff.Checkpointable(net, device="cuda").measure(x)
+    place(model, [torch.optim.AdamW(net.parameters())], 0.0)
+    with torch.no_grad():
+        for one in (*net, *plain):
+            one.weight.mul_(100)
+        assert torch.equal(model(x), plain.to(CUDA)(x))
+    assert all(map(torch.equal, (p.to(CUDA) for p in net.parameters()), plain.parameters()))

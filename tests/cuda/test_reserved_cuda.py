@@ -41,6 +41,7 @@ def on_the_device(batch: Any, times: int) -> Any:
 
 
 @pytest.mark.parametrize(("name", "times"), CASES)
+@pytest.mark.grid(every=4)
 def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_property: Any) -> None:
     stages, batch = fresh(name)
     module = nn.Sequential(*stages, Does(lambda net, x: x.float().square().mean())).cuda()

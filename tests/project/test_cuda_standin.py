@@ -55,7 +55,17 @@ def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ids=["all", "expandable segments"],
 )
 def test_the_code_for_cuda_runs_on_the_stand_in(on_standin: Run, files: list[str], settings: dict[str, str]) -> None:
-    pytest_words = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-m", "cuda and not concurrent"]
+    """Of each grid a part; a GPU runs all of it (`scripts/gpu_check.sh`)."""
+    pytest_words = [
+        "-m",
+        "pytest",
+        "-p",
+        "standin",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "cuda and not concurrent and not slow",
+    ]
     where = ["-c", str(TESTS.parent / "pyproject.toml"), *(str(TESTS / "cuda" / name) for name in files)]
     done = on_standin(*pytest_words, *where, timeout=3600, **settings)
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
