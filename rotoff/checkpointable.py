@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,24 +28,25 @@ from .core.chain import Chain
 from .core.figures import Figures
 from .core.modes import check_mode
 from .core.sequence import Sequence
-from .core.sizes import format_bytes, is_auto, parse_bytes
+from .core.simulator import simulate
+from .core.sizes import NO_LIMIT, format_bytes, is_auto, parse_bytes
 from .errors import InfeasibleError, MeasureError, OptionError
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least, agree_on_limit, shards_of, together
-from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
+from .planning.inputs import chain_input, check_measurable, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
 from .planning.signatures import family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
-from .planning.step_planner import StepPlan, least_limit
+from .planning.step_planner import StepPlan
 from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
-from .report.rotor_names import NO_LIMIT, RotorNames
+from .report.terminal import render
 from .runtime.links.pinned import free_memory
 from .runtime.links.pool import LinkPool
 from .runtime.sharded import Shards
@@ -62,7 +63,7 @@ REPEATS = 2  # steps that are recorded on a sample; the first one also pays for 
 Progress = Callable[[int, int, str], object]
 
 
-class Checkpointable(RotorNames, ModuleProxy):
+class Checkpointable(ModuleProxy):
     """Wraps a model so that its training steps stay inside a memory limit.
 
     Call `measure` and `compute_sequence`, or only `compute_sequence`, and train as before. In `eval` mode (but for a
@@ -281,7 +282,7 @@ class Checkpointable(RotorNames, ModuleProxy):
 
         Raises:
             LimitError: if `mem_limit` is no number of bytes. OptionError: for an unknown mode or invalid options.
-            InfeasibleError: if nothing fits; it names the smallest limit that does, and smaller inputs than `up_to`.
+            InfeasibleError: if nothing fits; it names the smallest limit that does.
         """
         asked = mem_limit, device_limit, optimizer, policy, up_to, in_flight
         check_limits(*asked, self._group is not None, options.get("updates"))
@@ -314,33 +315,33 @@ class Checkpointable(RotorNames, ModuleProxy):
         if (device := self._options.device) is not None and not request.placed:
             self._model.to(device)
         self._caches = None
-        largest, steps = self._measure_up_to(up_to), self._steps
+        self._measure_up_to(up_to)
+        steps = self._steps
         if request.placed:
-            steps = PlacedRunner(self._steps, optimizers, shards)
+            steps = PlacedRunner(steps, optimizers, shards)
         elif self._placed is not None:
             steps = self._runner().take_over(self._placed)
         try:
             steps.ask(request)
         except InfeasibleError as error:
-            raise error if request.placed else self._with_cures(error, request, largest) from None
+            raise error if request.placed else self._with_cures(error, up_to is not None) from None
         if self._placed is not None and not request.placed:
             self._placed.close()
         self._steps = steps
 
-    def _measure_up_to(self, up_to: Any) -> Any:
-        """Measure the largest input, if there is one; returns it as the model takes it."""
+    def _measure_up_to(self, up_to: Any) -> None:
+        """Measure the largest input, if there is one."""
         self._steps.ceiling = None
         if up_to is None:
-            return None
+            return
         named = up_to if isinstance(up_to, dict) else {}
         args = () if named is up_to else up_to if isinstance(up_to, tuple) else (up_to,)
         largest = chain_input(self._model, args, named)
         self._measured(largest)
         self._steps.ceiling = family_of(signature(largest, self._model))
-        return largest
 
-    def _with_cures(self, error: InfeasibleError, request: Request, largest: Any) -> InfeasibleError:
-        """Return the error with what `backward_from` would save and with inputs smaller than `largest` that fit."""
+    def _with_cures(self, error: InfeasibleError, announced: bool) -> InfeasibleError:
+        """Return the error with what `backward_from` would save. announced: whether the input is that of `up_to`."""
         latest, told = self._latest, str(error)
         if latest.beside and self._options.backward_from is None:
             told += (
@@ -348,16 +349,8 @@ class Checkpointable(RotorNames, ModuleProxy):
                 " from those, name the output that it starts from: Checkpointable(model,"
                 ' backward_from="loss")'
             )
-        if largest is not None:
-            told = f"on the input of up_to, {_sizes(latest)}, {told}"
-            fitting = []
-            for half in halves(largest):
-                with suppress(MeasureError):  # the model need not accept this size
-                    self._measured(half)
-                    if least_limit(self._latest.profile, request) <= request.mem_limit:
-                        fitting.append(_sizes(self._latest))
-            self._steps.latest = latest
-            told += f"; inputs of {' and '.join(fitting)} fit" if fitting else ""
+        if announced:
+            told = f"on the input of up_to, {[list(shape) for shape in latest.profile.shapes]}, {told}"
         return InfeasibleError(told, error.min_mem_limit)
 
     def _free_memory(self) -> int:
@@ -480,6 +473,44 @@ class Checkpointable(RotorNames, ModuleProxy):
         """
         return self._steps.plans()
 
+    # -- rotor's names; docs/migrating-from-rotor.md has the table
+
+    def compute_pytorch_sequence(self) -> Checkpointable:
+        """Keep everything, as plain PyTorch does, without a limit; returns the module."""
+        return self.compute_sequence(NO_LIMIT)
+
+    def compute_seq_sequence(self, segments: int | None = None) -> Checkpointable:
+        """Plan `segments` equal segments as ``checkpoint_sequential`` does, without a limit; returns the module.
+
+        segments: ⌈√L⌉ if None (Chen et al., 2016).
+        """
+        if segments is None:
+            return self.compute_sequence(NO_LIMIT, policy="chen")
+        return self.compute_sequence(NO_LIMIT, policy="periodic", segments=segments)
+
+    def compute_homogeneous_sequence(self, mem_limit: int | str, mem_slots: int | None = None) -> Checkpointable:
+        """Plan as if all stages were equal (Griewank and Walther's Revolve); returns the module.
+
+        mem_slots: outputs held at a time; the fastest count that fits if None.
+        """
+        return self.compute_sequence(mem_limit, policy="revolve", slots=mem_slots)
+
+    def compute_min_sequence(self) -> Checkpointable:
+        """Keep nothing but the input and recompute everything from it, without a limit; returns the module."""
+        return self.compute_sequence(NO_LIMIT, policy="revolve", slots=1)
+
+    def check_sequence(self) -> None:
+        """Run the planned sequence on the machine once more.
+
+        Raises:
+            MeasureError: if there is no plan. InvalidSequenceError: if the machine refuses it.
+        """
+        simulate(self.chain, self.sequence, self.sequence.mem_limit)
+
+    def display(self) -> None:
+        """Print the planned step on one screen: limit, peak and step time as in the log."""
+        print(render(self.chain, self.sequence))
+
     # -- running
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -583,10 +614,6 @@ def _as_they_are(tensors: Several[torch.Tensor]) -> Iterator[None]:
     finally:
         for t, name, had in before:
             setattr(t, name, had)
-
-
-def _sizes(course: Course) -> str:
-    return str([list(shape) for shape in course.profile.shapes])
 
 
 def _needing(output: Any, name: str | int) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _UNITS[f"{_letter}IB"] = 1024**_power
 _TEXT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 SECONDS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6))  # units
+NO_LIMIT = 2**62  # more than any device has
 MOST = 10**308  # larger sizes are cut to this, since reports need a float
 _HOW = 'give a whole number of bytes or a size such as "6 GiB"'
 _SETTINGS = "; settings as a whole go to rotoff.attach(model, config), with config = rotoff.RotoffConfig.load(path)"

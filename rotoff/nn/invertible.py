@@ -123,20 +123,13 @@ class _InvertibleFunction(torch.autograd.Function):
         if gamma is not None:
             x_hat.div_(gamma.view(shape))
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        if ctx.batch:
-            # BatchNorm's own backward on x̂, whose mean is 0 and whose variance 1; dx = dx̂ / σ.
-            zero, one = torch.zeros_like(invstd), torch.ones_like(invstd)
-            wants = [wants_x, wants_weight, wants_bias]
-            dx, dweight, dbias = _aten.native_batch_norm_backward(
-                dz.contiguous(), x_hat.contiguous(), gamma, None, None, zero, one, True, ctx.eps, wants
-            )
-            if wants_x:
-                dx.mul_(invstd.view(shape))
-        else:
-            others = [d for d in range(y.dim()) if d != 1]
-            scale = invstd if gamma is None else invstd * gamma
-            dx = dz * scale.view(shape).to(dz.dtype) if wants_x else None
-            dweight = (dz * x_hat).sum(others, dtype=weight.dtype) if wants_weight else None
-            dbias = dz.sum(others, dtype=bias.dtype) if wants_bias else None
+        # BatchNorm's own backward on x̂, whose mean is 0 and whose variance 1; dx = dx̂ / σ.
+        zero, one = torch.zeros_like(invstd), torch.ones_like(invstd)
+        wants = [wants_x, wants_weight, wants_bias]
+        dx, dweight, dbias = _aten.native_batch_norm_backward(
+            dz.contiguous(), x_hat.contiguous(), gamma, zero, one - ctx.eps, zero, one, ctx.batch, ctx.eps, wants
+        )
+        if wants_x:
+            dx.mul_(invstd.view(shape))
         gradients = (dx if wants_x else None, dweight if wants_weight else None, dbias if wants_bias else None)
         return (*gradients, None, None, None, None, None, None, None)

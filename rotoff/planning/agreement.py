@@ -24,12 +24,12 @@ from torch import nn
 
 from ..core.chain import Chain, LinkRates
 from ..core.sequence import Sequence
+from ..core.sizes import NO_LIMIT
 from ..errors import ExecutionError, InfeasibleError, LimitError, MeasureError, OptionError, RotoffError
 from ..profile.checkpointed import plain_levels
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
-from ..report.rotor_names import NO_LIMIT
 from ..runtime.execution_plan import compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.sharded import Shards, sharded

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..errors import MeasureError
-from ..tensors.tree import flatten, look_into, tensor_leaves
+from ..tensors.tree import look_into, tensor_leaves
 
 
 def chain_input(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -54,27 +54,6 @@ def _signature(forward: Any) -> inspect.Signature:
     if (known := _SIGNATURES.get(function)) is None:
         known = _SIGNATURES[function] = inspect.signature(forward)
     return known
-
-
-def halves(value: Any) -> list[Any]:
-    """Return `value` cut to half its batch and, if it has integer tensors of 2 or more dimensions (tokens), to half of
-    their length; nothing of an empty input."""
-    tensors, rebuild = flatten(value)
-    if not tensors or not all(t.numel() for t in tensors):
-        return []
-    batch = tensors[0].shape[0] if tensors[0].dim() else 1
-    length = next((t.shape[1] for t in tensors if t.dim() >= 2 and not t.is_floating_point()), 1)
-    found = []
-    for dimension, size in ((0, batch), (1, length)):
-        if size >= 4:
-            cut = [
-                t.detach().narrow(dimension, 0, size // 2).clone().requires_grad_(t.requires_grad)
-                if t.dim() > dimension and t.shape[dimension] == size
-                else t
-                for t in tensors
-            ]
-            found.append(rebuild(cut))
-    return found
 
 
 def check_measurable(model: nn.Module, value: Any) -> None:

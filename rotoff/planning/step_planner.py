@@ -13,13 +13,12 @@ from ..core.chain import Chain
 from ..core.figures import Figures, percent
 from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Trace
-from ..core.sizes import format_bytes
+from ..core.sizes import NO_LIMIT, format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
 from ..report.expected_step import keep_all_step
-from ..report.rotor_names import NO_LIMIT
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.placed.placed_plan import PlacedPlan

@@ -32,13 +32,12 @@ class Look:
     hatch: str = ""
 
 
-IDLE = Look("#FFFFFF", "idle: compute waits for a copy", "xxxx")
-LOOKS = {  # by `work_of`, in the order of the legend
+LOOKS = {  # by the work of `lanes`, in the order of the legend
     "F": Look("#A6D4F2", "forward"),
     "R": Look("#D55E00", "forward again (recompute)", "////"),
     "B": Look("#0A4D80", "backward"),
     "U": Look("#D98FB6", "update on the device", "...."),
-    "idle": IDLE,
+    "idle": Look("#FFFFFF", "idle: compute waits for a copy", "xxxx"),
     "d2h": Look("#E69F00", "device → host"),
     "d2h of parameters": Look("#FBE5B0", "device → host, parameters"),
     "h2d": Look("#00694B", "host → device"),

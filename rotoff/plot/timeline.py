@@ -7,7 +7,6 @@ next step is drawn at the start of this one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -15,28 +14,17 @@ from matplotlib.patches import Patch
 
 from ..core.chain import Chain
 from ..core.figures import Figures, percent
-from ..core.sequence import COMPUTES, Op
+from ..core.sequence import Op
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Trace
 from ..core.sizes import SECONDS, format_bytes, format_seconds
-from ..report.expected_step import held, shown_step, work_of
+from ..report.expected_step import held, lanes, shown_step
 from . import style
 from .style import Look
 
-LANES = ("compute", "d2h", "h2d", "host")
 _NAMES = {"compute": "compute", "d2h": "device → host", "h2d": "host → device", "host": "host"}
 _MANY = 120  # boxes of a kind, with more of which edges would cover them
 _LABEL_SHARE = 0.0052  # share of the time axis for each character; a label that does not fit in its box is left out
-
-
-@dataclass(frozen=True)
-class Box:
-    """A span of time on a lane, in seconds; label: the number of the stage or group, if any."""
-
-    start: float
-    end: float
-    look: Look
-    label: str = ""
 
 
 def timeline(
@@ -60,18 +48,16 @@ def timeline(
     plan, trace, measured, figures = told
     steps = [("predicted", trace)] + ([("measured", measured)] if measured is not None else [])
     longest = max(step.makespan for _, step in steps)
-    used = {event.lane for event in trace.events} | ({"h2d"} if trace.d2h_bytes else set())
-    lanes = [lane for lane in LANES if lane in used or lane == "compute"]
-
-    height = 2.6 + len(steps) * (0.42 * len(lanes) + 0.25) + 0.9
+    rows = [lane for lane in _NAMES if lane in lanes(trace)]
+    height = 2.6 + len(steps) * (0.42 * len(rows) + 0.25) + 0.9
     figure = style.Picture(10, height)
-    ratios = [2.6, *[0.42 * len(lanes) + 0.1] * len(steps)]
+    ratios = [2.6, *[0.42 * len(rows) + 0.1] * len(steps)]
     axes = figure.subplots(1 + len(steps), 1, sharex=True, gridspec_kw={"height_ratios": ratios})
     figure.suptitle(_title(chain, plan, figures), fontsize=10.5, x=0.01, ha="left")
     _draw_bytes(axes[0], steps, figures.mem_limit)
     shown = set[Look]()
     for axis, (name, step) in zip(axes[1:], steps, strict=True):
-        shown |= _draw_lanes(axis, step, lanes, longest, name if len(steps) > 1 else "")
+        shown |= _draw_lanes(axis, step, rows, longest, name if len(steps) > 1 else "")
     axes[-1].set_xlim(0, longest * 1.002 or 1.0)
     style.in_units(axes[-1], "x", SECONDS, "time")
     edge = {"edgecolor": style.INK, "linewidth": 0.5}
@@ -80,21 +66,6 @@ def timeline(
     columns = len(patches) if len(patches) <= 6 else -(-len(patches) // 2)
     figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
     return figure
-
-
-def boxes(trace: Trace, lane: str) -> list[Box]:
-    """The boxes of a lane: operations or copies, and on the compute lane the idle time between them."""
-    found: list[Box] = []
-    clock = 0.0
-    for event, start, end in trace.spans(lane):
-        if lane == "compute":
-            if event.op.kind not in COMPUTES:
-                continue
-            if start > clock:
-                found.append(Box(clock, start, style.IDLE))
-            clock = end
-        found.append(Box(start, end, style.LOOKS[work_of(event)], f"{event.op.of}{event.op.stage}"))
-    return found
 
 
 def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | None) -> None:
@@ -119,28 +90,28 @@ def _draw_bytes(axis: Axes, steps: Sequence[tuple[str, Trace]], limit: int | Non
     axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4, fontsize=8, frameon=False, borderaxespad=0.1)
 
 
-def _draw_lanes(axis: Axes, trace: Trace, lanes: Sequence[str], longest: float, name: str) -> set[Look]:
+def _draw_lanes(axis: Axes, trace: Trace, rows: Sequence[str], longest: float, name: str) -> set[Look]:
     """Draw the lanes of a step; returns what is on them."""
-    shown = set[Look]()
-    for row, lane in enumerate(lanes):
-        drawn = [box for box in boxes(trace, lane) if box.end > box.start]
-        digits = max((len(box.label) for box in drawn), default=0)  # all are labelled alike
+    shown, found = set[Look](), lanes(trace)
+    for row, lane in enumerate(rows):
+        drawn = [span for span in found.get(lane, ()) if span[1] > span[0]]
+        digits = max((len(label) for *_, label in drawn), default=0)  # all are labelled alike
         spans: dict[Look, list[tuple[float, float]]] = {}
-        for box in drawn:
-            spans.setdefault(box.look, []).append((box.start, box.end - box.start))
-            wide = longest * _LABEL_SHARE * (digits + 1) * (1.6 if box.look.hatch else 1)
-            if box.label and box.end - box.start > wide:
-                ink = "#FFFFFF" if box.look in style.DARK else style.INK
-                back = {"facecolor": box.look.colour, "edgecolor": "none", "pad": 0.6} if box.look.hatch else None
-                middle = (box.start + box.end) / 2
-                axis.text(middle, row, box.label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
+        for start, end, work, label in drawn:
+            look = style.LOOKS[work]
+            spans.setdefault(look, []).append((start, end - start))
+            if label and end - start > longest * _LABEL_SHARE * (digits + 1) * (1.6 if look.hatch else 1):
+                ink = "#FFFFFF" if look in style.DARK else style.INK
+                back = {"facecolor": look.colour, "edgecolor": "none", "pad": 0.6} if look.hatch else None
+                middle = (start + end) / 2
+                axis.text(middle, row, label, ha="center", va="center", fontsize=6.5, color=ink, bbox=back)
         for look, times in spans.items():
             edge = look.colour if len(times) > _MANY and not look.hatch else style.INK
             bars = {"facecolor": look.colour, "edgecolor": edge, "hatch": look.hatch, "linewidth": 0.35}
             axis.broken_barh(times, (row - 0.38, 0.76), **bars)
         shown |= {*spans}
-    axis.set_ylim(len(lanes) - 0.45, -0.55)
-    axis.set_yticks(range(len(lanes)), [_NAMES[lane] for lane in lanes])
+    axis.set_ylim(len(rows) - 0.45, -0.55)
+    axis.set_yticks(range(len(rows)), [_NAMES[lane] for lane in rows])
     axis.grid(visible=False, axis="y")
     axis.tick_params(axis="y", length=0)
     axis.spines["left"].set_visible(False)

@@ -1,1 +1,1 @@
-"""Plans as text, as traces for Perfetto, as summaries; rotor's names."""
+"""Plans as text, as traces for Perfetto, as summaries."""

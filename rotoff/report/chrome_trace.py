@@ -60,7 +60,11 @@ def _process(pid: int, name: str, chain: Chain, trace: Trace) -> list[dict[str, 
             continue
         made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": words}})
         made.append({"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}})
-    made += [_counter(pid, point, bool(chain.parameters)) for point in held(trace)]
+    for seconds, device, host, of_parameters in held(trace):
+        shown = {"device": device, "host": host}
+        if chain.parameters:  # the parts of a counter are stacked
+            shown = {"device, parameters": of_parameters, "device, all else": device - of_parameters, "host": host}
+        made.append({"ph": "C", "pid": pid, "ts": seconds * _MICRO, "name": "bytes", "args": shown})
     made += [_slice(pid, n, chain, event) for n, event in enumerate(trace.events) if event.end > event.start]
     return made
 
@@ -85,11 +89,3 @@ def _slice(pid: int, index: int, chain: Chain, event: Event) -> dict[str, Any]:
         "cat": "recompute" if event.recompute else f"{kind} parameters" if op.of else kind,
         "args": details,
     }
-
-
-def _counter(pid: int, point: tuple[float, int, int, int], parameters: bool) -> dict[str, Any]:
-    seconds, device, host, of_parameters = point
-    shown = {"device": device, "host": host}
-    if parameters:  # the parts of a counter are stacked
-        shown = {"device, parameters": of_parameters, "device, all else": device - of_parameters, "host": host}
-    return {"ph": "C", "pid": pid, "ts": seconds * _MICRO, "name": "bytes", "args": shown}

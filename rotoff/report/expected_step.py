@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from ..core.chain import Chain
 from ..core.chain_fields import bytes_of
 from ..core.figures import Figures, overhead
-from ..core.sequence import Op, OpKind
+from ..core.sequence import COMPUTES, Op
 from ..core.sequence import Sequence as Plan
-from ..core.simulator import Event, Trace, simulate
+from ..core.simulator import Trace, simulate
 from ..core.sizes import parse_bytes
 from ..errors import ChainError, LimitError
 from ..solver import keep_all
@@ -78,14 +78,27 @@ def shown_step(
     return ShownStep(plan, told(trace), measured and told(measured), figures)
 
 
-def work_of(event: Event) -> str:
-    """What an event is: "F", "R" (a forward again), "B", "U" or "H"; a copy's is its lane, with " of parameters" for
-    theirs."""
-    if event.lane in ("d2h", "h2d"):
-        return event.lane + (" of parameters" if event.op.of else "")
-    if event.op.kind in (OpKind.B, OpKind.U, OpKind.H):
-        return event.op.kind.value
-    return "R" if event.recompute else "F"
+def lanes(trace: Trace) -> dict[str, list[tuple[float, float, str, str]]]:
+    """By lane that has any, and the compute lane: spans of (start, end, work, label), in seconds.
+
+    work: "F", "R" (a forward again), "B", "U" or "H"; of a copy its lane, with " of parameters" for theirs; "idle"
+    where compute waits for a copy. label: the number of the stage or group.
+    """
+    found: dict[str, list[tuple[float, float, str, str]]] = {"compute": []}
+    clock = 0.0
+    for lane in ("compute", "d2h", "h2d", "host"):
+        for event, start, end in trace.spans(lane):
+            op, work = event.op, "R" if event.recompute else event.op.kind.value[0]
+            if lane == "compute":
+                if op.kind not in COMPUTES:
+                    continue
+                if start > clock:
+                    found[lane].append((clock, start, "idle", ""))
+                clock = end
+            elif lane != "host":
+                work = lane + (" of parameters" if op.of else "")
+            found.setdefault(lane, []).append((start, end, work, f"{op.of}{op.stage}"))
+    return found
 
 
 def held(trace: Trace) -> list[tuple[float, int, int, int]]:

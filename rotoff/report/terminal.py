@@ -18,17 +18,18 @@ from typing import TextIO
 
 from ..core.chain import Chain
 from ..core.figures import percent
-from ..core.sequence import COMPUTES, Op
+from ..core.sequence import Op
 from ..core.simulator import Trace
 from ..core.sizes import format_bytes, format_seconds, parse_bytes
-from .expected_step import ShownStep, held, shown_step, work_of
+from .expected_step import ShownStep, held, lanes, shown_step
 from .summary import in_words
 
 _HEIGHT = 7  # rows of the curve
 _LEFT = 9  # characters before a row
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
-_COPIES = {"d2h": ">", "h2d": "<", "d2h of parameters": "»", "h2d of parameters": "«"}
+_COPIES = {"d2h": ">", "h2d": "<", "d2h of parameters": "»", "h2d of parameters": "«", "idle": "."}
+_LANES = {"compute": "compute", "d2h": "to host", "h2d": "to dev.", "host": "on host"}
 _STYLES = {"F": "36", "R": "33", "B": "34", "U": "31", "H": "31", ".": "90", ">": "35", "<": "32", "»": "95", "«": "92"}
 _STYLES |= {_PARAMETERS: "33", "faint": "90", "bold": "1", **dict.fromkeys(_BLOCKS[1:], "34")}  # of ANSI
 
@@ -71,9 +72,9 @@ def render(
 
     lines = [paint("bold", part) for part in _wrap(_headline(chain, step), columns)]
     lines += ["", *_curve(shown, limit, room, paint)]
-    for name, lane in (("compute", "compute"), ("to host", "d2h"), ("to dev.", "h2d"), ("on host", "host")):
-        if lane == "compute" or any(event.lane == lane for event in shown.events):
-            lines.append(f"{name:>{_LEFT - 1}} {paint.each(_lane(shown, lane, room))}".rstrip())
+    for lane, spans in lanes(shown).items():
+        drawn = paint.each(_lane(spans, room / shown.makespan if shown.makespan else 0.0, room, lane == "compute"))
+        lines.append(f"{_LANES[lane]:>{_LEFT - 1}} {drawn}".rstrip())
     lines.append(f"{'':>{_LEFT}}{_axis(shown.makespan, room)}")
     legend = "F forward  R forward again  B backward  . idle  > to host  < to device"
     if chain.parameters:
@@ -143,24 +144,20 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
     return rows
 
 
-def _lane(trace: Trace, lane: str, room: int) -> str:
-    """One character for each column: the kind of work that fills most of its time."""
+def _lane(spans: Iterable[tuple[float, float, str, str]], scale: float, room: int, compute: bool) -> str:
+    """One character for each column: the kind of work that fills most of its time. scale: columns for each second."""
     share: list[dict[str, float]] = [{} for _ in range(room)]
-    scale = room / trace.makespan if trace.makespan else 0.0
-    for event, begun, ended in trace.spans(lane):
-        if lane == "compute" and event.op.kind not in COMPUTES:
-            continue
-        start, end, work = begun * scale, ended * scale, work_of(event)
-        letter = _COPIES.get(work, work)
+    for begun, ended, work, _ in spans:
+        start, end, letter = begun * scale, ended * scale, _COPIES.get(work, work)
         for column in range(int(start), min(room, int(end) + 1)):
             part = min(end, column + 1) - max(start, column)
             share[column][letter] = share[column].get(letter, 0.0) + max(0.0, part)
-        if lane != "compute":  # show copies that are much shorter than a column, too
+        if not compute:  # show copies that are much shorter than a column, too
             share[min(room - 1, int(start))][letter] = 1.0
-    empty = "." if lane == "compute" else " "
+    empty = "." if compute else " "
     cells = []
     for found in share:
-        found[empty] = 1 - sum(found.values())
+        found[empty] = found.get(empty, 0.0) + 1 - sum(found.values())
         cells.append(max(found, key=lambda letter: found[letter]))
     return "".join(cells)
 

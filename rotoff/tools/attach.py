@@ -18,10 +18,9 @@ import torch
 from torch import nn
 
 from ..checkpointable import ATTACHED, Checkpointable
-from ..core.sizes import parse_share
+from ..core.sizes import NO_LIMIT, parse_share
 from ..errors import OptionError
 from ..planning.options import check_module
-from ..report.rotor_names import NO_LIMIT
 from .config import RotoffConfig, read_settings
 
 logger = logging.getLogger("rotoff")
@@ -133,7 +132,13 @@ class Attachment:
     def __init__(self, model: nn.Module, planned: Checkpointable) -> None:
         self.model, self.planned = model, planned
         self.original: Callable[..., Any] = model.forward
-        self.function = _forward_like(self.original)  # runs the planned forward
+
+        @functools.wraps(getattr(self.original, "__func__", self.original))
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            """Run the attachment of the model that it is called on, which may be a copy."""
+            return self.__dict__[ATTACHED](*args, **kwargs)
+
+        self.function = forward
         self._was_its_own = "forward" not in model.__dict__
         self._inside = False
         planned._plain = self.its_own
@@ -195,13 +200,3 @@ class Attachment:
             twin.original = MethodType(self.original.__func__, model)
         planned._plain = twin.its_own
         return twin
-
-
-def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method with the signature of `original` that runs the attachment of the model it is called on."""
-
-    @functools.wraps(getattr(original, "__func__", original))
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[ATTACHED](*args, **kwargs)
-
-    return forward

@@ -108,21 +108,16 @@ def audit(
     masters = read.master_weights if master_weights is None else master_weights
     how = optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters
     question = Question(target, Options(stages, backward_from, forms), "joint", None, *how)
+    kind = "cpu" if not is_available(named(0)) else named(0).type
+    within = torch.autocast(kind, getattr(torch, read.autocast)) if read.autocast else nullcontext()
     with without_gc(), Bar("auditing") as bar:
         bar(0.0, "tracing the model")
-        with _autocast(read):
+        with within:
             profile = question.estimated(model, sample, kwargs)
-        now = question.whole(profile)[0].of(read.setting)
+        now = question.whole(profile).of(read.setting)
         small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
         possible = replace(question, device=small).answer(model, profile, None, bar)
     return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))
-
-
-def _autocast(read: ForeignSettings) -> Any:
-    if read.autocast is None:
-        return nullcontext()
-    device = named(0)
-    return torch.autocast(device.type if is_available(device) else "cpu", dtype=getattr(torch, read.autocast))
 
 
 def _notes(read: ForeignSettings, batch: int | None, optimizer: str | None) -> Iterable[str]:

@@ -12,18 +12,14 @@ from torch import nn
 
 from ..core.backward_from import BackwardFrom
 from ..core.modes import as_tuple, whole_number
-from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
+from ..errors import InfeasibleError, MeasureError, OptionError
 from ..io.progress import Bar
 from ..planning.options import Options
 from ..planning.stages import StagesOption
-from ..planning.step_planner import make_plan
 from ..profile.estimate.devices import Device, find
-from ..profile.estimate.estimate import Estimate
-from ..solver.bounds import largest_operation
 from .mesh import Mesh, check_positive
 from .plan import plan
-from .planned_steps import PlannedSteps, resident_parts
+from .planned_steps import PlannedSteps
 from .question import HOST_BANDWIDTH, Question
 from .size_search import MOST, searched, works
 
@@ -73,12 +69,10 @@ def _answer(question: Question, built: Any, n: int, step_time: float | None) -> 
         cure = "if the model takes no such size, give the largest that it takes as most="
         raise MeasureError(f"size {n}: {error}; {cure}") from error
     planned = cache(partial(question.answer, model, profile))
-    least, resident = question.least_bytes(profile)
-    limit, taken = question.mem_limit, sum(resident.values())
-    room = question.usable if limit is None else min(limit, question.usable - taken)
+    least, room = question.least_bytes(profile)
     margins: dict[str, float] = {"bytes": room - least}
     if margins["bytes"] < 0:
-        return _Answer(margins, planned, partial(_too_large, question, profile, least, resident, room))
+        return _Answer(margins, planned, lambda: planned().verdict)
     if step_time is None:
         return _Answer(margins, planned)
     found = planned()
@@ -86,26 +80,6 @@ def _answer(question: Question, built: Any, n: int, step_time: float | None) -> 
     best, bound = found.best.step_time, found.bound_time
     why = f"the best plan found takes {best:.4g} s a step, and no plan takes less than {bound:.4g} s"
     return _Answer({**margins, "seconds": step_time - best}, planned, lambda: why, bound > step_time)
-
-
-def _too_large(question: Question, profile: Estimate, device: int, resident: dict[str, int], room: int) -> str:
-    """Why nothing fits `room` bytes, as a sentence."""
-    has = f"{format_bytes(question.usable)} that {question.device.name} has for training"
-    if question.mem_limit is None:
-        phase, i, nbytes = largest_operation(profile.chain)
-        return (
-            f"with all that can lie on the host there, the device needs {format_bytes(device)} of the {has};"
-            f" the {phase} of stage {i} ({profile.chain.stages[i - 1].name}) alone needs {format_bytes(nbytes)}"
-        )
-    size = format_bytes(sum(resident.values()))
-    taken = f"resident bytes take {size} ({resident_parts(resident)}) of the {has}"
-    if room <= 0:
-        return taken
-    try:
-        make_plan(profile, question.request(room))
-    except InfeasibleError as error:
-        return str(error) if room == question.mem_limit else f"{taken}, and the rest is the limit: {error}"
-    raise AssertionError(f"a plan within {room} bytes, which are too few")
 
 
 def largest(
@@ -222,11 +196,7 @@ def first_device(
         raise OptionError("devices is empty; give at least one, such as rotoff.devices()")
     reasons, least = [], []
     for target in targets:
-        try:
-            found = plan(model, *sample, device=target, modes="joint", **options)
-        except LimitError as error:
-            reasons.append(str(error))
-            continue
+        found = plan(model, *sample, device=target, modes="joint", **options)
         assert isinstance(found, PlannedSteps)  # of one device
         least.append(found.min_mem_limits["joint"])
         if found.best is None:

@@ -117,7 +117,7 @@ def planned_pipeline(
     beside = chain.input_bytes - profile.batch_bytes
     chain = replace(chain, input_bytes=profile.batch_bytes)
     pipeline = Pipeline(cut(chain, ranks * chunks), order, ranks_per_link, beside=beside)
-    resident = _resident(question.whole(profile)[0].groups, pipeline)
+    resident = _resident(question.whole(profile).groups, pipeline)
     limits = [usable - nbytes if mem_limit is None else min(mem_limit, usable - nbytes) for nbytes in resident]
     for rank, limit in enumerate(limits):
         if limit <= 0:

@@ -70,7 +70,7 @@ def plan(
 
     Raises:
         OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
-        LimitError: if `mem_limit` is no number of bytes, or nothing fits. MeasureError: if nothing can be estimated.
+        LimitError: if `mem_limit` is no number of bytes. MeasureError: if nothing can be estimated.
     """
     how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
     asked = Question(find(device), Options(stages, backward_from, forms), modes, mem_limit, *how)

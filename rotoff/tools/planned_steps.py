@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from ..core.chain import Chain
 from ..core.figures import overhead, percent, table
 from ..core.sizes import format_bytes
 from ..io.files import save_json
+from ..solver.bounds import largest_operation
 
 WAYS_ON = (
     "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
@@ -171,9 +172,12 @@ class PlannedSteps:
             left = least + usable - self.needed_bytes
             cure = f"mem_limit may be from {format_bytes(least)} ({least} bytes) to {format_bytes(left)} ({left} bytes)"
             return f"DOES NOT FIT in {format_bytes(self.mem_limit)}; {cure}"
-        return (
-            f"DOES NOT FIT: with even the smallest limit it takes {format_bytes(self.needed_bytes)} of {of}; {WAYS_ON}"
-        )
+        takes, nbytes = "with even the smallest limit it takes", self.needed_bytes
+        if not self.asked:
+            takes, nbytes = "with all that can lie on the host there it takes a device of", self.min_device_bytes
+        phase, i, alone = largest_operation(self.chain)
+        of += f"; the {phase} of stage {i} ({self.chain.stage(i).name}) alone needs {format_bytes(alone)}"
+        return f"DOES NOT FIT: {takes} {format_bytes(nbytes)}, more than {of}: {WAYS_ON}"
 
     def to_dict(self) -> dict[str, Any]:
         """The result for JSON, without the chain."""
@@ -190,8 +194,9 @@ class PlannedSteps:
 
     def __str__(self) -> str:
         asked = f" within a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else ""
+        resident = ", ".join(f"{name} {format_bytes(size)}" for name, size in self.resident_bytes.items() if size)
         where = self.device if self.mesh is None else f"each of {self.mesh.ranks} {self.device} ({self.mesh.axes})"
-        head = f"{self.chain.name or 'model'} on {where}{asked}: {resident_parts(self.resident_bytes)}"
+        head = f"{self.chain.name or 'model'} on {where}{asked}: {resident}"
         lines = [self.verdict, head, *self.notes, "", *steps_table(self, self.steps)]
         lines += [] if self.mesh is None else ["", str(self.mesh)]
         least = ", ".join(f"{mode} {format_bytes(nbytes)}" for mode, nbytes in self.min_mem_limits.items())
@@ -215,8 +220,3 @@ def steps_table(found: PlannedSteps, rows: Iterable[PlannedStep]) -> list[str]:
 def usable_bytes(device_bytes: int) -> int:
     """The part of a device's memory that a training process can use."""
     return int(device_bytes * (1 - MARGIN))
-
-
-def resident_parts(resident: Mapping[str, int]) -> str:
-    """`resident` as text."""
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in resident.items() if size)

@@ -13,9 +13,9 @@ from torch import nn
 from ..checkpointable import Checkpointable
 from ..core.modes import parse_modes
 from ..core.sequence import MODES
-from ..core.sizes import as_size, format_bytes, parse_bytes
+from ..core.sizes import as_size, parse_bytes
 from ..core.steady_step import WHEN
-from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
+from ..errors import InfeasibleError, MeasureError, OptionError
 from ..planning.options import Options, check_flag
 from ..planning.request import Request
 from ..planning.step_planner import keeping_all, least_limit, least_time, make_plan
@@ -28,7 +28,7 @@ from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
 from .estimate import estimated
 from .mesh import ONE, Mesh, check_positive
-from .planned_steps import MARGIN, WAYS_ON, PlannedStep, PlannedSteps, resident_parts, usable_bytes
+from .planned_steps import MARGIN, PlannedStep, PlannedSteps, usable_bytes
 from .size_search import MOST, largest_within
 from .whole_device import EFFORT, OPTIMIZER_STATES, WholeDevice, attaching, whole_device
 
@@ -75,31 +75,26 @@ class Question:
         with self.ranks.started() as shard:
             return estimated(model, args, kwargs, self.device, shard, self.cut)
 
-    def whole(self, profile: Estimate, growth: Growth | None = None) -> tuple[WholeDevice, dict[str, int]]:
-        """What training a model of this profile takes on the device, and its resident bytes by name."""
+    def whole(self, profile: Estimate, growth: Growth | None = None) -> WholeDevice:
+        """What training a model of this profile takes on the device."""
         how = self.optimizer, self.host_bandwidth, self.master_weights
         return whole_device(profile, self.device, self.usable, *how, growth)
 
     def request(self, limit: int, mode: str = "joint") -> Request:
         return Request(limit, mode, self.mem_slots, {"refine": EFFORT})
 
-    def room(self, resident: Mapping[str, int]) -> int:
-        """Bytes that a step may allocate."""
-        left = max(0, self.usable - sum(resident.values()))
-        return left if self.mem_limit is None else min(self.mem_limit, left)
-
-    def least_bytes(self, profile: Estimate) -> tuple[int, dict[str, int]]:
-        """The smallest number of bytes for which there is a plan, of the device's memory for training, or of a
-        `mem_limit` if one is asked for; and the resident bytes by name."""
-        whole, resident = self.whole(profile)
+    def least_bytes(self, profile: Estimate) -> tuple[int, int]:
+        """The smallest number of bytes for which there is a plan, and how many there are: of a `mem_limit` if one is
+        asked for, else of the device's memory for training."""
+        whole = self.whole(profile)
+        stay = sum(whole.resident.values())
         if self.mem_limit is not None:
-            return least_limit(profile, self.request(self.usable)), resident
+            return least_limit(profile, self.request(self.usable)), min(self.mem_limit, self.usable - stay)
         placed = [whole.least(updates) for updates in WHEN] if whole.groups else []
         least = min(whole.of(Setting()).peak_bytes, *placed)
-        stay = sum(resident.values())
         if least > stay:  # or no step besides resident bytes takes fewer
             least = min(least, least_limit(profile, self.request(self.usable)) + stay)
-        return least, resident
+        return least, self.usable
 
     def growth(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], profile: Estimate
@@ -135,14 +130,12 @@ class Question:
 
         Args:
             growth: how costs grow with the batch, if that is known. note: is told what is done next.
-
-        Raises:
-            LimitError: if no `mem_limit` was asked for, and nothing fits the device.
         """
-        whole, resident = self.whole(profile, growth)
+        whole = self.whole(profile, growth)
         cut = model._options if isinstance(model, Checkpointable) else self.cut
         options = {**cut.chosen, **self.ranks.options}
-        limit, asked = self.room(resident), self.mem_limit is not None
+        limit, asked = max(0, self.usable - sum(whole.resident.values())), self.mem_limit is not None
+        limit = limit if self.mem_limit is None else min(self.mem_limit, limit)
         own: list[PlannedStep] = []
         make = whole.of_step(profile, limit, growth) if asked else whole
         note(0.4, "other systems' settings")
@@ -151,8 +144,6 @@ class Question:
         placed, bound = whole.placed(steps[0], options) if whole.groups and not asked else ([], None)
         if steps[0].fits:
             bound = make.chain.compute_time + make.update_time
-        elif limit <= 0 and not placed and not asked:
-            raise self._too_small(whole, resident)
         elif limit > 0:
             note(0.8, "activations")
             own, other = self._in_modes(profile, limit, options, make, growth)
@@ -164,7 +155,7 @@ class Question:
             mem_limit=limit,
             asked=asked,
             keep_all_bytes=keeping_all(profile).peak,
-            resident_bytes=resident,
+            resident_bytes=whole.resident,
             min_mem_limits={mode: least_limit(profile, self.request(limit, mode)) for mode in self.modes},
             min_device_bytes=math.ceil(whole.least("after") / (1 - MARGIN)) + 1,
             steps=(*steps, *own, *placed),
@@ -211,14 +202,6 @@ class Question:
         elif small:
             states = f"; states in {' and '.join(sorted(small))} as the parameters, without float32 master weights"
         return (f"times are estimates, with the updates of {self.optimizer}{states}",)
-
-    def _too_small(self, whole: WholeDevice, resident: dict[str, int]) -> LimitError:
-        least = whole.least("after") if whole.groups else sum(resident.values())
-        return LimitError(
-            f"{self.device.name} has {format_bytes(self.device.memory_bytes)}, and {resident_parts(resident)} take"
-            f" {format_bytes(sum(resident.values()))} of it; nothing is left for a step, and with those on the host a"
-            f" device needs at least {format_bytes(math.ceil(least / (1 - MARGIN)) + 1)}: {WAYS_ON}"
-        )
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -72,7 +72,8 @@ class WholeDevice:
 
     profile: of the model. limit: bytes. groups: its parameters, with their gradients and states; empty: they do not
     count. beside: bytes of those that no group has. update_time: seconds of the updates that no group has. growth: with
-    the batch; None if that is not known. which: of the chains. collectives: of a sharded model.
+    the batch; None if that is not known. which: of the chains. collectives: of a sharded model. resident: bytes by name
+    that lie on the device between steps if no parameters move.
     """
 
     profile: TapeProfile
@@ -83,6 +84,7 @@ class WholeDevice:
     growth: Growth | None = None
     which: int = 0
     collectives: Collectives | None = None
+    resident: dict[str, int] = field(default_factory=dict)
 
     def at(self, count: int) -> WholeDevice:
         """This at a batch of `count`."""
@@ -259,17 +261,19 @@ def whole_device(
     host_bandwidth: float,
     master_weights: bool = False,
     growth: Growth | None = None,
-) -> tuple[WholeDevice, dict[str, int]]:
-    """What training a model of this profile takes, and the bytes by name that lie on the device between steps if no
-    parameters move. master_weights: whether parameters in half precision have a copy in float32, and their states are
-    in float32, too."""
+) -> WholeDevice:
+    """What training a model of this profile takes. master_weights: whether parameters in half precision have a copy in
+    float32, and their states are in float32, too."""
     every = list(profile.step.model.parameters())
     trained = [p for p in every if p.requires_grad]
     probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
     rate = device.memory_bandwidth * device.memory_efficiency
 
     def masters(parameters: Iterable[nn.Parameter]) -> int:
-        return sum(_master_bytes(p, probe.state_bytes(p), optimizer) for p in parameters) if master_weights else 0
+        """What copies in float32, and states in float32, take beyond the states that there are."""
+        small = [p for p in parameters if master_weights and p.requires_grad and p.element_size() < 4]
+        whole = 4 * (1 + OPTIMIZER_STATES[optimizer])
+        return sum(whole * p.numel() - probe.state_bytes(p) for p in small)
 
     def group(stages: tuple[int, ...], part: list[nn.Parameter]) -> ParameterGroup:
         nbytes, name = sum(map(room_of, part)), profile.chain.stage(stages[0]).name
@@ -303,12 +307,5 @@ def whole_device(
         f"{optimizer} states": OPTIMIZER_STATES[optimizer] * gradients + masters(trained),
         "batch": profile.batch_bytes,
     }
-    growth = growth and growth.moving
-    return WholeDevice(profile.moving, limit, groups, beside, growth=growth, collectives=profile.collectives), resident
-
-
-def _master_bytes(parameter: nn.Parameter, state_bytes: int, optimizer: str) -> int:
-    """What a copy of `parameter` in float32, and states in float32, take beyond its own states."""
-    if not parameter.requires_grad or parameter.element_size() >= 4:
-        return 0
-    return 4 * parameter.numel() * (1 + OPTIMIZER_STATES[optimizer]) - state_bytes
+    made = WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving, resident=resident)
+    return replace(made, collectives=profile.collectives)

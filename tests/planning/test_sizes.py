@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -171,7 +170,7 @@ def test_up_to_a_size_all_that_are_smaller_are_known() -> None:
         assert beside.planned.get_expected_memory() <= beside.limit
 
 
-def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
+def test_up_to_a_size_that_does_not_fit_says_so() -> None:
     wrapped = planned("tokens", 0.0, 96).planned
     limit = 3 * wrapped.mem_limit // 4
     with pytest.raises(
@@ -179,24 +178,14 @@ def test_up_to_a_size_that_does_not_fit_says_which_do() -> None:
     ) as caught:
         wrapped.compute_sequence(limit, up_to=KINDS["tokens"][1](96))
     assert caught.value.min_mem_limit > limit
-    batch, length = map(
-        int, re.search(r"inputs of \[\[(\d+), 96\]\] and \[\[8, (\d+)\]\] fit", str(caught.value)).groups()
-    )
-    assert 4 <= batch < 8
-    assert 48 <= length < 96
-    fresh = rotoff.Checkpointable(KINDS["tokens"][0]()).compute_sequence(limit)
-    for given in ((8, length), (batch, 96)):
-        fresh(torch.randint(0, 50, given)).sum().backward()
-        assert fresh.get_expected_memory() <= limit
     wrapped.compute_sequence(caught.value.min_mem_limit, up_to=KINDS["tokens"][1](96))
 
 
 @pytest.mark.parametrize("shape", [(4, 0, WIDTH), (0, 8, WIDTH)])
-def test_up_to_an_empty_input_that_does_not_fit_names_no_others(shape: tuple[int, ...]) -> None:
+def test_up_to_an_empty_input_that_does_not_fit(shape: tuple[int, ...]) -> None:
     model = rotoff.Checkpointable(KINDS["recorded"][0]())
     with pytest.raises(rotoff.InfeasibleError) as caught:
         model.compute_sequence(100, up_to=torch.randn(shape))
-    assert "half" not in str(caught.value)
     model.compute_sequence(caught.value.min_mem_limit, up_to=torch.randn(shape))
 
 

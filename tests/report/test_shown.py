@@ -15,6 +15,7 @@ import rotoff
 from rotoff import Chain, ParameterGroup, Sequence, Stage, Trace, chrome_trace, render, simulate
 from rotoff.cli import main
 from rotoff.errors import OptionError
+from rotoff.report.expected_step import lanes
 from rotoff.report.summary import fates, group_fates, in_words
 from rotoff.report.terminal import has_colour
 
@@ -72,6 +73,21 @@ def measured() -> Trace:
 
 def shown(chain: Chain, sequence: Sequence, width: int = 100, **options: object) -> str:
     return render(chain, sequence, width=width, colour=False, **options)
+
+
+def test_lanes_have_the_idle_time_between_operations_and_what_goes_on_in_the_next_step() -> None:
+    trace = simulate(three(), MOVING)
+    found = lanes(trace)
+    assert sum(end - start for start, end, *_ in found["compute"]) == pytest.approx(trace.makespan)
+    assert sum(end - start for start, end, work, _ in found["compute"] if work == "idle") == trace.idle_time > 0
+    for lane in ("d2h", "h2d"):
+        copies = [(event.start, event.end) for event in trace.events if event.lane == lane]
+        assert [(start, end) for start, end, *_ in found[lane]] == copies
+    late = next(event for event in simulate(PLACED, PLACING).events if str(event.op) == "prefetch w 2")
+    step = simulate(PLACED, PLACING).makespan
+    assert late.end > step
+    spans = [(start, end) for start, end, _, label in lanes(simulate(PLACED, PLACING))["h2d"] if label == "w2"]
+    assert spans[-1] == pytest.approx((max(0.0, late.start - step), late.end - step))
 
 
 # -- text
@@ -210,26 +226,6 @@ def test_the_command_line_takes_chains_with_parameters(tmp_path: Path, capsys: p
 
 
 # -- pictures
-
-
-def test_lanes_are_drawn_with_the_idle_time_between_operations() -> None:
-    pytest.importorskip("matplotlib")
-    from rotoff.plot.timeline import boxes
-
-    trace = simulate(three(), MOVING)
-    compute = boxes(trace, "compute")
-    assert sum(box.end - box.start for box in compute) == pytest.approx(trace.makespan)
-    idle = sum(box.end - box.start for box in compute if not box.label)
-    assert idle == pytest.approx(trace.idle_time) and idle > 0
-    for lane in ("d2h", "h2d"):
-        assert [(box.start, box.end) for box in boxes(trace, lane)] == [
-            (event.start, event.end) for event in trace.events if event.lane == lane
-        ]
-    late = next(event for event in simulate(PLACED, PLACING).events if str(event.op) == "prefetch w 2")
-    step = simulate(PLACED, PLACING).makespan
-    assert late.end > step  # it goes on in the next step, and is drawn at the start of this one
-    found = [(box.start, box.end) for box in boxes(simulate(PLACED, PLACING), "h2d") if box.label == "w2"]
-    assert found[-1] == pytest.approx((max(0.0, late.start - step), late.end - step))
 
 
 def test_a_timeline_has_the_limit_the_peak_and_all_that_happens() -> None:

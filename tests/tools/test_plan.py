@@ -105,10 +105,9 @@ def test_the_verdict_has_a_way_on() -> None:
     assert not tight.fits and not tight.to_dict()["fits"]
     small = asked("240 MiB", rotoff.Device("small", 2**26, 1e9, {"float32": 1e9}, 1e9, 1e9))
     assert "even the smallest limit" in small.verdict and "smaller batch" in small.verdict
-    with pytest.raises(
-        rotoff.LimitError, match=r"tiny has .* parameters 12\..*adam states 24\..*take a device with more"
-    ):
-        rotoff.plan(BLOCKS, BATCH, device=rotoff.Device("tiny", 2**20, 1e9, {"float32": 1e9}, 1e9, 1e9))
+    tiny = rotoff.plan(BLOCKS, BATCH, device=rotoff.Device("tiny", 2**20, 1e9, {"float32": 1e9}, 1e9, 1e9))
+    assert tiny.best is None and re.search(r"on the host .* that tiny has .*: take a device with more", tiny.verdict)
+    assert f"a device of {rotoff.format_bytes(tiny.min_device_bytes)}, more than" in tiny.verdict
 
 
 class Named(nn.Module):
@@ -188,10 +187,7 @@ def test_the_smallest_device_and_a_large_batch() -> None:
 
     def fits(bytes_of_device: int, batch: int) -> bool:
         device = rotoff.Device("small", bytes_of_device, 1e11, {"float32": 1e12}, 1e10, 1e10)
-        try:
-            return rotoff.plan(model, torch.empty(batch, 1024, device="meta"), device=device).fits
-        except rotoff.LimitError:
-            return False
+        return rotoff.plan(model, torch.empty(batch, 1024, device="meta"), device=device).fits
 
     assert fits(found.min_device_bytes, 64) and not fits(found.min_device_bytes - 2048, 64)
     most = found[AFTER].largest_batch
@@ -214,7 +210,7 @@ def test_the_largest_batch_is_that_of_any_sample() -> None:
     first, second = planned(2048).largest_batch, planned(8192).largest_batch
     assert second == pytest.approx(first, rel=0.001)
     assert planned(first).fits
-    with pytest.raises(rotoff.LimitError):
+    with pytest.raises(KeyError):  # there is no such row
         planned(round(1.01 * first))
 
 
@@ -257,8 +253,7 @@ def test_frozen_layers_may_lie_on_the_host_and_have_no_update() -> None:
     nearly = rotoff.plan(model, x, device=device_of(32))  # has room for all that is trained
     assert nearly[AFTER].step_time > after[AFTER].step_time and nearly[AFTER].host_bytes > 0  # copies take time
     assert nearly[DURING].step_time <= nearly[AFTER].step_time * 1.001
-    with pytest.raises(rotoff.LimitError, match="on the host a device needs at least"):
-        rotoff.plan(model, x, device=device_of(4))
+    assert not rotoff.plan(model, x, device=device_of(4)).fits
 
 
 # -- the table

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -34,7 +34,13 @@ def examine(device: torch.device, seconds: float) -> Iterator[Report]:
     try:
         for name, check in zip(CHECKS, checks, strict=True):
             start = time.perf_counter()
-            finding = Finding(FAILED, f"not checked, since {MEASURING!r} failed") if lost else _attempt(check)
+            try:
+                with bytes_by_default():
+                    finding = Finding(FAILED, f"not checked, since {MEASURING!r} failed") if lost else check()
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+                trace = traceback.format_exc()[-6000:]
+                finding = Finding(FAILED, f"{said}; if that names no cure, send the file", error=trace)
             lost |= name == MEASURING and finding.verdict == FAILED
             report.findings.append(replace(finding, check=name, seconds=time.perf_counter() - start))
             report.seconds = time.perf_counter() - begun
@@ -42,13 +48,3 @@ def examine(device: torch.device, seconds: float) -> Iterator[Report]:
             yield report
     finally:
         small.close()
-
-
-def _attempt(check: Callable[[], Finding]) -> Finding:
-    """The finding of `check`; an exception becomes a finding, too."""
-    try:
-        with bytes_by_default():
-            return check()
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-        return Finding(FAILED, f"{said}; if that names no cure, send the file", error=traceback.format_exc()[-6000:])
