@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..tape.operators import settings
-from ..tensors.autocast import in_region
+from ..tensors.torch_settings import in_region
 from ..tensors.tree import leaves
 
 _told_of_parameter = attrgetter("shape", "dtype", "requires_grad")

@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import random
 import statistics
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -25,7 +23,7 @@ from ..runtime.placed.tensor import room_of, unplaceable
 from ..runtime.placed.updates import copy_of, host_threads, own_step
 from ..tensors.storage import local, rounded
 from ..tensors.torch_settings import bytes_by_default
-from ..tensors.undo import is_as_before, is_generator, note, put_back
+from ..tensors.undo import OTHERS, is_as_before, is_generator, note, put_back
 from .allocations import logged, peak_of
 
 _PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)  # distinct sizes identify the dimensions of a state's tensor
@@ -290,7 +288,6 @@ class OptimizerProbe:
         made = copy_of(optimizer)
         made.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": small}]
         made.state = defaultdict(dict)
-        made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         known = optimizer.state.get(parameter, {})
         tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
         alike = all(t.numel() == 1 or t.shape == parameter.shape for t in tensors)
@@ -307,9 +304,6 @@ def _resized(tensor: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         for some in itertools.combinations(dimensions, count):
             sizes[math.prod(small for small, _ in some)] = math.prod(size for _, size in some)
     return torch.empty([sizes.get(size, size) for size in tensor.shape], dtype=tensor.dtype, device="meta")
-
-
-_GENERATORS: tuple[Any, ...] = torch.default_generator, random._inst, np.random.mtrand._rand
 
 
 @contextmanager
@@ -329,7 +323,7 @@ def _unchanged(optimizer: Optimizer) -> Iterator[Callable[[], tuple[bool, bool]]
 
     held: dict[int, tuple[Any, Any]] = {}
     settings = (value for group in optimizer.param_groups for value in group.values() if is_generator(value))
-    for value in (*own().values(), *settings, *_GENERATORS):
+    for value in (*own().values(), *settings, torch.default_generator, *OTHERS):
         note(value, held)
     before = numbers()
     try:

@@ -22,14 +22,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..accelerator import finish, take_workspaces
 from ..errors import MeasureError
-from ..runtime.links.spill import Away, Spill
+from ..runtime.links.spill import Back, Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
 from ..tape.operators import tensors_of
-from ..tape.tape import Known, Operation, Tape, is_wrapper
+from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
-from ..tensors.modules import compiled
+from ..tensors.modules import compiled, parts_of
 from ..tensors.storage import local, stored
 from .allocations import Event, Log, check_allocator, region
 
@@ -170,9 +170,10 @@ class RecordedStep(Verified):
         device = next((p.device for p in self.parameters if not p.is_meta), torch.device("cpu"))
         self._spill = Spill(device) if spill is None else spill
         self.device = self._spill.device
-        # scripted modules take no hooks of a whole call, and a compiler would look into them
-        within = {inner for module in model.modules() if compiled(module) for inner in module.modules()}
+        # scripted modules take no hooks of a whole call, and a compiler would look into what it compiles
+        within = {inner for module in model.modules() if compiled(module) for inner in parts_of(module)}
         self._names = {module: name for name, module in model.named_modules() if module not in within}
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self._units = list(sharded(model).values())
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._hooks: list[Any] = []
@@ -186,7 +187,7 @@ class RecordedStep(Verified):
         self._holds: set[int] = set()  # storages that the recording holds
         # by segment and address, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[int, dict[int, tuple[Content, int]]] = {}
-        self._away: dict[Content, Away] = {}
+        self._away: dict[Content, Back] = {}
         self._own = {local(p).untyped_storage()._cdata: id(p) for p in self.parameters}
         # numbers of operations, and ids of parameters that they, or views right before them, read
         self._reads: set[tuple[int, int]] = set()
@@ -212,8 +213,13 @@ class RecordedStep(Verified):
 
     def __enter__(self) -> RecordedStep:
         self._start()
-        self._hooks = [module.register_forward_pre_hook(_eager(self._called), prepend=True) for module in self._names]
-        self._hooks += [module.register_forward_hook(_eager(self._returned)) for module in self._names]
+        for module in self._names:
+            if (call := module._compiled_call_impl) is None:
+                self._hooks.append(module.register_forward_pre_hook(_eager(self._called), prepend=True))
+                self._hooks.append(module.register_forward_hook(_eager(self._returned)))
+            else:
+                self._compiled.append((module, call))
+                module._compiled_call_impl = partial(self._call, module, call)  # its hooks are compiled, too
         # while its parameters are there
         self._hooks += [module.register_forward_hook(_eager(self._left), prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
@@ -230,7 +236,9 @@ class RecordedStep(Verified):
     def __exit__(self, *error: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        for module, call in self._compiled:
+            module._compiled_call_impl = call
+        self._hooks, self._compiled = [], []
         super().__exit__(*error)
         self._borders = []
         self._watch_graph()
@@ -242,6 +250,12 @@ class RecordedStep(Verified):
         self.copies = [nbytes for copy, nbytes in self._copied if not copy.expired()]
         with self.region(LOSS):
             pass
+
+    def _call(self, module: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._called(module, args)
+        result = call(*args, **kwargs)
+        self._returned(module, args, result)
+        return result
 
     def _called(self, module: nn.Module, args: Any) -> None:
         self.enter(len(self.segments))
@@ -411,7 +425,7 @@ class RecordedStep(Verified):
         return tensor
 
     def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
-        return {c: self._spill.get(self._away[c]) for c in self.saved_contents(stage) if c in self._away}
+        return {c: self._away[c]() for c in self.saved_contents(stage) if c in self._away}
 
     def _ended(self) -> None:
         with self.region(END):
@@ -419,15 +433,10 @@ class RecordedStep(Verified):
         self._away.clear()
         self.complete = True
 
-    def trust_stages(self, begins: Sequence[int]) -> None:
-        """Operations are known from now on as parts of the stages that begin at these positions."""
-        key = stage = 0
-        for position, op in zip(self.positions, self.operations, strict=True):
-            while stage < len(begins) and position >= begins[stage]:
-                stage += 1
-                key = stage
-            key = op.continued(key)
-            self.known.sure.add(key)
+    def trust_as(self, keys: Sequence[Key]) -> None:
+        """Operations are known by these keys, too, from now on: those that they have in the stages of a plan."""
+        self.known.sure.update(keys)
+        for key, op in zip(keys, self.operations, strict=True):
             self.known.held |= {(key, c.out) for c in (*op.made, *op.written()) if self.was_held(c)}
 
     def stop(self) -> None:

@@ -6,7 +6,7 @@ A position counts operations and saved tensors, in the order of the forward. Sta
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -167,7 +167,9 @@ def trace_of(step: RecordedStep) -> Trace:
         )
         for content in contents
     )
-    peaks, gathered = _peaks(step, many)
+    # what FSDP still has gathered when the backward begins
+    stays = {n for n, within in _there_at(step, END, READ) if GATHERED in within}
+    peaks, gathered = _peaks(step, many, stays)
     if step.lingers:
         peaks, gathered = [sum(both) for both in zip(peaks, gathered, strict=True)], [0] * many
     firsts = [segment.first for segment in step.segments]
@@ -196,7 +198,7 @@ def trace_of(step: RecordedStep) -> Trace:
     states.append(max(states, default=0))  # one is put back while an operation runs again
     numbers = sum(map(_numbers, step.operations)) if step.device.type == "cpu" else 0
     again = sum(states) + numbers
-    beside = _beside(step) + again - sum(states[:-1])
+    beside = _beside(step, stays) + again - sum(states[:-1])
     again += sum(rounded(nbytes, block) for nbytes in step.copies)
     return Trace(
         made,
@@ -231,11 +233,11 @@ def _is_tensor(argument: Any) -> bool:
     return isinstance(argument.type, torch.TensorType)
 
 
-def _peaks(step: RecordedStep, many: int) -> tuple[list[int], list[int]]:
-    """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then."""
+def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[int], list[int]]:
+    """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then, but
+    for what `stays`."""
     peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
-    stays = _gathered_throughout(step)
     for n, event in enumerate(step.log):
         if event.begins:
             begins[event.begins] = level
@@ -291,37 +293,26 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     return events
 
 
-def _beside(step: RecordedStep) -> int:
+def _beside(step: RecordedStep, stays: Collection[int]) -> int:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
-    wraps, copies of what is overwritten, what the tape does not see."""
-    live: dict[int, int] = {}
-    in_own = in_gathering = False
-    stays = _gathered_throughout(step)
-    for n, event in enumerate(step.log):
-        if event.begins == LOSS:
-            break
-        if OWN in (event.begins, event.ends):
-            in_own = bool(event.begins)
-        elif GATHERED in (event.begins, event.ends):
-            in_gathering = bool(event.begins)
-        elif event.size > 0 and not in_own and (not in_gathering or n in stays):
-            live[event.ptr] = event.size
-        elif event.size < 0:
-            live.pop(event.ptr, None)
-    return sum(size for ptr, size in live.items() if ptr not in step.handed_at)
+    wraps, copies of what is overwritten, what the tape does not see, what FSDP has gathered that `stays`."""
+    there = _there_at(step, LOSS)
+    beside = (n for n, within in there if OWN not in within and (GATHERED not in within or n in stays))
+    return sum(step.log[n].size for n in beside if step.log[n].ptr not in step.handed_at)
 
 
-def _gathered_throughout(step: RecordedStep) -> set[int]:
-    """Return the numbers of the events that have allocated what FSDP still has gathered when the backward begins."""
-    live: dict[int, int] = {}
-    in_gathering = False
+def _there_at(step: RecordedStep, *moments: str) -> list[tuple[int, set[str]]]:
+    """Return the numbers of the events that have allocated what is there at the first of `moments`, each with the
+    regions in which it did."""
+    live: dict[int, tuple[int, set[str]]] = {}
+    within = set[str]()
     for n, event in enumerate(step.log):
-        if event.begins == END or event.begins.startswith(READ):
+        if event.begins.startswith(moments):
             break
-        if GATHERED in (event.begins, event.ends):
-            in_gathering = bool(event.begins)
-        elif event.size > 0 and in_gathering:
-            live[event.ptr] = n
+        if event.size > 0:
+            live[event.ptr] = n, within
         elif event.size < 0:
             live.pop(event.ptr, None)
-    return set(live.values())
+        else:
+            within = within | {event.begins} if event.begins else within - {event.ends}
+    return list(live.values())

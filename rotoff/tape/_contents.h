@@ -329,8 +329,6 @@ struct Content {
       sum_ = checksum(held);
   }
 
-  bool alive() const { return held || (weak_ && !weak_->expired()); }
-
  private:
   // So that no other storage gets its address, by which a tape knows it.
   const c10::weak_intrusive_ptr<c10::StorageImpl> made_in_;

@@ -55,6 +55,11 @@ Owned checked(PyObject* object) {
 
 PyObject* none() { return Py_NewRef(Py_None); }
 
+template <class N>
+PyObject* as_number(N n) {
+  return std::is_signed_v<N> ? PyLong_FromLongLong(n) : PyLong_FromUnsignedLongLong(n);
+}
+
 // While it lives, other threads may run Python.
 struct WithoutPython {
   PyThreadState* state = PyEval_SaveThread();
@@ -175,11 +180,6 @@ PyObject* content_storage(PyObject* self, PyObject* args, PyObject* named) try {
   return translated();
 }
 
-PyObject* content_alive(PyObject* self, PyObject*) { return PyBool_FromLong(PyContent::of(self)->alive()); }
-PyObject* content_op(PyObject* self, PyObject*) { return PyLong_FromLong(PyContent::of(self)->op); }
-PyObject* content_out(PyObject* self, PyObject*) { return PyLong_FromLong(PyContent::of(self)->out); }
-PyObject* content_stage(PyObject* self, PyObject*) { return PyLong_FromLong(PyContent::of(self)->stage); }
-PyObject* content_nbytes(PyObject* self, PyObject*) { return PyLong_FromSize_t(PyContent::of(self)->nbytes); }
 PyObject* content_held(PyObject* self, PyObject*) { return wrapped(PyContent::of(self)->held); }
 
 int content_set_held(PyObject* self, PyObject* storage, void*) try {
@@ -189,8 +189,6 @@ int content_set_held(PyObject* self, PyObject* storage, void*) try {
   translated();
   return -1;
 }
-
-PyObject* content_lent(PyObject* self, PyObject*) { return PyLong_FromLong(PyContent::of(self)->lent); }
 
 int content_set_lent(PyObject* self, PyObject* copies, void*) {
   PyContent::of(self)->lent = static_cast<int>(PyLong_AsLong(copies));
@@ -409,29 +407,12 @@ PyObject* tape_begins(PyObject* self, PyObject*) {
   return found.release();
 }
 
-PyObject* tape_position(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).position); }
-PyObject* tape_ahead(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).ahead); }
 int tape_set_ahead(PyObject* self, PyObject* position, void*) try {
   tape_in(self).ahead = integer(position);
   return 0;
 } catch (...) {
   translated();
   return -1;
-}
-PyObject* tape_stage(PyObject* self, PyObject*) { return PyLong_FromLong(tape_in(self).stage); }
-PyObject* tape_key(PyObject* self, PyObject*) { return PyLong_FromUnsignedLongLong(tape_in(self).key); }
-PyObject* tape_noted(PyObject* self, PyObject*) { return PyLong_FromSize_t(tape_in(self).operations.size()); }
-PyObject* tape_replayed(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).replayed); }
-PyObject* tape_copied(PyObject* self, PyObject*) { return PyLong_FromLongLong(tape_in(self).copied); }
-PyObject* tape_paused(PyObject* self, PyObject*) { return PyBool_FromLong(tape_in(self).paused); }
-int tape_set_paused(PyObject* self, PyObject* paused, void*) {
-  tape_in(self).paused = paused == Py_True;
-  return 0;
-}
-PyObject* tape_in_python(PyObject* self, PyObject*) { return PyBool_FromLong(tape_in(self).in_python); }
-int tape_set_in_python(PyObject* self, PyObject* in_python, void*) {
-  tape_in(self).in_python = in_python == Py_True;
-  return 0;
 }
 PyObject* tape_keep(PyObject* self, PyObject*) { return Py_NewRef(PyTape::of(self).keep.get()); }
 int tape_set_keep(PyObject* self, PyObject* keep, void*) {
@@ -446,21 +427,27 @@ PyObject* getter(PyObject* self, void*) {
   return method<function>(self, nullptr);
 }
 
+// Fields of `self`: a number that Python reads, and changes by `set`; a flag that it changes.
+#define NUMBER(name, value, set) \
+  { name, [](PyObject* self, void*) { return as_number(value); }, set, nullptr, nullptr }
+#define FLAG(name, value)                                                      \
+  { name, [](PyObject* self, void*) { return PyBool_FromLong(value); },        \
+    [](PyObject* self, PyObject* on, void*) { return value = on == Py_True, 0; }, nullptr, nullptr }
+
 PyMethodDef content_methods[] = {
     {"hold", method<content_hold>, METH_O, nullptr},
     {"lose", method<content_lose>, METH_O, nullptr},
     {"storage", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(content_storage)), METH_VARARGS | METH_KEYWORDS,
      nullptr},
-    {"alive", method<content_alive>, METH_NOARGS, nullptr},
     {},
 };
 PyGetSetDef content_fields[] = {
-    {"op", getter<content_op>, nullptr, nullptr, nullptr},
-    {"out", getter<content_out>, nullptr, nullptr, nullptr},
-    {"stage", getter<content_stage>, nullptr, nullptr, nullptr},
-    {"nbytes", getter<content_nbytes>, nullptr, nullptr, nullptr},
+    NUMBER("op", PyContent::of(self)->op, nullptr),
+    NUMBER("out", PyContent::of(self)->out, nullptr),
+    NUMBER("stage", PyContent::of(self)->stage, nullptr),
+    NUMBER("nbytes", PyContent::of(self)->nbytes, nullptr),
     {"held", getter<content_held>, content_set_held, nullptr, nullptr},
-    {"lent", getter<content_lent>, content_set_lent, nullptr, nullptr},
+    NUMBER("lent", PyContent::of(self)->lent, content_set_lent),
     {},
 };
 PyMethodDef tape_methods[] = {
@@ -482,17 +469,16 @@ PyMethodDef tape_methods[] = {
     {},
 };
 PyGetSetDef tape_fields[] = {
-    {"stage", getter<tape_stage>, nullptr, nullptr, nullptr},
-    {"position", getter<tape_position>, nullptr, nullptr, nullptr},
-    {"ahead", getter<tape_ahead>, tape_set_ahead, nullptr, nullptr},
+    NUMBER("stage", tape_in(self).stage, nullptr),
+    NUMBER("position", tape_in(self).position, nullptr),
+    NUMBER("ahead", tape_in(self).ahead, tape_set_ahead),
     {"begins", getter<tape_begins>, nullptr, nullptr, nullptr},
-    {"key", getter<tape_key>, nullptr, nullptr, nullptr},
+    NUMBER("key", tape_in(self).key, nullptr),
     {"keep", getter<tape_keep>, tape_set_keep, nullptr, nullptr},
-    {"paused", getter<tape_paused>, tape_set_paused, nullptr, nullptr},
-    {"in_python", getter<tape_in_python>, tape_set_in_python, nullptr, nullptr},
-    {"noted", getter<tape_noted>, nullptr, nullptr, nullptr},
-    {"replayed", getter<tape_replayed>, nullptr, nullptr, nullptr},
-    {"copied", getter<tape_copied>, nullptr, nullptr, nullptr},
+    FLAG("paused", tape_in(self).paused),
+    FLAG("in_python", tape_in(self).in_python),
+    NUMBER("noted", tape_in(self).operations.size(), nullptr),
+    NUMBER("replayed", tape_in(self).replayed, nullptr),
     {},
 };
 

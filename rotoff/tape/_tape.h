@@ -65,7 +65,7 @@ struct Tape {
   bool paused = false;
   bool in_python = false;  // whether it only tells a tape in Python of each operation
   bool unsure = false;  // whether there was an operation that is not known
-  int64_t replayed = 0, copied = 0;
+  int64_t replayed = 0;
   std::shared_ptr<const Known> known;
   std::recursive_mutex lock;
 
@@ -133,7 +133,7 @@ struct Tape {
     if (content->op == RESIDENT && !storage.resizable()) {  // NumPy's memory: it may change unseen
       if (content->held_in(storage) || !same_bytes(content->held, storage)) {
         content = Content::resident(storage, t);
-        content->keep_copy(copy(storage));
+        content->keep_copy(clone(storage));
       }
     }
     return content;
@@ -203,11 +203,6 @@ struct Tape {
     if (auto storage = content->storage(true)) content->hold(storage), content->once = true;
   }
 
-  Storage copy(const Storage& storage) {
-    copied += static_cast<int64_t>(storage.nbytes());
-    return clone(storage);
-  }
-
   static bool same_bytes(const Storage& a, const Storage& b) {
     BelowAutograd below;
     return a.nbytes() == b.nbytes() && bytes_in(a).equal(bytes_in(b));
@@ -235,7 +230,7 @@ struct Tape {
     for (const auto& write : writes) {
       auto& content = *noted.references[write.reference].content;
       const bool needed = content.op != RESIDENT || content.read || kind->makes || content.nbytes <= SMALL;
-      if (needed && content.held_in(write.storage)) content.lose(copy(write.storage));
+      if (needed && content.held_in(write.storage)) content.lose(clone(write.storage));
     }
     run(op, keys, stack);
     const auto made = new_contents(noted, *kind, writes, torch::jit::last(*stack, op.schema().returns().size()));

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..tensors.storage import View, bytes_of, memory_of
 from ..tensors.storage import is_plain as is_plain
-from ..tensors.storage import memory_of
+from ..tensors.storage import version_of as version_of
 
 RESIDENT = -1  # `Content.op` of what no operation of the tape made
 CHANGED = (
@@ -111,10 +112,11 @@ class Content:
         """Whether its storage was written since, outside of the tape."""
         return self._witness is not None and version_of(self._witness) != self._version
 
-    def hold_for_good(self, storage: torch.UntypedStorage) -> None:
-        """Keep this content, because it must not be made again."""
-        self.hold(storage)
-        self.once = True
+    def hold_for_good(self) -> None:
+        """Keep this content, if it is there, because it must not be made again."""
+        if (storage := self.storage(seen=True)) is not None:
+            self.hold(storage)
+            self.once = True
 
     def seal(self, of_residents: bool) -> None:
         """The forward has ended: take the checksum of what is held here and elsewhere, if an operation reads it and no
@@ -136,21 +138,11 @@ class Content:
 class Reference:
     """A tensor without its bytes: a content and a geometry. into: the content that the operation writes there."""
 
-    __slots__ = ("content", "conj", "dtype", "into", "neg", "offset", "size", "stride")
+    __slots__ = ("content", "into", "view")
 
     def __init__(self, content: Content, t: torch.Tensor) -> None:
-        self.content = content
-        self.size, self.stride, self.offset, self.dtype = t.size(), t.stride(), t.storage_offset(), t.dtype
-        self.conj, self.neg = t.is_conj(), t.is_neg()
+        self.content, self.view = content, View.of(t)
         self.into: Content | None = None
-
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return this tensor, with its bytes in `storage`."""
-        t = torch.empty(0, dtype=self.dtype, device=storage.device)
-        t.set_(storage, self.offset, self.size, self.stride)
-        if self.conj:
-            t = torch._conj(t)
-        return torch._neg_view(t) if self.neg else t
 
 
 class Slot:
@@ -172,19 +164,11 @@ class Slot:
     def check(self) -> None:
         """Raise what autograd raises if the saved tensor was changed in place: its own check is off under hooks."""
         if version_of(self._witness) != self._version:
-            shape = self.tensor.shape if self.reference is None and self.tensor is not None else self._shape()
+            shape = self.reference.view.size if self.tensor is None else self.tensor.shape  # type: ignore[union-attr]
             raise RuntimeError(CHANGED.format(tuple(shape)))
-
-    def _shape(self) -> torch.Size:
-        assert self.reference is not None
-        return self.reference.size
 
 
 SlotReference = weakref.ref[Slot]
-
-
-def version_of(t: torch.Tensor) -> int:
-    return 0 if t.is_inference() else t._version
 
 
 _SHARES_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
@@ -214,22 +198,16 @@ def witness_of(t: torch.Tensor) -> torch.Tensor:
     return witness
 
 
-def bytes_in(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return all of a storage as a 1-d uint8 tensor."""
-    t = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return t.set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Whether two storages have the same bytes."""
     many = one.nbytes() // 8 * 8
-    parts = [(a[:many].view(torch.int64), a[many:]) for a in map(bytes_in, (one, other))]
+    parts = [(a[:many].view(torch.int64), a[many:]) for a in map(bytes_of, (one, other))]
     return one.nbytes() == other.nbytes() and all(map(torch.equal, *parts))  # words are compared faster than bytes
 
 
 def copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of a storage, on its device."""
-    return bytes_in(storage).clone().untyped_storage()
+    return bytes_of(storage).clone().untyped_storage()
 
 
 _WEIGHTS: dict[torch.device, torch.Tensor] = {}
@@ -238,7 +216,7 @@ _WEIGHTS: dict[torch.device, torch.Tensor] = {}
 def checksum(storage: torch.UntypedStorage) -> int:
     """Return a number that another content, or the same words in another order, has with a chance of about 2^-64. On a
     CPU it takes no bytes."""
-    data = bytes_in(storage)
+    data = bytes_of(storage)
     weights = _WEIGHTS.get(data.device)
     if weights is None:
         generator = torch.Generator().manual_seed(1)

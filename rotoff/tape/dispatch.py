@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import contents
+from . import contents, regions
 
 logger = logging.getLogger("rotoff")
 IN_PYTHON = "TESTING_ONLY_GenericMode"  # the key of the fallback for tapes in Python, which the module calls
@@ -66,6 +66,8 @@ if compiled is not None:
         torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)
         for operator in torch._ops._higher_order_ops.values():
             operator.fallthrough(key)
+    if regions.HIGHER_ORDER is not None:
+        regions.HIGHER_ORDER.py_impl(torch._C._parse_dispatch_key("Fake"))(regions.called)
 
 
 class Below:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from . import regions
 from . import tape as twin
 from .dispatch import compiled as _kernel
 
@@ -34,14 +35,18 @@ if _kernel is not None:
 
         def __init__(self, known: twin.Known | None = None) -> None:
             self.known = known
+            self.regions: set[regions.Region] = set()
             if known is not None:
                 self.know(_known(known))
 
         def __enter__(self) -> Compiled:
+            self._seen = regions.seen(self.regions)
+            self._seen.__enter__()
             self.begin()
             return self
 
         def __exit__(self, *error: object) -> None:
+            self._seen.__exit__(None, None, None)
             try:
                 self.enter(0)
             finally:

@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from ..tensors.eager_mode import EagerMode
 from ..tensors.storage import is_wrapper as is_wrapper
+from . import regions
 from .contents import (
     LOST,
     RESIDENT,
@@ -130,7 +131,7 @@ class Operation:
         """Return the key of this operation after one of the key `key`."""
         key = key * FACTOR + kind_of(self.operator).name_sum
         for reference in self.references:
-            for n in reference.size:
+            for n in reference.view.size:
                 key = key * 31 + n + 1
         return key & MASK
 
@@ -154,7 +155,7 @@ class Tape(EagerMode):
             open stage's first operation, are in the set.
         paused: whether nothing is noted.
         operations: of the forward, so far. begins: the number of the first one of each stage.
-        replayed: how many were run again. copied: bytes copied before a write.
+        replayed: how many were run again.
     """
 
     supports_higher_order_operators = True
@@ -167,6 +168,7 @@ class Tape(EagerMode):
     def __init__(self, known: Known | None = None) -> None:
         super().__init__()
         self.known = known
+        self.regions: set[regions.Region] = set()
         self.key: Key = 0
         self.position, self.ahead = 0, -1
         self.paused = False
@@ -176,7 +178,7 @@ class Tape(EagerMode):
         self.stage = 0
         self.begins: dict[int, int] = {0: 0}
         self.keep: bool | frozenset[tuple[int, int]] = False
-        self.replayed = self.copied = 0
+        self.replayed = 0
         self._contents: dict[int, Content] = {}  # by storage, the present one
         self._recording = False
         self._unsure = False  # whether there was an operation that is not known
@@ -195,6 +197,8 @@ class Tape(EagerMode):
 
     def __enter__(self) -> Tape:
         self._recording = True
+        self._seen = regions.seen(self.regions)
+        self._seen.__enter__()
         if self.is_mode:
             super().__enter__()
         else:
@@ -203,6 +207,7 @@ class Tape(EagerMode):
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._seen.__exit__(None, None, None)
         if self.is_mode:
             super().__exit__(*error)
         else:
@@ -218,8 +223,7 @@ class Tape(EagerMode):
         """Begin a stage of the forward. Stage 0 is what comes before the first."""
         for op in self.operations[self.begins[self.stage] :] if self._unsure else ():
             for content in (*op.made, *op.written()):
-                if (storage := content.storage(seen=True)) is not None:
-                    content.hold_for_good(storage)
+                content.hold_for_good()
         self.stage, self.key = stage, stage
         self.begins[stage] = len(self.operations)
 
@@ -255,7 +259,6 @@ class Tape(EagerMode):
         return content
 
     def _copy(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        self.copied += storage.nbytes()
         return copy_of(storage)
 
     def __torch_dispatch__(
@@ -264,7 +267,9 @@ class Tape(EagerMode):
         kwargs = kwargs or {}
         if any(is_traceable_wrapper_subclass_type(t) for t in types):
             return NotImplemented
-        # the results of a higher-order operator are residents
+        if func is regions.HIGHER_ORDER and not self.paused:
+            return regions.called(*args, call=self.__torch_dispatch__, **kwargs)
+        # the results of any other higher-order operator are residents
         if self.paused or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         kind = kind_of(func)
@@ -284,8 +289,7 @@ class Tape(EagerMode):
         new = self._new_contents(kind, op, written, before, out)
         if kind.kept:
             for content in new:
-                if (made := content.storage(seen=True)) is not None:
-                    content.hold_for_good(made)
+                content.hold_for_good()
         if any(content.maker != RESIDENT for content in new):
             self._note(op, new)
         return out
@@ -391,8 +395,8 @@ class Tape(EagerMode):
         assert self.known is not None
         self._unsure |= self.key not in self.known.sure
         for content in new:
-            if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
-                content.hold_for_good(storage)
+            if (self.key, content.out) in self.known.held:
+                content.hold_for_good()
 
     # -- saved tensors
 
@@ -444,7 +448,7 @@ class Tape(EagerMode):
             if packed.own is None:
                 self.fetch(packed.stage)
             assert packed.own is not None
-            return packed.reference.on(packed.own)
+            return packed.reference.view.on(packed.own)
 
     def fetch(self, stage: int) -> None:
         """Give its content to each slot of a stage that autograd still has."""
@@ -555,7 +559,7 @@ class Tape(EagerMode):
 
         def tensor(reference: Reference) -> torch.Tensor:
             own = changed.get(reference.content)
-            return reference.on(have[reference.content] if own is None else own)
+            return reference.view.on(have[reference.content] if own is None else own)
 
         args = [replaced(x, Reference, tensor) for x in op.args]
         kwargs = {name: replaced(x, Reference, tensor) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs

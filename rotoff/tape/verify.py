@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..tensors.rng import other_generators, put_other_generators
+from ..tensors.undo import others_undone
 from .contents import RESIDENT, Content, Slot, checksum, same_bytes
 from .operators import below_autograd
 from .tape import Key, Known, Operation, Tape
@@ -37,10 +37,8 @@ class Verified(Tape):
             if self.key in self.known.overwritten:
                 self._replace(self.known.overwritten[self.key])
             if self._new:
-                drawn = other_generators()  # an operator of the caller's may draw from them, too
-                with below_autograd():
+                with others_undone(), below_autograd():  # an operator of the caller's may draw from them, too
                     self._verify()
-                put_other_generators(drawn)
             self.leave()
             super().enter(stage)
             self._new, self._kept = [], []
@@ -59,8 +57,8 @@ class Verified(Tape):
             self._new.append(self.key)
         for content in new:
             self._keys[content] = self.key, content.out
-            if (self.key, content.out) in self.known.held and (storage := content.storage(seen=True)) is not None:
-                content.hold_for_good(storage)
+            if (self.key, content.out) in self.known.held:
+                content.hold_for_good()
 
     def was_held(self, content: Content) -> bool:
         """Whether a content of this tape is held because it cannot be made again."""
@@ -88,12 +86,12 @@ class Verified(Tape):
             self.known.overwritten[self.key] = changed
             self.known.held |= {self._keys[content] for content in there}
             self._replace(changed)
-            for content, storage in there.items():
-                content.hold_for_good(storage)
+            for content in there:
+                content.hold_for_good()
             self._tell(self.operations[first:][-1], "a kernel that PyTorch does not see wrote into a tensor near it")
             there = {}
         while there and (wrong := self._first_wrong(there, {content for content in made if content.held is None})):
-            wrong.hold_for_good(there[wrong])
+            wrong.hold_for_good()
             self.known.held.add(self._keys[wrong])
             self._tell(self.operations[wrong.op], "its result is another when it is made again")
             del there[wrong]

@@ -1,1 +1,1 @@
-"""Shared by capture and runtime: stages, storages, saved tensors, random number generators, recipes of forms."""
+"""What can be said of tensors without a plan: storages, nested inputs, settings, what a run has changed."""

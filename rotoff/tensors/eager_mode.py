@@ -1,20 +1,31 @@
-"""Base class of rotoff's modes: ``torch.compile`` does not compile them, and they do not import it unnecessarily."""
+"""What ``torch.compile`` leaves alone: rotoff's own code. None of this imports the compiler, which takes a second."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+_PACKAGE = __name__.partition(".")[0]
+_RUNS_STEPS = "tape", "profile", "planning", "runtime"  # parts of the package; tools is also called by compiled code
+_told: list[Any] = []
+
+
+def leave_alone() -> None:
+    """Tell the compiler, once it is there, to compile no code that runs steps: where it cannot compile a part of the
+    model, it compiles what that part calls, such as hooks of saved tensors."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if not _told and rules is not None and hasattr(rules, "_recompile_re"):  # else it is being imported
+        _told.append(rules)
+        for part in _RUNS_STEPS:
+            rules.add(f"{_PACKAGE}.{part}")
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode that ``torch.compile`` skips once it is loaded.
+    """A dispatch mode that the compiler leaves alone.
 
-    PyTorch ensures this for every mode, but by a wrapper whose first call imports all of ``torch._dynamo``, which takes
-    more than a second. Without any wrapper, compiling a function within a module would compile the mode's own method
-    too.
+    PyTorch ensures this for every mode, but by a wrapper whose first call imports the compiler.
     """
 
     @classmethod
@@ -22,10 +33,5 @@ class EagerMode(TorchDispatchMode):
         return False
 
     def __enter__(self) -> Any:
-        if "torch._dynamo" in sys.modules:
-            for one in type(self).__mro__:
-                own = vars(one).get("__torch_dispatch__")
-                if issubclass(one, EagerMode) and own is not None and not vars(one).get("_kept", False):
-                    one.__torch_dispatch__ = torch.compiler.disable(own)  # type: ignore[method-assign]
-                    one._kept = True  # type: ignore[attr-defined]
+        leave_alone()
         return super().__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +15,11 @@ def compiled(module: nn.Module) -> bool:
     """Whether Python does not run the module's code, because it is compiled or scripted."""
     made: Any = type(module)
     return getattr(module, "_compiled_call_impl", None) is not None or _made_by_a_compiler(made)
+
+
+def parts_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules within one that is compiled, of which Python runs none; also itself, if it is scripted."""
+    return (inner for inner in module.modules() if inner is not module or isinstance(module, torch.jit.ScriptModule))
 
 
 @lru_cache(maxsize=256)

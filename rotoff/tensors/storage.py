@@ -103,10 +103,11 @@ class View(NamedTuple):
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return the tensor with its bytes in `storage`."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         made.set_(storage, self.offset, self.size, self.stride)
         if self.conj:
-            made = made.conj()
+            made = torch._conj(made)
         return torch._neg_view(made) if self.neg else made
 
 

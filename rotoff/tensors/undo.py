@@ -1,10 +1,11 @@
-"""Undoes the side effects of a forward that only measures: on buffers, counters, lists, caches and generators."""
+"""Undoes what a run that must leave no trace has changed: tensors, counters, lists, caches and generators."""
 
 from __future__ import annotations
 
 import pickle
+import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -14,12 +15,48 @@ import torch
 from torch import nn
 
 from ..accelerator import generator_of
-from . import buffers
-from .rng import other_generators, put_other_generators
-from .storage import version_of
+from .storage import is_plain, version_of
 
 _DEPTH = 4  # nesting of containers and objects that is followed
 FIXED = frozenset({type(None), bool, int, float, complex, str, bytes})  # types of values that cannot change
+OTHERS: tuple[Any, ...] = random._inst, np.random.mtrand._rand  # generators of all code but PyTorch's
+
+
+@contextmanager
+def others_undone() -> Iterator[None]:
+    """Restore the generators of Python and NumPy after the block."""
+    states = [(generator, content_of(generator)) for generator in OTHERS]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            put_back(generator, state)
+
+
+class Originals:
+    """What a run overwrites of `tensors`, if `keep` is called with each storage before it is written; `put_back`
+    restores it, with the version counters, and the storages that ``.data`` has replaced."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = [(one, one.data, version_of(one)) for one in tensors if is_plain(one)]
+        self._storages = {data.untyped_storage()._cdata for _, data, _ in self._tensors}
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """Copy a storage, if it is one of theirs and was not copied yet."""
+        if (key := storage._cdata) in self._storages and key not in self._copies:
+            self._copies[key] = storage, storage.clone()
+
+    def put_back(self) -> None:
+        for storage, copy in self._copies.values():
+            if storage.nbytes() != copy.nbytes():
+                storage.resize_(copy.nbytes())
+            storage.copy_(copy)
+        for tensor, data, version in self._tensors:
+            if tensor.untyped_storage()._cdata != data.untyped_storage()._cdata or tensor.shape != data.shape:
+                tensor.data = data
+            if version_of(tensor) != version:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 @contextmanager
@@ -27,7 +64,6 @@ def undone(model: nn.Module, value: Any, device: torch.device) -> Iterator[None]
     """Restore, after the block, the attributes of `model`'s modules, the contents of the containers, objects and
     tensors in them, the containers and objects in `value`, and the generators of the CPU, of `device`, of Python and of
     NumPy."""
-    drawn = other_generators()
     own = (one for one in (torch.default_generator, generator_of(device)) if one is not None)
     states = [(generator, generator.clone_state()) for generator in own]  # which allocates no tensors
     given: dict[int, tuple[Any, Any]] = {}
@@ -38,11 +74,11 @@ def undone(model: nn.Module, value: Any, device: torch.device) -> Iterator[None]
         note(vars(module), noted[-1])
         note_scripted(module, noted[-1])
     try:
-        yield
+        with others_undone():
+            yield
     finally:
         for held, content in chain.from_iterable(before.values() for before in noted):
             put_back(held, content)
-        put_other_generators(drawn)
         for generator, state in states:
             generator.set_state(state.get_state())
 
@@ -129,7 +165,7 @@ def _is_random(value: Any) -> bool:
 def put_back(held: Any, content: Any) -> None:
     """Restore the `content_of` what is `held`."""
     if isinstance(held, torch.Tensor):
-        buffers.put_back(held, *content)
+        put_back_tensor(held, *content)
     elif isinstance(held, np.random.Generator):
         held.bit_generator.state = content
     elif _is_generator(held):
@@ -149,6 +185,15 @@ def put_back(held: Any, content: Any) -> None:
                 setattr(held, name, value)
     else:
         held[:] = content
+
+
+def put_back_tensor(tensor: torch.Tensor, content: torch.Tensor, version: int) -> None:
+    """Restore the `content` of a tensor, which may have been resized since, and its version counter."""
+    if not torch.equal(tensor, content):
+        with torch.no_grad():
+            (tensor if tensor.shape == content.shape else tensor.resize_(content.shape)).copy_(content)
+    if version_of(tensor) != version:
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def is_as_before(held: Any, content: Any) -> bool:

@@ -136,7 +136,7 @@ def placed(
 ) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, Any, int]:
     """A model planned within a share of its room, its optimizer, its batch and its limit."""
     model, x = made(name)
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     assert all(p.device.type == "cpu" for p in model.parameters())
     optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
     limit = place(wrapped, [optimizer], share, updates=updates)
@@ -216,7 +216,7 @@ def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: s
     others = torch.cuda.memory_allocated()
     model, x = nn.Sequential(*[Residual(128) for _ in range(8)]), torch.randn(64, 128, device=CUDA)
     model[:frozen].requires_grad_(False)
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     limit = place(wrapped, [optimizer], share, updates=updates)
     gc.collect()
@@ -258,7 +258,7 @@ def test_steps_off_their_course(again: set[int], cut: int, share: float, updates
     torch.manual_seed(0)
     model, x = Does(turns, layers=linears(6), again=set(), cut=-1), torch.randn(16, 32).to(CUDA)
     plain, twin = plain_twin(model, OPTIMIZERS["AdamW"])
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
     place(wrapped, [optimizer], share, updates=updates)
     results = []
@@ -278,7 +278,7 @@ def test_steps_off_their_course(again: set[int], cut: int, share: float, updates
 
 def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:
     model, x = made("language")
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     assert all(t.device == CUDA for t in (*model.parameters(), *model.buffers()))
@@ -296,7 +296,7 @@ def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None
 def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     model, x = made("language")
     model.to(CUDA)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     assert all(p.device == CUDA for p in model.parameters())
@@ -316,7 +316,7 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
     plain, x = nn.Sequential(*layers).requires_grad_(False).eval(), torch.randn(16, 64, device=CUDA)
     net = copy.deepcopy(plain)
     plain.to(CUDA)
-    model = rotoff.Checkpointable(net, device="cuda", cache_directory=None)
+    model = rotoff.Checkpointable(net, device="cuda")
     model.compute_sequence(device_limit=limit, refine=False)
     for n in range(3):
         with torch.no_grad():
@@ -328,3 +328,24 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
             assert torch.equal(*(given.grad for given in inputs))
     here = sum(p.is_cuda for p in net.parameters())
     assert here == 24 if limit == "1 GiB" else here < 24
+
+
+class Clamped(nn.Linear):
+    """Bounds its weights whenever it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_a_forward_without_gradients_may_write_its_parameters() -> None:
+    plain, x = nn.Sequential(*(Clamped(64, 64) for _ in range(4))), torch.randn(16, 64, device=CUDA)
+    net = copy.deepcopy(plain)
+    model = rotoff.Checkpointable(net, device="cuda").measure(x)
+    place(model, [torch.optim.AdamW(net.parameters())], 0.0)
+    with torch.no_grad():
+        for one in (*net, *plain):
+            one.weight.mul_(100)
+        assert torch.equal(model(x), plain.to(CUDA)(x))
+    assert all(map(torch.equal, (p.to(CUDA) for p in net.parameters()), plain.parameters()))

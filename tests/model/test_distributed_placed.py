@@ -21,6 +21,7 @@ FURTHER = (
     *(f"{model} plainly {updates}" for model in ("adamw", "adapters", "frozen", "mixed", "unsharded") for updates in UPDATES),
     *(f"{model} plainly during" for model in ("momentum", "uneven")),
     *(f"{model} clipped after" for model in ("root", "foreach")),
+    *("copies plainly after", "hybrid plainly during"),
     *("adamw accumulated after", "adamw evaluated during", "adamw synced_last after"),
     *("mixed synced_last during", "root checkpointed during"),
 )  # fmt: skip
@@ -31,8 +32,8 @@ ENDED = {row: f"2 distributed_placed ended {row}" for row in ("1 forward after",
 CASES = (*(f"2 distributed_placed {row}" for row in FEW), REFUSED, ENDED["0 backward during"])
 SHARD = (
     "OptionError: device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block"
-    " and on the Checkpointable before compute_sequence; for whole copies (DDP) and tensor parallel models give a"
-    " mem_limit"
+    " and on the Checkpointable before compute_sequence (with a mesh of (processes, 1), each has a whole copy, as with"
+    " DDP); for tensor parallel models give a mem_limit"
 )
 
 
@@ -72,6 +73,14 @@ def test_a_process_that_ends_is_named_by_the_others(row: str) -> None:
         f"ExecutionError a collective of this step has failed (process {ends} of the group has ended)"
     )
     assert ("a backward that updates parameters ended early; it has updated group" in said) == (updates == "during")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["made", "recorded", "planned"])
+def test_a_process_whose_disk_is_full_is_named_by_the_others(when: str) -> None:
+    said = sorted(said_in(f"2 distributed_placed full {when}"))
+    assert "process 1 of the group" in said[0], said
+    assert said[1].startswith("1: ExecutionError: ") and "in the offload directory" in said[1], said
 
 
 @pytest.mark.slow

@@ -380,7 +380,7 @@ def check(
     torch.manual_seed(seed)
     model = row.make()
     plain = row.peak(copy.deepcopy(model))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, **row.options)
+    wrapped = rotoff.Checkpointable(model, **row.options)
     with row.around():
         loss = wrapped.compute_sequence(2 * plain)(*row.sample()) if row.first else wrapped.measure(*row.sample())
     if row.first:
@@ -431,7 +431,7 @@ def test_what_a_late_copy_holds_is_charged(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_replay_in_the_forward_leaves_no_cast_of_its_input() -> None:
     model, x = narrow(), torch.randn(64, 64)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
+    wrapped = rotoff.Checkpointable(model, stages=8).measure(x)
     L = len(wrapped.chain)
     ops = [f"F_all {i}" for i in range(1, L)]
     n = L - 2

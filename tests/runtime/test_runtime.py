@@ -159,7 +159,7 @@ def test_no_region_of_a_profile_is_open_after_a_backward(stopped: bool) -> None:
 
 def limit_of(model: nn.Module, batch: Any) -> int:
     """A little above the smallest of a step of the loop."""
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).compute_sequence(1 << 40)
+    probe = rotoff.Checkpointable(copy.deepcopy(model)).compute_sequence(1 << 40)
     train(probe, batch)
     least = probe.min_mem_limit()
     limit = least + (probe.keep_all_memory - least) // 5
@@ -221,10 +221,10 @@ def test_gradients_of_a_weight_that_autocast_casts_are_added_up_in_the_plain_ord
         return [p.grad for p in run.parameters()]
 
     plain = gradients(copy.deepcopy(model))
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
+    probe = rotoff.Checkpointable(copy.deepcopy(model))
     with torch.autocast("cpu", torch.bfloat16):
         limit = (probe.measure(tokens).min_mem_limit() + probe.keep_all_memory) // 2
-    run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(limit)
+    run = rotoff.Checkpointable(model).compute_sequence(limit)
     for _ in range(3):
         assert all(map(torch.equal, gradients(run), plain))
     assert works(run.sequence)

@@ -4,6 +4,8 @@ a line that `test_distributed_placed` reads."""
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +20,7 @@ from distributed_steps import whole
 from models import Does
 from ranks import by_first, everyone, say
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -80,6 +83,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "frozen": (frozen_below, {}, partial(AdamW, lr=1e-2)),
     "mixed": (stacked, {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
     "unsharded": (stacked, {"reshard_after_forward": False}, partial(AdamW, lr=1e-2)),
+    "copies": (stacked, {}, partial(AdamW, lr=1e-2)),
+    "hybrid": (stacked, {}, partial(AdamW, lr=1e-2)),
     "split": (stacked, {}, partial(AdamW, lr=1e-2)),
     "foreach": (stacked, {}, partial(AdamW, lr=1e-2, foreach=True)),
 }
@@ -100,12 +105,15 @@ class Trained:
                 nn.Sequential(*[parallelize_module(block, mesh["tp"], split) for block in net]),
                 {"mesh": mesh["dp"]},
             )
+        shard = replicate if name == "copies" else fully_shard
+        if name == "hybrid":
+            how = {"mesh": init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copies", "dp"))}
         for block in getattr(net, "blocks", net):
-            fully_shard(block, **how)
+            shard(block, **how)
         self.planned = None
         if updates is not None:
-            self.planned = rotoff.Checkpointable(net, process_group=True, cache_directory=None)
-        self.model = fully_shard(net if self.planned is None else self.planned, **how)
+            self.planned = rotoff.Checkpointable(net, process_group=True)
+        self.model = shard(net if self.planned is None else self.planned, **how)
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.updates, self.seen = updates, list[torch.Tensor]()
         self.generator = torch.Generator().manual_seed(dist.get_rank() * 2 // ranks)
@@ -255,9 +263,26 @@ def ended(ends: str, where: str, updates: str) -> None:
         os._exit(0)
 
 
-def main(model: str, loop: str, updates: str, *more: str) -> None:
+def full(when: str) -> None:
+    """Files of the process 1 grow no more from then on; each says what it raises."""
+    steps = ("made", "recorded", "planned"), iter([Trained.step, Trained.limit_further, Trained.step])
+    one = Trained("adamw", "after")
+    try:
+        for name, act in zip(*steps, strict=True):
+            if name == when and dist.get_rank() == 1:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+            act(one)
+    except rotoff.RotoffError as error:
+        say(f"{dist.get_rank()}: {type(error).__name__}: {error}".replace("\n", " "))
+    os._exit(0)
+
+
+def main(model: str, loop: str, updates: str = "", *more: str) -> None:
     if model == "ended":
         return ended(loop, updates, *more)
+    if model == "full":
+        return full(loop)
     plain, one = Trained(model, None), Trained(model, updates)
     for n, _ in enumerate(zip(train(plain, loop), train(one, loop), strict=True)):
         if n == 0:

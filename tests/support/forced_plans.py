@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import rotoff
-from rotoff.planning.tape_placed_planner import PlacedStepPlan, compiled
+from rotoff.planning.tape_placed_planner import compiled
 from rotoff.planning.tape_placed_runner import PlacedRunner
 
 
@@ -42,7 +42,7 @@ def force(model: Any, optimizers: Any, share: Share, host: bool = False, updates
     ways = runner.ways(runner.latest)
     groups = next(one for one in ways if any(g.host_update_time is not None for g in one.chain.parameters) == host)
     sequence = share(groups.chain, updates) if callable(share) else within(groups.chain, share, updates)
-    runner.latest.plan = PlacedStepPlan(groups, compiled(groups, sequence, runner.request))
+    runner.latest.plan = compiled(runner.latest.profile, groups, sequence, runner.request)
 
 
 def least(model: rotoff.Checkpointable, **options: Any) -> int:
@@ -75,7 +75,7 @@ def twins(
 ) -> Pairs:
     """A model as it is and a copy under a plan: the model, what is called, and the optimizers."""
     model = copy.deepcopy(net)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(*batch, repeats=1)
+    run = rotoff.Checkpointable(model).measure(*batch, repeats=1)
     model.zero_grad()
     own, others = (make([p for p in one.parameters() if p.requires_grad]) for one in (model, net))
     plan(run, own, share, updates=updates)

@@ -40,7 +40,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 def within(net: nn.Module, args: Any, share: float, new_tape: Any, mode: str = "joint") -> rotoff.Checkpointable:
     """`net` within a limit that is a part of the way from the smallest to keeping everything, followed by `new_tape`."""
-    run = rotoff.Checkpointable(net, cache_directory=None).measure(*args)
+    run = rotoff.Checkpointable(net).measure(*args)
     least = run.min_mem_limit(mode)
     run._steps.new_tape = new_tape
     return run.compute_sequence(least + int(share * (run.keep_all_memory - least)), mode, refine=False)

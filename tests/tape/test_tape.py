@@ -3,6 +3,7 @@ everything dropped, and on what a tape cannot see."""
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from on_tape import TAPES, Kernel, OnTape, verdict
 from step_by_step import Row
 from torch import nn
+from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
 from trunks import TABLE, Block, Trunk, along, drawn
 
 from rotoff.runtime.links.spill import Spill
@@ -47,6 +49,52 @@ def test_everything_dropped_is_made_again_once_verified(row: Row) -> None:
 
 
 # -- what the tape does not see
+
+
+def test_a_compiled_graph_is_one_operation(new_tape: Any) -> None:
+    """Which draws, writes to an argument, and returns what is no tensor."""
+
+    def graph(x: torch.Tensor, total: torch.Tensor, size: int) -> tuple[Any, ...]:
+        kept = torch.ops.aten.bernoulli.p(x, 0.5)
+        made = torch.ops.aten.mul.Tensor(x, kept)
+        torch.ops.aten.copy_.default(total, torch.ops.aten.add.Tensor(total, made))
+        return made, size, kept, x
+
+    called = InductorCompiledCallable(lambda inputs: graph(*inputs), torch.fx.symbolic_trace(graph))
+    called.__name__ = "graph"
+
+    class Compiled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+            made, ctx.size, kept, x = inductor_compiled_code(called, [x, total, 3])
+            ctx.save_for_backward(kept, made, x)
+            return made
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+            kept, made, x = ctx.saved_tensors
+            return gradient * kept + ctx.size * made * x, None
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("total", torch.zeros(4, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                x = Compiled.apply(self.linear(x), self.total)
+            return x
+
+    def trained(run: nn.Module, net: Net) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        run(torch.ones(4, 8)).sum().backward()
+        return [*(p.grad for p in net.parameters()), net.total, torch.rand(1)]
+
+    net = Net()
+    run = OnTape(other := copy.deepcopy(net), [other.linear], new_tape)
+    assert all(map(torch.equal, trained(run, other), trained(net, net)))
+    assert run.tapes[0].noted == 6 and run.tapes[0].replayed
 
 
 Made = tuple[torch.Tensor, torch.Tensor]
@@ -162,7 +210,7 @@ def test_dropped_bytes_are_gone_and_only_what_is_needed_runs_again(new_tape: Any
     out = run(drawn(0).requires_grad_())
     (tape,) = run.tapes
     saved = [content for stage in tape.begins for content in tape.saved_contents(stage)]
-    alive = [content for content in saved if content.alive()]
+    alive = [content for content in saved if content.storage(seen=True) is not None]
     # a residual stream is alive nowhere once the next block has its own; all but the result is gone
     assert len(alive) <= 1 and len(saved) > 20
     out.sum().backward()

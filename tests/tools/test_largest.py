@@ -142,7 +142,7 @@ def test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_a
     names, net = [f"layers.{n}" for n in range(3)], Does(asks, layers=linears(3, 16))
     plain = copy.deepcopy(net)
     chain = rotoff.estimate(rotoff.Checkpointable(net, stages=names), torch.randn(256, 16), device="CPU")
-    model = rotoff.Checkpointable(net, stages=names, cache_directory=None).measure(torch.randn(256, 16), repeats=1)
+    model = rotoff.Checkpointable(net, stages=names).measure(torch.randn(256, 16), repeats=1)
     found, measured = ([(s.name, s.output_bytes, s.saved_bytes) for s in one.stages] for one in (chain, model.chain))
     assert found == measured and len(found) == 3
     model.compute_sequence(model.min_mem_limit("remat"), mode="remat", refine=False)

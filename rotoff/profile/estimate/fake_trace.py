@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...accelerator import named
 from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
-from ...runtime.links.spill import Away, Spill
+from ...runtime.links.spill import Back, Spill
 from ...runtime.sharded import sharded
 from ...tape.contents import Content, Slot
 from ...tape.tape import Known
@@ -34,7 +34,7 @@ from ..trace import number_bytes
 from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
 from .fake import FakeLog, fake_copy
-from .fake_kernels import FakeKernels
+from .fake_kernels import QUERIES, FakeKernels
 
 _CPU = torch.device("cpu")  # of all fake tensors
 _FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
@@ -141,11 +141,9 @@ def fake_step(
 class _Nowhere(Spill):
     """Keeps how large storages were."""
 
-    def put(self, storage: torch.UntypedStorage) -> Away:
-        return Away(storage.device, storage.nbytes(), None, 0)
-
-    def get(self, away: Away) -> torch.UntypedStorage:
-        return torch.empty(away.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    def put(self, storage: torch.UntypedStorage) -> Back:
+        nbytes = storage.nbytes()
+        return lambda: torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
 class FakeStep(RecordedStep):
@@ -201,6 +199,8 @@ class FakeStep(RecordedStep):
         return copy
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in QUERIES:  # no operation
+            return func(*args)
         if func is torch.ops.aten.add.Tensor and ADDS_MASK.get():
             return super().__torch_dispatch__(torch.ops.aten.add_.Tensor, types, args, kwargs).detach()
         return super().__torch_dispatch__(func, types, args, kwargs)
