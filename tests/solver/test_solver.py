@@ -57,19 +57,6 @@ def test_one_byte_below_the_minimum_is_refused(chain: Chain) -> None:
             assert caught.value.min_mem_limit == least
 
 
-@given(chains(), st.sampled_from([0.0, 0.2, 0.5, 0.8]))
-def test_joint_is_no_slower_than_the_pure_modes(chain: Chain, share: float) -> None:
-    for limit in limits_of(chain, share).values():
-        times = {}
-        for mode in MODES:
-            try:
-                times[mode] = simulate(chain, solve(chain, limit, mode, mem_slots=20, refine=QUICK), limit).makespan
-            except InfeasibleError:
-                continue
-        if times:
-            assert times["joint"] <= min(times.values()) * (1 + 1e-9)
-
-
 @given(chains())
 def test_nothing_is_done_when_all_fits(chain: Chain) -> None:
     everything = keep_all(chain)
