@@ -54,6 +54,8 @@ def gathering_apart(
     finally:
         for hook in hooks:
             hook.remove()
+        while regions:  # of a collective that has failed: none may outlive its log, which it would write into
+            go_on()
 
 
 def dispatching() -> AbstractContextManager[object]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Does, fresh, same
+from models import Does, fresh, same, several
 from planned_steps import smallest
 from step_by_step import works
 from torch import nn
@@ -47,17 +47,9 @@ def test_attributes_and_items_are_the_models() -> None:
         wrapped.nothing_like_it  # noqa: B018
 
 
-class Scaled(nn.Module):
-    alpha = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(4)])
-        self.head: nn.Module = nn.Linear(8, 8)
-        self.scale = 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.blocks(x)) * self.scale * self.alpha
+def scaled() -> Any:
+    parts = {"blocks": nn.Sequential(*several(4, 8, 32)), "head": nn.Linear(8, 8), "scale": 1.0}
+    return Does(lambda net, x: net.head(net.blocks(x)) * net.scale * getattr(net, "alpha", 1.0), **parts)
 
 
 def changed(model: nn.Module) -> nn.Module:
@@ -71,7 +63,7 @@ def changed(model: nn.Module) -> nn.Module:
 
 def test_what_is_set_reaches_the_model() -> None:
     torch.manual_seed(0)
-    plain = Scaled()
+    plain = scaled()
     model = copy.deepcopy(plain)
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8))
     wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
@@ -89,7 +81,7 @@ def test_what_is_set_reaches_the_model() -> None:
 
 
 def test_what_is_deleted_and_registered_is_the_models() -> None:
-    model = Scaled()
+    model = scaled()
     keys = set(model.state_dict())
     wrapped = rotoff.Checkpointable(model)
     wrapped.register_buffer("seen", torch.ones(2))
@@ -115,7 +107,7 @@ def test_what_is_its_own_stays_its_own() -> None:
             super().__init__(model)
             self.after = 2
 
-    model = Scaled()
+    model = scaled()
     wrapped = Named(model)
     assert (wrapped.before, wrapped.after, model.after) == (1, 2, 2)
     assert not hasattr(model, "before")

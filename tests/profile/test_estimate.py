@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
-from models import fresh
+from models import Does, fresh
 from recorded_steps import recorded_chain
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from trunks import Block
 
 import rotoff
 from rotoff.profile.estimate.cuda_kernels import device_variants
@@ -45,11 +46,8 @@ def test_estimated_transients_equal_measured(name: str) -> None:
 
 
 def test_gradient_accumulation_is_in_place_as_in_the_engine() -> None:
-    class Twice(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.cos(x) + torch.sin(x) + x.square()
-
-    measured, estimated = pair(nn.Sequential(nn.Linear(64, 64), Twice()), torch.randn(256, 64))
+    twice = Does(lambda net, x: torch.cos(x) + torch.sin(x) + x.square())
+    measured, estimated = pair(nn.Sequential(nn.Linear(64, 64), twice), torch.randn(256, 64))
     tensor = 256 * 64 * 4
     # beside the sum so far, which is the gradient left in the end: sin(x), -sin(x) and what is added
     assert measured.stages[1].backward_transient_bytes == 3 * tensor
@@ -118,10 +116,9 @@ def test_real_meta_and_fake_models_give_equal_chains() -> None:
 def test_attention_kernel_follows_device_and_switches(
     device: str, width: int, mask: bool, dtype: torch.dtype, kernel: str
 ) -> None:
-    class Attend(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen = torch.ones(512, 512, dtype=torch.bool, device=x.device).tril() if mask else None
-            return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+    def attend(net: Any, x: torch.Tensor) -> torch.Tensor:
+        seen = torch.ones(512, 512, dtype=torch.bool, device=x.device).tril() if mask else None
+        return F.scaled_dot_product_attention(x, x, x, attn_mask=seen)
 
     ran: list[str] = []
 
@@ -132,12 +129,12 @@ def test_attention_kernel_follows_device_and_switches(
 
     with torch._subclasses.FakeTensorMode(), device_variants(find(device)), Log():
         x = torch.empty(2, 4, 512, width, dtype=dtype, requires_grad=True)
-        Attend()(x).sum().backward()
+        attend(None, x).sum().backward()
     fused = {f"_scaled_dot_product_{kind}_attention" for kind in ("cudnn", "flash", "efficient")}
     expected = set() if kernel == "math" else {f"_scaled_dot_product_{kernel}_attention"}
     assert fused & {name.split(".")[0] for name in ran} == expected
     x = torch.empty(2, 4, 512, width, dtype=dtype, device="meta", requires_grad=True)
-    stage = rotoff.estimate(nn.Sequential(Attend()), x, device=device).stages[0]
+    stage = rotoff.estimate(nn.Sequential(Does(attend)), x, device=device).stages[0]
     scores = 2 * 4 * 512 * 512 * dtype.itemsize
     assert (stage.saved_bytes >= scores) == (kernel == "math")
 
@@ -251,16 +248,6 @@ def test_blocked_copies_of_convolutions_are_counted() -> None:
 
 def test_estimated_forms_of_a_transformer_block() -> None:
     """bfloat16 on an H200: first goes what takes no matrix product, and a redo never takes the last one."""
-
-    class Block(nn.Module):
-        def __init__(self, width: int) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(width)
-            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.down(F.gelu(self.up(self.norm(x))))
-
     width, rows = 2048, 16384
     model = nn.Sequential(*[Block(width) for _ in range(3)]).to("meta", torch.bfloat16)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta", requires_grad=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import Does
 from recorded_steps import recorded_chain
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -58,16 +59,12 @@ def test_fake_cuda_norms_keep_float32_statistics() -> None:
 
 
 def test_grouped_matmul_is_estimated_in_float32() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 16, 24))
-            self.register_buffer("ends", torch.tensor([4, 8, 12], dtype=torch.int32))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.grouped_mm(x, self.weight, offs=self.ends).tanh()
-
-    model, x = nn.Sequential(nn.Linear(16, 16), Experts()), torch.randn(12, 16)
+    ends = nn.Buffer(torch.tensor([4, 8, 12], dtype=torch.int32))
+    experts = Does(
+        lambda net, x: F.grouped_mm(x, net.weight, offs=net.ends).tanh(),
+        weight=nn.Parameter(torch.randn(3, 16, 24)), ends=ends,
+    )  # fmt: skip
+    model, x = nn.Sequential(nn.Linear(16, 16), experts), torch.randn(12, 16)
     chain = rotoff.estimate(model, x, device="CPU")
     measured = recorded_chain(model, x)
     assert chain.stages[1].output_bytes == 12 * 24 * 4

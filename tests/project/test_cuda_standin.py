@@ -46,6 +46,7 @@ def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
+@pytest.mark.early
 @pytest.mark.parametrize(
     ("files", "settings"),
     [

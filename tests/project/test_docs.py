@@ -115,12 +115,6 @@ def test_tests_that_a_page_names_exist() -> None:
             assert f"def {function}{'' if star else '('}" in sources[module], f"{module}::{function}"
 
 
-def test_lines_are_at_most_120_characters_long() -> None:
-    for page in PAGES:
-        for line in page.read_text(encoding="utf-8").splitlines():
-            assert len(line) <= 120 or line.startswith("|") or "](" in line, f"{page.name}: {line}"
-
-
 def test_code_is_at_most_88_characters_wide() -> None:
     """Wider code is cut off, or scrolls, on the site and on GitHub."""
     shown = {page.name: [code for language, _, code in blocks(page) if language in RUN] for page in PAGES}

@@ -84,26 +84,6 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError with the files of the circle
 
 
-def lines_naming(kinds: tuple[str, ...], source: str) -> list[int]:
-    """The lines that name an accelerator as a string of its own, or torch's module of it."""
-    modules = {f"torch.{kind}" for kind in kinds}
-    return [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if (isinstance(node, ast.Constant) and node.value in kinds)
-        or (isinstance(node, ast.Attribute) and ast.unparse(node) in modules)
-        or (isinstance(node, ast.ImportFrom) and node.module in modules)
-    ]
-
-
-def test_one_module_alone_names_a_type_of_accelerator() -> None:
-    """But for the checks of `rotoff doctor`, which say more about CUDA than a step needs."""
-    kinds, beside = pytest.importorskip("rotoff.accelerator").ACCELERATORS, {"accelerator.py", "tools/doctor"}
-    theirs = {str(name): path for name, path in FILES.items() if not {str(name), *map(str, name.parents)} & beside}
-    found = {name: lines_naming(kinds, path.read_text(encoding="utf-8")) for name, path in theirs.items()}
-    assert len(found) > 100 and not {name: lines for name, lines in found.items() if lines}
-
-
 def test_every_floor_exists() -> None:
     assert {floor(module) for module in MODULES | KERNELS} == set(FLOORS)
 
@@ -127,12 +107,6 @@ def test_every_function_fits_on_a_page() -> None:
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= MOST_LINES
     }
     assert longer == LONGER
-
-
-def test_kernels_end_their_lines_at_column_120() -> None:
-    """As the other files do, which lint reads."""
-    files = (*ROOT.rglob("*.pyx"), *ROOT.rglob("*.pxd"))
-    assert not [path for path in files if max(map(len, path.read_text(encoding="utf-8").splitlines())) > 120]
 
 
 PLAN_WITHOUT_TORCH = """
@@ -172,9 +146,3 @@ def test_planning_works_where_torch_cannot_be_imported(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=told, timeout=120)
     assert (run.returncode, run.stderr) == (0, "")  # no progress bar where there is no terminal
     assert json.loads(run.stdout)["mem_limit"] == 200
-
-
-def test_tests_do_not_import_each_other() -> None:
-    """What several of them share is in `tests/support/` and `tests/oracles/`."""
-    for path in Path(__file__).parents[1].rglob("*.py"):
-        assert not re.search(r"^\s*(from|import) test_", path.read_text(encoding="utf-8"), re.MULTILINE), path.name

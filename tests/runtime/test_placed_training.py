@@ -26,8 +26,8 @@ from unittest import mock
 import pytest
 import torch
 from allocated import in_file, own_again, peak_bytes
-from forced_plans import adamw, added_up, alike, force, least, place, runner_of, twins
-from models import Does, linears, same, several
+from forced_plans import adamw, added_up, alike, force, least, place, runner_of, twins, within
+from models import ALL, Does, linears, same, several
 from placed_loops import (
     accumulated,
     changed_within,
@@ -46,7 +46,8 @@ from placed_loops import (
     usual,
     zeroed,
 )
-from placed_models import SIZED, adapted, drawn
+from placed_models import MODELS, SIZED, adapted, drawn
+from random_programs import mutants
 from torch import nn
 from torch.optim import Optimizer
 from torch.overrides import _get_current_function_mode_stack
@@ -349,6 +350,65 @@ def test_what_surrounds_a_step(optimizer: str, step: Any, share: float, options:
     assert "host" not in options or any(op.kind.value == "H" for op in model.sequence)  # over the file's pages
 
 
+def in_any_order(chain: rotoff.Chain, updates: str) -> rotoff.Sequence:
+    """What a random walk makes of a plan, by steps that are legal: what moves, when, and what stays between steps."""
+    plan = within(chain, 0.3, updates)
+    data = plan.to_dict() | {"resident": list(plan.resident)}
+    walk, legal = mutants(data, len(chain.parameters), Random(0)), None
+    for _ in range(150):
+        step = walk.send(legal)
+        try:
+            rotoff.simulate(chain, rotoff.Sequence.from_dict(step), updates=updates)
+            data, legal = step, True
+        except rotoff.RotoffError:
+            legal = False
+    return rotoff.Sequence.from_dict(data)
+
+
+# Not foretold yet: what a matrix exponential takes, which depends on its numbers, and PyTorch's own checkpoints.
+FORETOLD = {*MODELS} - {"parametrized", "checkpoints", "reentrant"}
+
+
+@UPDATES
+@pytest.mark.parametrize("solve", [0.0, 0.4, in_any_order], ids=["least", "more", "in any order"])
+@pytest.mark.parametrize("name", [*MODELS, *ALL])
+@pytest.mark.grid(every=8)
+def test_steps_by_any_plan_have_the_plain_bits_in_at_most_the_predicted_bytes(
+    name: str, solve: Any, updates: str
+) -> None:
+    def step(run: Any, optimizers: list[Optimizer], x: Any, n: int) -> torch.Tensor:
+        torch.manual_seed(n)
+        out = run(x)  # which the caller holds during the backward
+        loss = out.float().square().mean()
+        loss.backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        return loss.detach()
+
+    found = []
+    for planned in (False, True):
+        net, batch = drawn(name)
+        x, optimizers = batch(), adamw([p for p in net.parameters() if p.requires_grad])
+        run: Any = rotoff.Checkpointable(net, stages=12) if planned else net
+        if planned:
+            run.compute_sequence(device_limit="1 TiB", optimizer=optimizers, updates=updates)
+            run.training = True  # also where the model is in eval mode
+        losses = []
+        for n in range(6):
+            losses.append(step(run, optimizers, torch.utils._pytree.tree_map(torch.clone, x), n))
+            if planned and not n:
+                force(run, optimizers, solve, updates=updates)
+        found.append([*losses, *result(net, optimizers), torch.get_rng_state()])
+    assert same(*found)
+    assert [course.strayed for course in runner_of(run)] == [0]
+    if name in FORETOLD:
+        measured = peak_bytes(
+            lambda: [step(run, optimizers, x, n) for n in range(3)], before=lambda: own_again(net, optimizers)
+        )
+        assert measured + x.nbytes <= run.get_expected_memory()
+    run.close()
+
+
 @pytest.mark.parametrize("name", ["language", "adapted", "spectral", "stateful"])
 def test_updates_during_the_backward(name: str) -> None:
     """Each parameter is updated when the backward has ended; its gradient is gone, and reads NaN in no memory."""
@@ -627,13 +687,6 @@ def a_fifth(least: int, whole: int) -> list[int]:
     return [int(least + 0.2 * (whole - 1 - least))]
 
 
-def anew(model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Whatever lies in memory of the process's own lies in new memory."""
-    own_again(model, optimizers)
-    for module in model.modules():
-        module._buffers = {name: buffer.clone() for name, buffer in module._buffers.items()}
-
-
 def peaks(
     name: str, updates: str, limits: Callable[[int, int], list[int]] = a_fifth, measured: bool = False
 ) -> list[tuple[int, int, int]]:
@@ -670,7 +723,7 @@ def peaks(
         wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # all comes back
 
         def plan(limit: int = limit) -> None:
-            anew(model, optimizers)
+            own_again(model, optimizers)
             wrapped.compute_sequence(device_limit=limit, **options)
 
         measured_bytes = peak_bytes(lambda: [step() for _ in range(3)], before=plan) + x.nbytes
@@ -1280,7 +1333,7 @@ def test_a_forward_without_gradients_keeps_the_limit_of_training(trains: bool) -
     limit = run.mem_limit
 
     def after_steps() -> None:
-        anew(model, own)
+        own_again(model, own)
         run.compute_sequence(device_limit=limit, optimizer=own, refine=False)
         added_up(run.train(), own, x)
         run.train(trains)

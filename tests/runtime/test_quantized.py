@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from allocated import in_file, peak_bytes
+from models import Does
 from torch import nn
 from torch.nn import functional as F
 
@@ -68,16 +69,11 @@ def torchaos(linear: nn.Linear) -> nn.Module:
     return of[0]  # type: ignore[index]
 
 
-class Adapted(nn.Module):
+def adapted(quantized: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     """A frozen layer, and an adapter of low rank beside it."""
-
-    def __init__(self, quantized: Callable[[nn.Linear], nn.Module]) -> None:
-        super().__init__()
-        self.base = quantized(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
-        self.down, self.up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.base(x) + self.up(self.down(x)))
+    base = quantized(nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False))
+    down, up = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+    return Does(lambda net, x: x + F.gelu(net.base(x) + net.up(net.down(x))), base=base, down=down, up=up)
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -89,7 +85,7 @@ KINDS = {"wrapped": own, "torchao": torchaos, "named": named}
 
 def drawn(kind: str) -> tuple[nn.Module, list[nn.Parameter]]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Adapted(KINDS[kind]) for _ in range(6)))
+    model = nn.Sequential(*(adapted(KINDS[kind]) for _ in range(6)))
     return model, [p for p in model.parameters() if p.requires_grad]
 
 

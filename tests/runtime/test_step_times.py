@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from models import fresh
@@ -97,24 +95,3 @@ def test_rotors_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert model.get_expected_makespan() > model.chain.compute_time
     assert sum(op.stage == 1 and op.kind is not OpKind.B for op in model.sequence) == L
     model(x).sum().backward()
-
-
-def test_a_plan_without_measurement_says_what_to_do() -> None:
-    model, _ = fresh("mlp")
-    with pytest.raises(MeasureError, match="nothing has been measured yet"):
-        rotoff.Checkpointable(model).display()
-
-
-def test_one_line_says_what_was_planned(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="rotoff"):
-        model, _ = planned(mode="remat")
-    limits, line = [record.getMessage() for record in caplog.records]
-    runs: dict[int, int] = {}
-    for op in model.sequence:
-        if op.kind in COMPUTES and op.kind is not OpKind.B:
-            runs[op.stage] = runs.get(op.stage, 0) + 1
-    again = [i for i, count in runs.items() if count > 1]
-    assert "mode remat" in line
-    assert rotoff.format_bytes(model.get_expected_memory()) in line
-    assert f"the limit is {rotoff.format_bytes(model.mem_limit)}" in limits
-    assert line.endswith(f"stages {rotoff.report.summary.ranges(again)} recomputed")

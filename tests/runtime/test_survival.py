@@ -25,7 +25,6 @@ from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.runtime.links import host_file
-from rotoff.runtime.links import pool as link_pool
 from rotoff.runtime.links.file import FileLink
 
 
@@ -44,26 +43,6 @@ class Faults:
         self.count += 1
         if self.count == self.n:
             raise self.error()
-
-
-class FaultyLink(FileLink):
-    """A file link whose every call may fail, as `faults` has it."""
-
-    faults = Faults()
-
-
-def fallible(name: str) -> Any:
-    own = getattr(FileLink, name)
-
-    def call(link: FaultyLink, *args: Any) -> Any:
-        link.faults.event()
-        return own(link, *args)
-
-    return call
-
-
-for _name in ("allocate", "copy_out", "copy_in", "wait"):
-    setattr(FaultyLink, _name, fallible(_name))
 
 
 ERRORS = {
@@ -116,17 +95,23 @@ def afresh(wrapped: rotoff.Checkpointable) -> None:
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
     """Told of every call of the file link, and of every operation within `Operations`."""
-    monkeypatch.setattr(link_pool, "FileLink", FaultyLink)
-    FaultyLink.faults.arm(0, MemoryError)
-    return FaultyLink.faults
+    faults = Faults()
+    for name in ("allocate", "copy_out", "copy_in", "wait"):
+        own = getattr(FileLink, name)
+        monkeypatch.setattr(FileLink, name, lambda *args, own=own: (faults.event(), own(*args))[1])
+    return faults
 
 
 class Operations(TorchDispatchMode):
     """Tells `faults` of every operation within that may allocate."""
 
+    def __init__(self, faults: Faults) -> None:
+        super().__init__()
+        self.faults = faults
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view:
-            FaultyLink.faults.event()
+            self.faults.event()
         return func(*args, **(kwargs or {}))
 
 
@@ -167,7 +152,7 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, every: int, fault
     wrapped(x := batch()).sum().backward()
 
     def step() -> None:
-        with Operations():
+        with Operations(faults):
             said = outcome(lambda: wrapped(x).sum().backward())
         assert "injected" in said or not faults.n
 
@@ -226,7 +211,7 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
     wrapped = rotoff.Checkpointable(model).measure(x)
     wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
     faults.arm(0, MemoryError)
-    with Operations():
+    with Operations(faults):
         output = wrapped(x)
     calls = faults.count
     del output
@@ -236,7 +221,7 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
 
     def step() -> None:
         wrapped.zero_grad(set_to_none=False)
-        with Operations():
+        with Operations(faults):
             said = outcome(lambda: wrapped(x).square().sum().backward())
         lost = said.startswith(("MemoryError", "ExecutionError: this step was aborted after an error"))
         assert lost if said else gradients()

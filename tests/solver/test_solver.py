@@ -57,19 +57,6 @@ def test_one_byte_below_the_minimum_is_refused(chain: Chain) -> None:
             assert caught.value.min_mem_limit == least
 
 
-@given(chains(), st.sampled_from([0.0, 0.2, 0.5, 0.8]))
-def test_joint_is_no_slower_than_the_pure_modes(chain: Chain, share: float) -> None:
-    for limit in limits_of(chain, share).values():
-        times = {}
-        for mode in MODES:
-            try:
-                times[mode] = simulate(chain, solve(chain, limit, mode, mem_slots=20, refine=QUICK), limit).makespan
-            except InfeasibleError:
-                continue
-        if times:
-            assert times["joint"] <= min(times.values()) * (1 + 1e-9)
-
-
 @given(chains())
 def test_nothing_is_done_when_all_fits(chain: Chain) -> None:
     everything = keep_all(chain)
@@ -191,14 +178,14 @@ def test_a_long_chain_is_near_the_bound() -> None:
 # -- how far `solve` is from the true optimum, by search over the machine's own states; and that refusals are honest
 
 
-def gaps(seed: int, stages: int, count: int, seconds: float) -> list[float]:
-    """Relative distance from the optimum for each problem that the search could settle, as many as `seconds` allow."""
-    rng, found, until = random.Random(seed), [], time.monotonic() + seconds
+def gaps(seed: int, stages: int, count: int) -> list[float]:
+    """Relative distance from the optimum for each problem that the search could settle."""
+    rng, found = random.Random(seed), []
     for _ in range(count):
         chain = seeded_chain(rng, stages)
         least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
         share = rng.choice([0.0, 0.1, 0.25, 0.5, 0.8])
-        if peak <= least or time.monotonic() > until:
+        if peak <= least:
             continue
         limit = max(1, round(least + (peak - least) * share))
         ours = simulate(chain, solve(chain, limit, refine=0.05), limit).makespan
@@ -210,9 +197,9 @@ def gaps(seed: int, stages: int, count: int, seconds: float) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "seed", "count"), [(3, 21, 80), (4, 22, 120)])
+@pytest.mark.parametrize(("stages", "seed", "count"), [(3, 21, 80), (4, 22, 40)])
 def test_short_chains_reach_the_optimum(stages: int, seed: int, count: int) -> None:
-    found = gaps(seed, stages, count, seconds=150)
+    found = gaps(seed, stages, count)
     assert sum(gap <= 1e-9 for gap in found) >= 0.95 * len(found)
     assert max(found) <= 0.02
 

@@ -114,8 +114,10 @@ def in_file() -> Callable[[torch.Tensor], bool]:
 
 
 def own_again(model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Whatever lies in memory of the process's own lies in new memory now."""
+    """Whatever lies in memory of the process's own lies in new memory now, and so do buffers."""
     away = in_file()
+    for module in model.modules():
+        module._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
     for p in model.parameters():
         if not away(p):
             p.data = p.data.clone()

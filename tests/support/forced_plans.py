@@ -4,6 +4,7 @@ ask for it."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,16 +23,25 @@ def runner_of(model: Any) -> PlacedRunner:
     return runner
 
 
-def force(model: Any, optimizers: Any, share: float, host: bool = False, updates: str = "after") -> None:
-    """Place everything as in so little memory that a small model's generator states would not fit beside it."""
+Share = float | Callable[[rotoff.Chain, str], rotoff.Sequence]
+
+
+def within(chain: rotoff.Chain, share: float, updates: str) -> rotoff.Sequence:
+    """A plan within a share of the way from the smallest limit to keeping everything."""
+    low = rotoff.min_mem_limit(chain, "joint", updates)
+    high = rotoff.simulate(chain, rotoff.keep_all(chain, updates), updates=updates).peak_bytes
+    return rotoff.solve(chain, int(low + share * (high - low)), refine=False, updates=updates)
+
+
+def force(model: Any, optimizers: Any, share: Share, host: bool = False, updates: str = "after") -> None:
+    """Place everything as in so little memory that a small model's generator states would not fit beside it. share: or
+    what makes the plan."""
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers, refine=False, updates=updates)
     runner = runner_of(model)
     assert runner.request is not None and runner.latest is not None
     ways = runner.ways(runner.latest)
     groups = next(one for one in ways if any(g.host_update_time is not None for g in one.chain.parameters) == host)
-    low = rotoff.min_mem_limit(groups.chain, "joint", updates)
-    high = rotoff.simulate(groups.chain, rotoff.keep_all(groups.chain, updates), updates=updates).peak_bytes
-    sequence = rotoff.solve(groups.chain, int(low + share * (high - low)), refine=False, updates=updates)
+    sequence = share(groups.chain, updates) if callable(share) else within(groups.chain, share, updates)
     runner.latest.plan = compiled(runner.latest.profile, groups, sequence, runner.request)
 
 
@@ -61,7 +71,7 @@ Pairs = list[tuple[Any, Any, list[Optimizer]]]
 
 
 def twins(
-    net: nn.Module, *batch: Any, updates: str = "after", share: float = 0.0, make: Any = adamw, plan: Any = force
+    net: nn.Module, *batch: Any, updates: str = "after", share: Share = 0.0, make: Any = adamw, plan: Any = force
 ) -> Pairs:
     """A model as it is and a copy under a plan: the model, what is called, and the optimizers."""
     model = copy.deepcopy(net)

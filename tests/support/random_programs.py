@@ -18,12 +18,10 @@ from rotoff.solver.placement import (
 )
 
 FORWARD = (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE)
-KINDS = (*FORWARD, OpKind.OFFLOAD, OpKind.FREE, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP)
+MOVES = (OpKind.OFFLOAD, OpKind.FREE, OpKind.FREE, OpKind.PREFETCH, OpKind.WAIT, OpKind.DROP)
 
 
-def random_sequence(
-    chain: Chain, seed: int, moves: bool = True, wildness: float = 0.6, forms: bool = False
-) -> Sequence:
+def random_sequence(chain: Chain, seed: int, wildness: float = 0.6, forms: bool = False) -> Sequence:
     """A legal sequence for `chain`, found by a random walk that heads for ``B 1``.
 
     wildness: how often, from 0 to 1, it does something that is not needed. forms: whether ``F_sel`` is used too.
@@ -31,7 +29,7 @@ def random_sequence(
     rng = random.Random(seed)
     machine, ops = Machine(chain), []
     forwards = (*FORWARD, OpKind.F_SEL, OpKind.F_SEL) if forms else FORWARD
-    kinds = (*forwards, *KINDS[len(FORWARD) :]) if moves else (*forwards, OpKind.DROP)
+    kinds = (*forwards, *MOVES)
 
     def legal(op: Op) -> bool:
         trial = copied(machine)

@@ -12,7 +12,7 @@ import odd_models  # noqa: F401
 import pytest
 import torch
 import torchvision_operators
-from models import ALL
+from models import ALL, Does
 from recorded_steps import recorded
 from step_by_step import Row, seeded
 from step_by_step import fresh as fresh_row
@@ -168,13 +168,10 @@ def test_a_model_for_a_cuda_device_that_is_not_there_has_a_plan() -> None:
     """Dropout keeps a mask of bytes, fused attention its output and the logarithm of its rows' sums; sizes are
     multiples of the allocator's blocks."""
 
-    class Attend(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
-
+    attend = Does(lambda net, x: F.scaled_dot_product_attention(x, x, x, is_causal=True))
     x = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
     trace = fake_trace(
-        nn.Sequential(*(nn.Sequential(Attend(), nn.Dropout(0.1)) for _ in range(6))), (x,), {}, find("H200")
+        nn.Sequential(*(nn.Sequential(attend, nn.Dropout(0.1)) for _ in range(6))), (x,), {}, find("H200")
     )
     block, numbers = sorted([x.nbytes, 4 * 2 * 4 * 64, x.nbytes, x.numel()]), 512
     assert sorted(one.nbytes for one in trace.made) == sorted([*block * 6, *[numbers] * 12])
@@ -183,14 +180,8 @@ def test_a_model_for_a_cuda_device_that_is_not_there_has_a_plan() -> None:
     assert 0 < max(found.levels(plan)) < 0.75 * max(found.levels(keep_all(found.chain)))
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drawn = iter(n for n in range(3))
-
-
 def test_a_model_that_cannot_be_copied_is_refused() -> None:
     x = torch.randn(2, 4, requires_grad=True)
     with pytest.raises(rotoff.MeasureError, match="the model cannot be copied to be estimated"):
-        fake_trace(Holder(), (x,), {}, CPU)
+        fake_trace(Does(lambda net, x: x, drawn=iter(n for n in range(3))), (x,), {}, CPU)
     fake_trace(nn.Tanh(), (x,), {}, CPU)  # nothing is left behind

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
-from models import fresh, same
+from models import Does, fresh, same, several
 from step_by_step import works
 from torch import nn
 
@@ -106,22 +107,16 @@ def test_a_forward_that_others_wrap_keeps_the_plan_inside() -> None:
     assert same(gradients(model, x), [p.grad for p in plain.parameters()])
 
 
-class Recurrent(nn.Module):
+def recurrent(net: Any, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
     """Calls itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self(x, depth - 1) if depth else x
+    for block in net.blocks:
+        x = block(x)
+    return net(x, depth - 1) if depth else x
 
 
 def test_a_forward_that_calls_itself() -> None:
     torch.manual_seed(0)
-    plain = Recurrent()
+    plain = Does(recurrent, blocks=several(3, 16, 64))
     model = copy.deepcopy(plain)
     x = torch.randn(64, 16)
     planned = rotoff.attach(model, "1 GiB").measure(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Residual
+from models import Does, Residual, linears
 from torch import nn
 
 import rotoff
@@ -126,28 +127,21 @@ def test_a_size_that_the_model_does_not_take_is_named_and_not_logged(monkeypatch
     assert not logged
 
 
-class Asks(nn.Module):
+def asks(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Asks for a value that its inputs do not decide, as the mask of a language model does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x) if torch.arange(4).diff().eq(1).all() else -x
-        return x
+    for layer in net.layers:
+        x = layer(x) if torch.arange(4).diff().eq(1).all() else -x
+    return x
 
 
 def test_a_question_that_the_batch_does_not_decide_can_be_estimated_and_is_not_asked_again() -> None:
-    names = [f"layers.{n}" for n in range(3)]
-    chain = rotoff.estimate(rotoff.Checkpointable(Asks(), stages=names), torch.randn(256, 16), device="CPU")
-    model = rotoff.Checkpointable(Asks(), stages=names).measure(torch.randn(256, 16), repeats=1)
+    names, net = [f"layers.{n}" for n in range(3)], Does(asks, layers=linears(3, 16))
+    plain = copy.deepcopy(net)
+    chain = rotoff.estimate(rotoff.Checkpointable(net, stages=names), torch.randn(256, 16), device="CPU")
+    model = rotoff.Checkpointable(net, stages=names).measure(torch.randn(256, 16), repeats=1)
     found, measured = ([(s.name, s.output_bytes, s.saved_bytes) for s in one.stages] for one in (chain, model.chain))
     assert found == measured and len(found) == 3
     model.compute_sequence(model.min_mem_limit("remat"), mode="remat", refine=False)
-    plain = Asks()
-    plain.load_state_dict(model.state_dict())
     x = torch.randn(256, 16)
     for one in (model, plain):
         one(x).square().sum().backward()

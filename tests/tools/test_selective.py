@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import same
+from models import Does, same
 from planned_steps import step_peak
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -24,61 +24,54 @@ from grid import models as grid_models
 Draw = Callable[[], torch.Tensor]
 
 
-class Drawing(nn.Module):
+def drawing(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Draws three times; the first numbers are the result of a function, which a checkpoint could keep."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(width, width), nn.Dropout(0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x * torch.rand_like(x).log().sin()
-        return torch.rand_like(x) * self.dropout(torch.tanh(self.linear(x)))
+    x = x * torch.rand_like(x).log().sin()
+    return torch.rand_like(x) * net.dropout(torch.tanh(net.linear(x)))
 
 
-class Counting(nn.Module):
+def counting(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Reads a buffer that it changes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.register_buffer("calls", torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return torch.tanh(self.linear(x)) * self.calls.clone()
+    net.calls.add_(1)
+    return torch.tanh(net.linear(x)) * net.calls.clone()
 
 
-class Between(nn.Module):
+def between(net: Any, x: torch.Tensor) -> torch.Tensor:
     """What runs between two blocks saves more than they do."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()) for _ in range(3)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).sin().exp().cos()
-        return x
+    for layer in net.layers:
+        x = layer(x).sin().exp().cos()
+    return x
 
 
-class Noisy(nn.Module):
+def noisy(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Draws numbers that PyTorch does not know of."""
+    y = torch.tanh(x)
+    np.add(y.detach().numpy(), np.random.default_rng().random(1), out=y.detach().numpy())
+    return y.sin()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(x)
-        np.add(y.detach().numpy(), np.random.default_rng().random(1), out=y.detach().numpy())
-        return y.sin()
+
+def four(does: Callable[..., torch.Tensor], part: Callable[[], dict[str, Any]]) -> nn.Sequential:
+    return nn.Sequential(*(Does(does, linear=nn.Linear(64, 64), **part()) for _ in range(4)))
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(2048, 64)
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Draw]] = {
     "gpt": (lambda: grid_models.gpt(4, 64, 2, 64, 50, 0.1), lambda: torch.randint(50, (8, 64))),
     "resnet": (lambda: grid_models.resnet((2, 2, 2), 10, 8), lambda: torch.randn(16, 3, 64, 64)),
-    "drawing": (lambda: nn.Sequential(*[Drawing(64) for _ in range(4)]), lambda: torch.randn(2048, 64)),
-    "counting": (lambda: nn.Sequential(*[Counting(64) for _ in range(4)]), lambda: torch.randn(2048, 64)),
-    "between": (lambda: Between(64), lambda: torch.randn(2048, 64)),
+    "drawing": (lambda: four(drawing, lambda: {"dropout": nn.Dropout(0.3)}), rows),
+    "counting": (lambda: four(counting, lambda: {"calls": nn.Buffer(torch.ones(()))}), rows),
+    "between": (
+        lambda: Does(
+            between,
+            layers=nn.ModuleList(
+                nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(3)
+            ),
+        ),
+        rows,
+    ),
 }
 
 
@@ -175,17 +168,11 @@ def test_processes_follow_the_first_ones_choice() -> None:
 
 
 def test_what_a_checkpoint_would_get_wrong_is_refused() -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(self.layer(x))
+    twice = Does(lambda net, x: net.layer(net.layer(x)), layer=nn.Linear(8, 8))
 
     def refused(blocks: list[str], match: str) -> None:
         with pytest.raises(rotoff.OptionError, match=match):
-            rotoff.selective_policy(Twice(), torch.randn(4, 8), mem_limit=1, blocks=blocks, device="CPU")
+            rotoff.selective_policy(twice, torch.randn(4, 8), mem_limit=1, blocks=blocks, device="CPU")
 
     refused(["layer"], "'layer', which is called 2 times in a step")
     refused(["layers"], "'layers', which no step calls; did you mean layer?")
@@ -194,6 +181,6 @@ def test_what_a_checkpoint_would_get_wrong_is_refused() -> None:
         rotoff.selective_policy(model, torch.randn(4, 8), mem_limit=1, blocks=["1"], device="CPU")
     with pytest.raises(rotoff.LimitError):
         rotoff.selective_policy(model, torch.randn(4, 8), device="CPU")
-    noisy = nn.Sequential(nn.Linear(8, 8), Noisy(), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), Does(noisy), nn.Linear(8, 8))
     with pytest.raises(rotoff.OptionError, match="'1', which has an operation whose result differs"):
-        rotoff.selective_policy(noisy, torch.randn(4, 8), mem_limit=1 << 20, blocks=["1"])
+        rotoff.selective_policy(model, torch.randn(4, 8), mem_limit=1 << 20, blocks=["1"])
