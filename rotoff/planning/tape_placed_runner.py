@@ -86,8 +86,15 @@ class PlacedRunner(StepRunner):
         """
         super().ask(request)
         plan = None if self.latest is None else self.planned(self.latest)
-        if plan is not None and plan.placed is not None:
-            self._placed().begin(plan.placed)
+        placed = None if plan is None else plan.placed
+        before, self._before = self._before, None
+        if before is not None:
+            known = before.placement
+            if known is not None and known.here and known.optimizers == self.optimizers:
+                self.placement, before.placement = known, None
+            before.close(resident=placed is None)
+        if placed is not None:
+            self._placed().begin(placed)
             return
         self.close()
         if plan is not None:
@@ -297,29 +304,18 @@ class PlacedRunner(StepRunner):
         return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None), self._shards)
 
     def _placed(self) -> Placement:
-        """The placement of the parameters; that of the runner before if it was for the same optimizers. Buffers of a
-        model that the caller has left elsewhere come to the device."""
+        """The placement of the parameters. Buffers of a model that the caller has left elsewhere come to the device."""
         if self.options.device is not None:
             settle_buffers(self.model, self.device)
         if self.placement is None:
-            before, self._before = self._before, None
-            known = None if before is None else before.placement
-            if before is not None and known is not None and known.here and known.optimizers == self.optimizers:
-                self.placement, before.placement = known, None
-            else:
-                if before is not None:
-                    before.close(resident=False)
-                link = new_link(self.device, self.options.host_directory)
-                self.placement = Placement(link, self.optimizers, {} if self._shards is None else self._shards.of)
-                weakref.finalize(self.placement, link.close)
+            link = new_link(self.device, self.options.host_directory)
+            self.placement = Placement(link, self.optimizers, {} if self._shards is None else self._shards.of)
+            weakref.finalize(self.placement, link.close)
         return self.placement
 
     def close(self, resident: bool = True) -> None:
         """Return everything to the caller, on the device if `resident`, else where it lies."""
         super().close()
-        before, self._before = self._before, None
-        if before is not None:
-            before.close(resident)
         placement, self.placement = self.placement, None
         if placement is not None:
             if not placement.here:  # the process that this one was forked from has placed them
