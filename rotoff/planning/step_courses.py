@@ -51,10 +51,9 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, room_of, together
-from .inputs import refuse_meta
+from .inputs import constants, family_of, refuse_meta, signature
 from .options import Options
 from .request import Request
-from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, make_plan
 

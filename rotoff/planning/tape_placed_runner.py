@@ -35,11 +35,11 @@ from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
 from .agreement import agree_on_plan, alike_cut, common_groups, not_answering, own_of
+from .inputs import signature
 from .request import Request
-from .signatures import signature
 from .step_courses import Call, Course, Recorded, StepRunner
 from .step_planner import StepPlan, report
-from .tape_placed_planner import Found, check_updates, compiled, keeping_all, plan, read_optimizers
+from .tape_placed_planner import check_updates, keeping_all, make_plan, read_optimizers
 
 logger = logging.getLogger("rotoff")
 
@@ -112,20 +112,16 @@ class PlacedRunner(StepRunner):
         if ways[0].whole <= request.mem_limit:
             plan = keeping_all(course.profile, own_of(ways[0]))
         else:
-            make = partial(self._chosen, course.profile, ways, request)
+            make = partial(self.choose, course.profile, ways, request)
             plan = agree_on_plan(course.profile, request, ways, make, self.group)
         report(request, plan, time.perf_counter() - began)
         return plan
 
-    def _chosen(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
-        groups, sequence = self.choose(ways, request)
-        return compiled(profile, groups, sequence, request)
-
-    def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
-        """Return a sequence for a step, and those of its groups that it moves."""
+    def choose(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
+        """Return a plan for a step, in one of its `ways`."""
         check_updates(self.optimizers, request)
         near = [one.plan for one in self if one.plan is not None and one.plan.placed is not None]
-        return plan(ways, request, near)
+        return make_plan(profile, ways, request, near)
 
     def ways(self, course: Course) -> list[TapeGroups]:
         """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
+from ..core.sequence import COMPUTES, FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import Trace, early_stops, simulate
 from ..solver.in_flight import turn
 from .links.base import Range
@@ -96,9 +96,3 @@ def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, Range]:
             offset = max(offset, other + room)
         ranges[start] = offset, size
     return ranges
-
-
-def describe(op: Op, index: int, sequence: Sequence) -> str:
-    """Return the place of an op in its sequence, with its neighbours, for messages."""
-    near = " | ".join(f">{o}<" if n == index else str(o) for n, o in enumerate(sequence) if abs(n - index) <= 3)
-    return f"op {index} ({op}) of {len(sequence)}: {near}"

@@ -4,6 +4,7 @@ the predicted bytes, and nothing of it in the caller's hands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -22,9 +23,11 @@ import rotoff
 from rotoff.planning.options import Options
 from rotoff.planning.request import Request
 from rotoff.planning.step_courses import StepRunner
-from rotoff.planning.tape_placed_planner import Found
+from rotoff.planning.step_planner import StepPlan
+from rotoff.planning.tape_placed_planner import compiled
 from rotoff.planning.tape_placed_runner import PlacedRunner
 from rotoff.profile.tape_groups import TapeGroups
+from rotoff.profile.tape_profile import TapeProfile
 from rotoff.runtime.links.pool import LinkPool
 
 Solve = Callable[[rotoff.Chain], rotoff.Sequence]
@@ -83,11 +86,11 @@ class Given(PlacedRunner):
         self.request = Request(1, "joint", 50, {"updates": updates})
         self._solve = solve
 
-    def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
-        return ways[0], self._solve(ways[0].chain)
+    def choose(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
+        return compiled(profile, ways[0], self._solve(ways[0].chain), request)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(self.model, args, kwargs)
+        return self.forward(partial(self.model, *args, **kwargs))
 
 
 def step(run: Any, optimizers: list[Optimizer], batch: Any, n: int) -> torch.Tensor:
