@@ -24,7 +24,7 @@ from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_p
 from ..profile.tape_profile import TapeProfile
 from ..runtime.links.pool import new_link
 from ..runtime.links.spill import Spill
-from ..runtime.placed.moving import all_on, settle_buffers
+from ..runtime.placed.groups import all_on, settle_buffers
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.sharded import Shards

@@ -25,9 +25,8 @@ from ..core.sequence import FORWARDS, Op, OpKind, Value, a, abar
 from ..errors import ExecutionError
 from ..tape.contents import Content, bytes_in
 from ..tape.tape import Tape
-from .execution_plan import ExecutionPlan
+from .execution_plan import NO_LAYOUT, ExecutionPlan, Layout
 from .held_check import HeldCheck
-from .layout import NO_LAYOUT, Layout
 from .links.base import Link, Ticket
 from .links.spill import Back, Spill
 from .step_times import StepTimes
