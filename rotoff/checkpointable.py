@@ -34,11 +34,18 @@ from .errors import InfeasibleError, MeasureError, OptionError
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
 from .planning.agreement import agree_on_least, agree_on_limit, shards_of, together
-from .planning.inputs import chain_input, check_measurable, lazy, read_sample, refusing_torch_func
+from .planning.inputs import (
+    chain_input,
+    check_measurable,
+    family_of,
+    lazy,
+    read_sample,
+    refusing_torch_func,
+    signature,
+)
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
 from .planning.request import Request, check_limits, check_options
-from .planning.signatures import family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan

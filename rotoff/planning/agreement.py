@@ -40,7 +40,6 @@ from .tape_placed_planner import compiled
 T = TypeVar("T")
 ANSWER = 5.0  # seconds in which a process of the group answers, once a collective has failed
 TAG = 31_337  # of the message that asks for an answer
-OWN = "name", "extra"  # fields of a chain's parts that are no costs
 APART = (
     "the processes of the group plan together: in compute_sequence once a step is recorded, in min_mem_limit, and in"
     " the next training step; ask after that"
@@ -231,9 +230,9 @@ def _largest(several: Several[Any]) -> Any:
     if isinstance(first, tuple):  # of forms those that all have
         return tuple(map(_largest, zip(*several, strict=False)))
     if not is_dataclass(first):
-        return first if first is None else max(several)
+        return max(several) if isinstance(first, (int, float)) else first
     costs = {one.name: [getattr(of, one.name) for of in several] for one in fields(first)}
-    largest = {name: min(of) if name == "tail_time" else _largest(of) for name, of in costs.items() if name not in OWN}
+    largest = {name: min(of) if name == "tail_time" else _largest(of) for name, of in costs.items()}
     return replace(first, **largest)  # type: ignore[type-var]
 
 

@@ -51,10 +51,9 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, room_of, together
-from .inputs import refuse_meta
+from .inputs import constants, family_of, refuse_meta, signature
 from .options import Options
 from .request import Request
-from .signatures import constants, family_of, signature
 from .stages import stages_of
 from .step_planner import StepPlan, make_plan
 
@@ -256,11 +255,11 @@ class StepRunner:
             if not self._dropped(key, course):
                 raise
             return self._away(run)
-        recording = self.recording if self.recording is not None and self.recording.times is None else None
-        if planned.keeps_all and recording is None and not (self.follows_all and course.watched(hint)):
+        recorded = self.recording is not None and self.recording.times is None
+        if planned.keeps_all and not recorded and not (self.follows_all and course.watched(hint)):
             return self._as_it_is(run)
         _refuse_capture()
-        return self._follow(key, course, planned, recording, hint, run)
+        return self._follow(key, course, planned, hint, run)
 
     def unplanned(self, run: Call) -> Any:
         """Run a forward that has no plan: in eval mode, without gradients, or of a model that needs none."""
@@ -498,19 +497,11 @@ class StepRunner:
         make = partial(make_plan, profile, request, near, room)
         return agree_on_plan(profile, request, profile.chains, make, self.group)
 
-    def _follow(
-        self,
-        key: Any,
-        course: Course,
-        planned: StepPlan,
-        recording: Recording | None,
-        hint: str,
-        run: Call,
-    ) -> Any:
+    def _follow(self, key: Any, course: Course, planned: StepPlan, hint: str, run: Call) -> Any:
         device = course.profile.device
         step, tape = self._begun(course, planned)
-        if recording is not None:
-            step.times = recording.begin(planned.execution.trace, device, step.link)
+        if self.recording is not None and self.recording.times is None:
+            step.times = self.recording.begin(planned.execution.trace, device, step.link)
         self._warn_in_flight(step)
         self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
+from functools import lru_cache
 from itertools import islice, product
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -39,8 +39,6 @@ LONGER = 2  # those with the whole search effort, if a short search has found a 
 
 MORE = 1.0, 1.05, 1.2  # than the bytes of the largest operation, in which a plan for the smallest limit is looked for
 FEW = 2  # proposals in each
-
-Found = tuple[TapeGroups, Sequence]
 
 
 def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
@@ -85,9 +83,12 @@ def check_updates(optimizers: Several[Optimizer], request: Request) -> None:
         )
 
 
-def plan(ways: Several[TapeGroups], request: Request, near: Several[StepPlan] = ()) -> Found:
-    """Return the fastest sequence that holds at most the request's limit, and its groups. ways: of the same step. near:
-    plans of other sizes, one of which is taken if it fits, so that a new size needs no search and moves no parameters.
+def make_plan(
+    profile: TapeProfile, ways: Several[TapeGroups], request: Request, near: Several[StepPlan] = ()
+) -> StepPlan:
+    """Return the fastest plan that holds at most the request's limit, in one of `ways` to group a step's parameters.
+    near: plans of other sizes, one of which is taken if it fits, so that a new size needs no search and moves no
+    parameters.
 
     Raises:
         InfeasibleError: if none does; `min_mem_limit` is the smallest limit for which a plan was found without regard
@@ -96,26 +97,28 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[StepPlan] = 
     limit = request.mem_limit
     request = _within_host(ways[0], request)
     reused = [
-        Proposal(groups, groups.chain, 0, other.sequence, request)
+        compiled(profile, groups, other.sequence, request)
         for other in near
         for groups in ways
         if isinstance(other.found, TapeGroups) and groups.is_like(other.found)
     ]
     if fitting := [one for one in reused if one.peak <= limit]:
-        return min(fitting, key=lambda one: one.seconds).found
-    smallest: Found | None = None
+        return min(fitting, key=lambda one: one.trace.makespan)
+    smallest: StepPlan | None = None
     if limit < AMPLE * min(groups.constant(_during(request)) + _floor(groups.chain, request) for groups in ways):
-        smallest = _smallest(ways, request)
+        smallest = _smallest(profile, ways, request)
     if near:  # training has begun, and waits
         refine = EFFORT * ways[0].found.chain.compute_time
         request = replace(request, options={"refine": refine, **request.options})
     effort = SHORT * Budget.of(request.options.get("refine", True)).seconds
     short = replace(request, options={**request.options, "refine": effort or False})
-    found = [one for groups in ways for one in _proposed(groups, short) if one.peak <= limit]
+    found = [one for groups in ways for one in _proposed(profile, groups, short) if one.plan.peak <= limit]
     if found and effort:
-        start = min(found, key=lambda one: one.seconds)
-        found += [one for one in islice(_proposed(start.groups, request, start), LONGER) if one.peak <= limit]
-    return min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
+        start = min(found, key=lambda one: one.plan.trace.makespan)
+        longer = islice(_proposed(profile, start.groups, request, start), LONGER)
+        found += [one for one in longer if one.plan.peak <= limit]
+    best = min((one.plan for one in found), key=lambda one: one.trace.makespan, default=smallest)
+    return best or _smallest(profile, ways, request)
 
 
 def keeping_all(profile: TapeProfile, groups: TapeGroups) -> StepPlan:
@@ -138,44 +141,27 @@ def compiled(
     return StepPlan(profile, groups, execution, tuple(levels), max(levels))
 
 
-@dataclass(frozen=True)
-class Proposal:
-    """A sequence for `asked` bytes of `chain`, which is that of `groups` or charges some stages with more."""
+class Proposal(NamedTuple):
+    """A plan, which was found for `asked` bytes of `chain`: that of its groups, or one that charges some stages with
+    more."""
 
+    plan: StepPlan
     groups: TapeGroups
     chain: Chain
     asked: int
-    sequence: Sequence
-    request: Request
-
-    @property
-    def found(self) -> Found:
-        return self.groups, self.sequence
-
-    @cached_property
-    def levels(self) -> list[int]:
-        return self.groups.levels(self.sequence, _during(self.request))
-
-    @property
-    def peak(self) -> int:
-        return max(self.levels)
-
-    @cached_property
-    def seconds(self) -> float:
-        return simulate(self.groups.chain, self.sequence, updates=_when(self.request)).makespan
 
 
-def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
+def _smallest(profile: TapeProfile, ways: Several[TapeGroups], request: Request) -> StepPlan:
     """Return what holds the fewest bytes of what was found without regard to times.
 
     Raises:
         InfeasibleError: if this is more than the request's limit, or the host's.
     """
-    best = _least(ways, request)
+    best = _least(profile, ways, request)
     if best is not None and best.peak <= request.mem_limit:
-        return best.found
+        return best
     host = request.options.get("host_limit")
-    anywhere = best or _least(ways, replace(request, options={**request.options, "host_limit": None}))
+    anywhere = best or _least(profile, ways, replace(request, options={**request.options, "host_limit": None}))
     least = ways[0].whole if anywhere is None else min(ways[0].whole, anywhere.peak)
     raise InfeasibleError(
         "the training step with its parameters, gradients and optimizer states needs at least"
@@ -186,9 +172,9 @@ def _smallest(ways: Several[TapeGroups], request: Request) -> Found:
     )
 
 
-def _least(ways: Several[TapeGroups], request: Request) -> Proposal | None:
-    """Return the proposal that holds the fewest bytes, in chains whose times nobody has measured."""
-    best: Proposal | None = None
+def _least(profile: TapeProfile, ways: Several[TapeGroups], request: Request) -> StepPlan | None:
+    """Return the plan that holds the fewest bytes, in chains whose times nobody has measured."""
+    best: StepPlan | None = None
     whens = ("after", "during")[: 1 + _during(request)]
     modes = ("joint", "offload") if request.mode == "joint" else (request.mode,)
     tried: list[tuple[int, Request, TapeGroups, TapeGroups]] = []
@@ -200,8 +186,8 @@ def _least(ways: Several[TapeGroups], request: Request) -> Proposal | None:
     for limit, quick, even, groups in sorted(tried, key=lambda one: one[0]):
         if best is not None and limit >= best.peak:
             break
-        for proposed in islice(_proposed(even, quick), FEW):
-            one = replace(proposed, groups=groups, request=request)
+        for proposed in islice(_proposed(profile, even, quick), FEW):
+            one = compiled(profile, groups, proposed.plan.sequence, request)
             best = one if best is None or one.peak < best.peak else best
     return best
 
@@ -235,8 +221,10 @@ def _solved(chain: Chain, limit: int, mode: str, mem_slots: int, options: tuple[
     return solve(chain, limit, mode=mode, mem_slots=mem_slots, **dict(options))
 
 
-def _proposed(groups: TapeGroups, request: Request, start: Proposal | None = None) -> Iterator[Proposal]:
-    """Propose sequences for the request's limit. Where the first run of a stage exceeds it, the next is for a chain
+def _proposed(
+    profile: TapeProfile, groups: TapeGroups, request: Request, start: Proposal | None = None
+) -> Iterator[Proposal]:
+    """Propose plans for the request's limit. Where the first run of a stage exceeds it, the next is for a chain
     that charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which
     to go on."""
     constant, limit = groups.constant(_during(request)), request.mem_limit
@@ -250,9 +238,9 @@ def _proposed(groups: TapeGroups, request: Request, start: Proposal | None = Non
             sequence = _solved(chain, asked, request.mode, request.mem_slots, tuple(options.items()))
         except InfeasibleError:  # by the host's limit
             return
-        one = Proposal(groups, chain, asked, sequence, request)
-        yield one
-        if over := first_runs_over(one.sequence, one.levels, limit):
+        one = compiled(profile, groups, sequence, request)
+        yield Proposal(one, groups, chain, asked)
+        if over := first_runs_over(sequence, one.levels, limit):
             chain = charging(chain, over)
         elif one.peak == limit or (one.peak < limit and not more):
             return

@@ -24,7 +24,7 @@ from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_p
 from ..profile.tape_profile import TapeProfile
 from ..runtime.links.pool import new_link
 from ..runtime.links.spill import Spill
-from ..runtime.placed.moving import all_on, settle_buffers
+from ..runtime.placed.groups import all_on, settle_buffers
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.sharded import Shards
@@ -35,11 +35,11 @@ from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
 from .agreement import agree_on_plan, alike_cut, common_groups, not_answering, own_of
+from .inputs import signature
 from .request import Request
-from .signatures import signature
 from .step_courses import Call, Course, Recorded, StepRunner
 from .step_planner import StepPlan, report
-from .tape_placed_planner import Found, check_updates, compiled, keeping_all, plan, read_optimizers
+from .tape_placed_planner import check_updates, keeping_all, make_plan, read_optimizers
 
 logger = logging.getLogger("rotoff")
 
@@ -86,8 +86,15 @@ class PlacedRunner(StepRunner):
         """
         super().ask(request)
         plan = None if self.latest is None else self.planned(self.latest)
-        if plan is not None and plan.placed is not None:
-            self._placed().begin(plan.placed)
+        placed = None if plan is None else plan.placed
+        before, self._before = self._before, None
+        if before is not None:
+            known = before.placement
+            if known is not None and known.here and known.optimizers == self.optimizers:
+                self.placement, before.placement = known, None
+            before.close(resident=placed is None)
+        if placed is not None:
+            self._placed().begin(placed)
             return
         self.close()
         if plan is not None:
@@ -105,20 +112,16 @@ class PlacedRunner(StepRunner):
         if ways[0].whole <= request.mem_limit:
             plan = keeping_all(course.profile, own_of(ways[0]))
         else:
-            make = partial(self._chosen, course.profile, ways, request)
+            make = partial(self.choose, course.profile, ways, request)
             plan = agree_on_plan(course.profile, request, ways, make, self.group)
         report(request, plan, time.perf_counter() - began)
         return plan
 
-    def _chosen(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
-        groups, sequence = self.choose(ways, request)
-        return compiled(profile, groups, sequence, request)
-
-    def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
-        """Return a sequence for a step, and those of its groups that it moves."""
+    def choose(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
+        """Return a plan for a step, in one of its `ways`."""
         check_updates(self.optimizers, request)
         near = [one.plan for one in self if one.plan is not None and one.plan.placed is not None]
-        return plan(ways, request, near)
+        return make_plan(profile, ways, request, near)
 
     def ways(self, course: Course) -> list[TapeGroups]:
         """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU
@@ -297,29 +300,18 @@ class PlacedRunner(StepRunner):
         return waiting_plan(self.model, OptimizerProbe(self.optimizers, self.device, None), self._shards)
 
     def _placed(self) -> Placement:
-        """The placement of the parameters; that of the runner before if it was for the same optimizers. Buffers of a
-        model that the caller has left elsewhere come to the device."""
+        """The placement of the parameters. Buffers of a model that the caller has left elsewhere come to the device."""
         if self.options.device is not None:
             settle_buffers(self.model, self.device)
         if self.placement is None:
-            before, self._before = self._before, None
-            known = None if before is None else before.placement
-            if before is not None and known is not None and known.here and known.optimizers == self.optimizers:
-                self.placement, before.placement = known, None
-            else:
-                if before is not None:
-                    before.close(resident=False)
-                link = new_link(self.device, self.options.host_directory)
-                self.placement = Placement(link, self.optimizers, {} if self._shards is None else self._shards.of)
-                weakref.finalize(self.placement, link.close)
+            link = new_link(self.device, self.options.host_directory)
+            self.placement = Placement(link, self.optimizers, {} if self._shards is None else self._shards.of)
+            weakref.finalize(self.placement, link.close)
         return self.placement
 
     def close(self, resident: bool = True) -> None:
         """Return everything to the caller, on the device if `resident`, else where it lies."""
         super().close()
-        before, self._before = self._before, None
-        if before is not None:
-            before.close(resident)
         placement, self.placement = self.placement, None
         if placement is not None:
             if not placement.here:  # the process that this one was forked from has placed them

@@ -18,7 +18,7 @@ from typing import Any
 from ..core.chain import Chain, Form, LinkRates, Stage
 from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar
 from ..core.simulator import Machine, early_stops
-from ..runtime.layout import Layout
+from ..runtime.execution_plan import Layout
 from .trace import Ran, Trace
 
 STAGES = 40  # by default; the solver takes seconds for 100

@@ -175,7 +175,7 @@ class TapeGroups:
 
 def without_gradients(profile: TapeProfile) -> TapeProfile:
     """Return the profile of a step whose parameters' gradients count as those of groups."""
-    return replace(profile, trace=profile.trace.without_gradients())
+    return replace(profile, trace=profile.trace.without_gradients(), common=(), plain=None)
 
 
 def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:

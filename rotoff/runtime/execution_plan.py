@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
+from ..core.sequence import COMPUTES, FORWARDS, OpKind, Sequence, Value
 from ..core.simulator import Trace, early_stops, simulate
 from ..solver.in_flight import turn
 from .links.base import Range
@@ -35,6 +35,29 @@ class ExecutionPlan:
     keeps_all: bool = False
     in_flight: int = 1
     placed: PlacedPlan | None = None
+
+
+Key = tuple[int, int]  # the number of an operation, counted from the stage's first, and which of its results
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step on a tape finds the stages and values of the chain.
+
+    begins: the position with which each stage begins. end: that after the last one. keys: of the operations of each.
+    handed: the contents of a_i, with the stages that made them. forms: for each form of ā_i, the whole one first, what
+    autograd saves and the form keeps. stay: contents of the stage that stay on the device until its backward.
+    """
+
+    begins: tuple[int, ...]
+    end: int
+    keys: tuple[int, ...]
+    handed: tuple[tuple[tuple[int, Key], ...], ...]
+    forms: tuple[tuple[frozenset[Key], ...], ...]
+    stay: tuple[tuple[Key, ...], ...]
+
+
+NO_LAYOUT = Layout((), 0, (), (), (), ())  # of a step without a plan
 
 
 def compile_sequence(
@@ -96,9 +119,3 @@ def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, Range]:
             offset = max(offset, other + room)
         ranges[start] = offset, size
     return ranges
-
-
-def describe(op: Op, index: int, sequence: Sequence) -> str:
-    """Return the place of an op in its sequence, with its neighbours, for messages."""
-    near = " | ".join(f">{o}<" if n == index else str(o) for n, o in enumerate(sequence) if abs(n - index) <= 3)
-    return f"op {index} ({op}) of {len(sequence)}: {near}"

@@ -9,7 +9,6 @@ import torch
 
 from ..core.sequence import Sequence as Plan
 from ..errors import ExecutionError
-from .execution_plan import describe
 
 logger = logging.getLogger("rotoff")
 
@@ -36,9 +35,11 @@ class HeldCheck:
         held = _bytes_of(storages)
         planned = self._planned[index]
         if planned is not None and held > planned:
+            ops = [f">{op}<" if n == index else str(op) for n, op in enumerate(self._sequence)]
+            near = " | ".join(ops[max(index - 3, 0) : index + 4])
             raise ExecutionError(
-                f"after {describe(self._sequence[index], index, self._sequence)} the step holds {held} bytes of values,"
-                f" and the plan charges {planned}"
+                f"after op {index} ({self._sequence[index]}) of {len(ops)}: {near} the step holds {held} bytes of"
+                f" values, and the plan charges {planned}"
             )
 
     def off_course(self, storages: Iterable[torch.UntypedStorage]) -> None:

@@ -27,9 +27,8 @@ from ..errors import ExecutionError
 from ..tape.contents import Content
 from ..tape.tape import Tape
 from ..tensors.storage import bytes_of
-from .execution_plan import ExecutionPlan
+from .execution_plan import NO_LAYOUT, ExecutionPlan, Layout
 from .held_check import HeldCheck
-from .layout import NO_LAYOUT, Layout
 from .links.base import Link, Ticket
 from .links.spill import Back, Spill
 from .step_times import StepTimes

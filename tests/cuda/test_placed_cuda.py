@@ -331,21 +331,20 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
 
 
 class Clamped(nn.Linear):
-    """Bounds its weights whenever it runs."""
+    """Bounds its weights in evaluation."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.weight.clamp_(-0.01, 0.01)
+            if not self.training:
+                self.weight.clamp_(-0.01, 0.01)
         return super().forward(x)
 
 
 def test_a_forward_without_gradients_may_write_its_parameters() -> None:
-    plain, x = nn.Sequential(*(Clamped(64, 64) for _ in range(4))), torch.randn(16, 64, device=CUDA)
+    plain, x = nn.Sequential(*(Clamped(128, 128) for _ in range(8))), torch.randn(4, 128, device=CUDA)
     net = copy.deepcopy(plain)
     model = rotoff.Checkpointable(net, device="cuda").measure(x)
     place(model, [torch.optim.AdamW(net.parameters())], 0.0)
     with torch.no_grad():
-        for one in (*net, *plain):
-            one.weight.mul_(100)
-        assert torch.equal(model(x), plain.to(CUDA)(x))
+        assert torch.equal(model.eval()(x), plain.to(CUDA).eval()(x))
     assert all(map(torch.equal, (p.to(CUDA) for p in net.parameters()), plain.parameters()))

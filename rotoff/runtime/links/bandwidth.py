@@ -2,7 +2,7 @@
 
 Copies by the processor that computes are slower in a step than one after another: kernels have run since the last copy,
 and run beside this one, and the bytes that come back go into memory just allocated. Such a link is measured under the
-same conditions.
+same conditions. What is read has been written before: untouched pages do not exist yet, and may be cheaper.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float,
         return _beside_kernels(link, min(nbytes, MOST_BYTES), 2 * repeats)
     nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
     link.reserve(nbytes)
-    data = _touched(link, link.allocate(nbytes)).split(PIECE_BYTES)  # starting the copy of a tensor takes its time, too
+    data = link.allocate(nbytes).fill_(1).split(PIECE_BYTES)  # starting the copy of a tensor takes its time, too
     queued = min(QUEUED, -(-QUEUED_BYTES // nbytes))
     outward, inward = [], []
     for _ in range(1 + repeats):
@@ -65,7 +65,7 @@ def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float,
 def _beside_kernels(link: Link, nbytes: int, repeats: int) -> tuple[float, float]:
     """As `measure_bandwidth`, by the times of the copies themselves, while kernels run."""
     link.reserve(nbytes)
-    source, work = _touched(link, _stand_in(link, nbytes)), _stand_in(link, WORK_BYTES).view(torch.float32).fill_(1)
+    source, work = _stand_in(link, nbytes).fill_(1), _stand_in(link, WORK_BYTES).view(torch.float32).fill_(1)
     sizes = [min(PIECE_BYTES, nbytes - begin) for begin in range(0, nbytes, PIECE_BYTES)]
     zero, outward, inward = mark(link.device), [0.0], [0.0]
     for _ in range(1 + repeats):
@@ -115,7 +115,7 @@ def both_at_once(link: Link, nbytes: int, copies: int = 8) -> tuple[float, float
         rotoff.ExecutionError: where the host has no room for 2 * `nbytes`, or a copy fails.
     """
     link.reserve(2 * nbytes)
-    source, target = (_touched(link, link.allocate(nbytes)) for _ in range(2))
+    source, target = (link.allocate(nbytes).fill_(1) for _ in range(2))
     written = link.copy_out([source], nbytes)
     link.wait(written)
     link.drain()
@@ -162,10 +162,6 @@ def _stand_in(link: Link, nbytes: int) -> torch.Tensor:
         return link.stand_in(nbytes)
     except ExecutionError:
         return link.allocate(nbytes)
-
-
-def _touched(link: Link, data: torch.Tensor) -> torch.Tensor:
-    return data.fill_(1)  # untouched pages do not exist yet, and may be cheaper to read
 
 
 def _typical(seconds: list[float]) -> float:

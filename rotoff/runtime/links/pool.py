@@ -68,10 +68,9 @@ class LinkPool:
     def bandwidth(self, device: torch.device, nbytes: int) -> LinkRates:
         """Bytes per second for copies of `nbytes`, of each direction alone and while both are busy, where they can be.
 
-        Pinned memory that was taken for it is given back, since plans without moves need none.
+        The link is closed again, since plans without moves need no host memory.
         """
-        link = self.take(device, 0)
-        had = link.capacity
+        link = new_link(device, self._directory)
         try:
             alone = measure_bandwidth(link, nbytes)
             if not (link.duplex and link.queues):
@@ -89,10 +88,7 @@ class LinkPool:
                 )
             return LinkRates(*alone, True, *(rate * share for rate, share in zip(alone, _shares[device], strict=True)))
         finally:
-            if link.queues and not had:
-                with self._lock:
-                    self._taken[id(link)] = -1  # as one that was closed meanwhile
-            self.give_back(link)
+            link.close()
 
     def shared(self, rates: LinkRates) -> LinkRates:
         """`rates` of copies, but no more than `share`."""

@@ -17,7 +17,6 @@ from ...errors import ExecutionError
 from ...tensors.storage import local
 from ..links.base import Link
 from ..sharded import Shard
-from .moving import move
 from .placed_plan import PlacedPlan
 from .tensor import (
     HostBytes,
@@ -31,6 +30,7 @@ from .tensor import (
     room_of,
     settle,
 )
+from .updates import move_state
 
 
 class ParameterPlaces:
@@ -233,3 +233,29 @@ class PlacedGroups:
         """Return, by id of a parameter, the gradients that are not in ``parameter.grad``."""
         found = {id(p): self.places[id(p)].gradient.apart for p in parameters}
         return {key: gradient for key, gradient in found.items() if gradient is not None}
+
+
+def settle_buffers(model: nn.Module, device: torch.device) -> None:
+    """Move the buffers of `model` to `device` for good."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)  # as ``nn.Module.to`` does
+
+
+def all_on(model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
+    """Move a whole model and the states of its optimizers to `device`."""
+    settle_buffers(model, device)
+    for parameter in model.parameters():
+        move(parameter, device)
+    for optimizer in optimizers:
+        for updated, state in optimizer.state.items():
+            move_state(updated, state)
+
+
+def move(parameter: nn.Parameter, device: torch.device) -> None:
+    """Move a parameter and its gradient to `device`."""
+    if parameter.device != device:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = parameter.data.to(device)
+        parameter.grad = None if gradient is None else gradient.to(device)

@@ -19,11 +19,6 @@ class PlacedGroup:
     state_bytes: tuple[int, ...]
     name: str = ""
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the parameters and their states."""
-        return sum(parameter.nbytes for parameter in self.parameters) + sum(self.state_bytes)
-
 
 @dataclass(frozen=True)
 class PlacedPlan:

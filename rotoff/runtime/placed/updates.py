@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from ...tensors.tree import leaves
 from ..sharded import dispatching
-from .moving import move_state
 
 
 class Chunks:
@@ -108,6 +107,13 @@ def _stand_in(parameter: nn.Parameter, gradient: torch.Tensor) -> nn.Parameter:
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def move_state(parameter: torch.Tensor, state: dict[str, Any], scalars: bool = False) -> None:
+    """Move an optimizer's state of a parameter to the parameter's device. scalars: move step counts, too."""
+    for key, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and tensor.device != parameter.device and (scalars or tensor.numel() > 1):
+            state[key] = tensor.to(parameter.device)
 
 
 def read_by(optimizer: Optimizer) -> list[Any]:
