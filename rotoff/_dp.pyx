@@ -45,6 +45,13 @@ cdef inline Py_ssize_t _left(Py_ssize_t backlog, Py_ssize_t copied) noexcept nog
     return backlog - copied if backlog > copied else 0
 
 
+cdef int look_for_signals() except -1 nogil:
+    """So that Ctrl-C works."""
+    with gil:
+        PyErr_CheckSignals()
+    return 0
+
+
 def _rows(Py_ssize_t L, Py_ssize_t last, Py_ssize_t reach):
     """(base, count): segment i..j has row base[i] + j, for i ≤ j ≤ last and j < i + reach; the rows in all."""
     first = np.concatenate([[0], np.cumsum(np.minimum(reach, last - np.arange(last)))])
@@ -85,7 +92,8 @@ cdef class Opt:
     beside it, and without the seconds of B j.
     """
 
-    cdef readonly Py_ssize_t L, N, last, reach, bare
+    cdef readonly object slots
+    cdef Py_ssize_t L, N, last, reach, bare
     cdef const double[::1] U, u_again, least, delta
     cdef const double[:, ::1] u_B, M_all, M_swept, M_B, most
     cdef const int32_t[::1] n_forms, out
@@ -98,7 +106,7 @@ cdef class Opt:
     def __init__(self, slots, Py_ssize_t last, Py_ssize_t reach, Py_ssize_t bare):
         """slots: a `rotoff.solver.slots.Slots`. last: the last stage of segments in C. reach, bare: the most stages of
         one in C and D."""
-        self.L, self.N, self.last, self.reach, self.bare = slots.L, slots.N, last, reach, bare
+        self.slots, self.L, self.N, self.last, self.reach, self.bare = slots, slots.L, slots.N, last, reach, bare
         self.U, self.u_again, self.u_B, self.least = slots.U, slots.u_again, slots.u_B, slots.least
         self.M_all, self.M_B, self.M_swept, self.most = slots.M_all, slots.M_B, slots.M_swept, slots.most
         self.n_forms, self.out, self.saved, self.delta = slots.n_forms, slots.out, slots.saved, slots.delta
@@ -107,22 +115,21 @@ cdef class Opt:
         self.base = np.stack([C, n_C + np.arange(-1 - self.L, 0), n_C + self.L + D])
         self.known, self.fewest = np.empty((n_C + self.L + n_D, self.N + 1)), np.empty(n_C + self.L + n_D, np.int32)
         self.nothing = np.zeros(self.N + 1)
-
-    def fill_backward(self, Py_ssize_t j):
-        """C and D of the segments that end at stage j; those that end before are filled already."""
-        cdef Py_ssize_t i
         with nogil:
+            self.fill()
+
+    cdef int fill(self) except -1 nogil:
+        """C and D of the segments that end at each stage, after those that end before; then W."""
+        cdef Py_ssize_t i, j
+        for j in range(1, self.last + 1):
+            look_for_signals()
             for i in range(j, max(0, j - self.reach), -1):
                 self._fill(BACKWARD, i, j)
                 if j - i < self.bare:
                     self._fill(BESIDE, i, j)
-
-    def fill_forward(self):
-        """W, once C and D are filled."""
-        cdef Py_ssize_t i
-        with nogil:
-            for i in range(self.L, 0, -1):
-                self._fill(FORWARD, i, self.L)
+        for i in range(self.L, 0, -1):
+            self._fill(FORWARD, i, self.L)
+        return 0
 
     def choice(self, Table table, Py_ssize_t i, Py_ssize_t j, Py_ssize_t m):
         """(cost, first, k, form) in m slots: F_all i in `form` (ALL), a sweep to a_k (CK), or to ā_k in `form` (BARE).
@@ -208,6 +215,40 @@ cdef class Opt:
         return self.U[i] - self.U[i - 1] - self.u_again[i]
 
 
+# -- the smallest limit of recompute
+
+
+def remat_need(const int64_t[::1] out, const int64_t[::1] delta, const int32_t[::1] n_forms,
+               const int64_t[:, ::1] saved, const int64_t[:, ::1] M_all, const int64_t[:, ::1] M_B,
+               const int64_t[:, ::1] M_ck):
+    """[i, j]: bytes that recompute of i..j needs beyond the input of i, from δ_j to δ_{i-1}; 0 where no stage is left.
+
+    Column L is the forward phase, which holds no gradient. This is C_A's feasibility (NeurIPS 2021 supplement, B.3)
+    as a bottleneck recurrence: held bytes add to every need. It has one choice more than the paper: sweep to k - 1,
+    F_all k, drop a_{k-1} but keep ā_k, and make a_{k-1} again for B k. The arrays are those of
+    `rotoff.solver.arrays.Arrays`.
+    """
+    cdef Py_ssize_t L = out.shape[0] - 1, i, j, k, f
+    made = np.zeros((L + 2, L + 2), dtype=np.int64)
+    cdef int64_t[:, ::1] P = made
+    cdef int64_t best, need, held, sweep
+    with nogil:
+        for i in range(L, 0, -1):
+            for j in range(i, L + 1):
+                best, sweep, held = 4611686018427387904, 0, delta[j] if j < L else 0
+                for f in range(n_forms[i]):
+                    best = min(best, max(held + M_all[i, f], M_B[i, f], saved[i, f] + P[i + 1, j]))
+                for k in range(i, j):
+                    for f in range(n_forms[k] if k > i else 0):  # `sweep` still ends at k - 1
+                        need = max(held + sweep, held + out[k - 1] + M_all[k, f], out[k - 1] + M_B[k, f])
+                        need = max(need, delta[k] + sweep + saved[k, f], saved[k, f] + P[k + 1, j], P[i, k - 1])
+                        best = min(best, need)
+                    sweep = max(sweep, M_ck[i, k])
+                    best = min(best, max(held + sweep, out[k] + P[k + 1, j], P[i, k]))
+                P[i, j] = best
+    return made
+
+
 # -- POFO: recompute and offloading together
 
 
@@ -229,7 +270,7 @@ cdef class Joint:
     beats: with no more slots of any kind, no more seconds follow (but for the rounding of D_B).
     """
 
-    cdef readonly Py_ssize_t L, N, reach
+    cdef readonly Py_ssize_t L, N
     cdef Py_ssize_t X, states
     cdef double beta_F, beta_B
     cdef const double[::1] U, u_again, least, delta, clock_F, clock_B, clock  # clocks: β times running seconds
@@ -246,16 +287,16 @@ cdef class Joint:
     cdef double[::1] below                  # [at] the least seconds of all states with no more slots of any kind
     cdef State[::1] live                    # those that go on
 
-    def __init__(self, slots, Py_ssize_t reach):
-        """slots: a `rotoff.solver.slots.Slots`. reach: most stages of a segment that is made again."""
-        self.L, self.N, self.X, self.reach = slots.L, slots.N, 1 + slots.saved.shape[1], reach
+    def __init__(self, slots):
+        """slots: a `rotoff.solver.slots.Slots`."""
+        self.L, self.N, self.X = slots.L, slots.N, 1 + slots.saved.shape[1]
         self.U, self.u_again, self.u_B, self.least = slots.U, slots.u_again, slots.u_B, slots.least
         self.M_all, self.M_B, self.delta, self.most = slots.M_all, slots.M_B, slots.delta, slots.most
         self.n_forms, self.out, self.saved = slots.n_forms, slots.out, slots.saved
         self.beta_F, self.beta_B, self.M_ck, self.rest = slots.beta_F, slots.beta_B, slots.M_ck, slots.rest
         self.clock_F, self.clock_B, self.clock = slots.clock_F, slots.clock_B, slots.clock
         self.early, self.late = slots.early, slots.late
-        self.base, count = _rows(self.L, self.L - 1, reach)
+        self.base, count = _rows(self.L, self.L - 1, self.L)
         self.C_known = np.full((count, (self.N + 1) * (self.N + 2) // 2), np.nan)
         self.start = np.concatenate([[0], np.cumsum(np.arange(self.N + 1, 0, -1) ** 2)])
         shape = (self.L + 2) * self.X, int(self.start[self.N + 1])
@@ -304,7 +345,7 @@ cdef class Joint:
         best[0] = Choice(INFINITY, 0, 0, 0, 0)
         self.states += 1
         if self.states % 16384 == 0:
-            self.look_for_signals()
+            look_for_signals()
         for f in range(self.n_forms[i]):
             M_F, M_B = self.M_all[i, f] + over, self.M_B[i, f] + A - self.N
             if M_F > ERROR or M_B > ERROR:
@@ -355,7 +396,7 @@ cdef class Joint:
         cdef double cost, best = INFINITY
         self.OC_known[self.X, 0] = 0.0
         for i in range(1, self.L + 2):
-            self.look_for_signals()
+            look_for_signals()
             for x in range(1 if i == 1 else 1 + self.n_forms[i - 1]):
                 n = self.find_live(i, x)
                 if i <= self.L:
@@ -418,7 +459,7 @@ cdef class Joint:
         cdef Py_ssize_t j, s, e_F, D_F, D_B, I = self.size(i, x)
         cdef double over, sweep, segment
         cdef State *state
-        for j in range(i, min(self.L, i + self.reach)):
+        for j in range(i, self.L):
             sweep = self.U[j] - self.U[i - 1]
             for s in range(n):
                 state = &self.live[s]
@@ -461,9 +502,3 @@ cdef class Joint:
     cdef inline double at_least(self, Py_ssize_t i, Py_ssize_t j) noexcept nogil:
         """Seconds of keeping all of stages i..j, in their fastest forms."""
         return self.least[j] - self.least[i - 1] - (self.U[j] - self.U[j - 1] - self.u_again[j])
-
-    cdef int look_for_signals(self) except -1 nogil:
-        """So that Ctrl-C works."""
-        with gil:
-            PyErr_CheckSignals()
-        return 0

@@ -19,7 +19,7 @@ from network_chains import K40, network
 from tables import write
 
 from rotoff import Chain, InfeasibleError, Stage, keep_all, min_mem_limit, simulate, solve
-from rotoff.solver.policies.heavy import heavy_stages
+from rotoff.solver.policies.moving_sets import heavy_stages
 from rotoff.solver.policies.superneurons import layer_bytes, operations, segment_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"))

@@ -113,18 +113,13 @@ class StagePlan:
     """The operations of one stage for each micro-batch; `stage_plan` makes one.
 
     forward, backward: operations. resting_bytes, resting_host_bytes: held between the two, on device and host.
-    duplex, shares: `duplex` and `bidirectional_shares` of the link. output_bytes, input_grad_bytes: bytes sent to the
-    neighbours.
     """
 
+    chain: Chain
     forward: tuple[_Work, ...]
     backward: tuple[_Work, ...]
     resting_bytes: int
     resting_host_bytes: int
-    duplex: bool
-    shares: tuple[float, float]
-    output_bytes: int
-    input_grad_bytes: int
 
 
 def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StagePlan:
@@ -147,9 +142,7 @@ def stage_plan(chain: Chain, trace: Trace, turn: int, beside: int = 0) -> StageP
         work.append(_Work(seconds, awaited(op), lane, value, copied, memory, event.host_memory))
         if n + 1 == turn:
             resting, host = machine.held_bytes - chain.grad_bytes(len(chain)) + beside, machine.host_bytes
-    ends = chain.output_bytes(len(chain)), chain.input_grad_bytes
-    link = chain.duplex, chain.bidirectional_shares
-    return StagePlan(tuple(work[:turn]), tuple(work[turn:]), resting, host, *link, *ends)
+    return StagePlan(chain, tuple(work[:turn]), tuple(work[turn:]), resting, host)
 
 
 class RankTrace(NamedTuple):
@@ -254,8 +247,8 @@ class _Run:
 
     def _operate(self, rank: int, task: Task, work: _Work) -> None:
         end = self._clock[rank] + work.seconds
-        stage, link = self._stages[task.stage], rank // self._per_link
-        lanes = self._lanes.setdefault(link, Lanes(stage.duplex, stage.shares))
+        chain, link = self._stages[task.stage].chain, rank // self._per_link
+        lanes = self._lanes.setdefault(link, Lanes(chain.duplex, chain.bidirectional_shares))
         keys = [(task.stage, task.micro_batch, v) for v in work.waits]
         free = max([end, *(lanes.end(self._copies.get(key)) for key in keys)])
         self._busy[rank] += work.seconds
@@ -278,7 +271,7 @@ class _Run:
         following = Task(task.stage + (-1 if task.backward else 1), task.backward, task.micro_batch)
         if following.stage in self._rank_of:
             there = self._rank_of[following.stage]
-            nbytes = stage.input_grad_bytes if task.backward else stage.output_bytes
+            nbytes = stage.chain.input_grad_bytes if task.backward else stage.chain.output_bytes(len(stage.chain))
             self._arrival[following] = self._clock[rank] + (0.0 if there == rank else nbytes / self._bandwidth)
             if (waiting := self._parked.pop(following, None)) is not None:
                 self._clock[waiting] = max(self._clock[waiting], self._arrival[following])

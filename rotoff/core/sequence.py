@@ -34,34 +34,10 @@ class Value(NamedTuple):
         return f"{self.of or ('abar' if self.saved else 'a')} {self.stage}"
 
 
-@cache  # called several times in every operation that the interpreter runs
-def a(i: int) -> Value:
-    """a_i, the output of stage i; a_0 is the chain's input."""
-    return Value(False, i)
-
-
-@cache
-def abar(i: int) -> Value:
-    """ā_i, all that stage i's backward needs besides its input."""
-    return Value(True, i)
-
-
-@cache
-def w(k: int) -> Value:
-    """The parameters of group k."""
-    return Value(False, k, "w")
-
-
-@cache
-def g(k: int) -> Value:
-    """The gradients of the parameters of group k."""
-    return Value(False, k, "g")
-
-
-@cache
-def o(k: int) -> Value:
-    """The optimizer's state for the parameters of group k."""
-    return Value(False, k, "o")
+# a_i, the output of stage i (a_0 is the chain's input); ā_i, all that stage i's backward needs besides its input; the
+# parameters of group k, their gradients, and the optimizer's state for them.
+a, abar = cache(partial(Value, False)), cache(partial(Value, True))
+w, g, o = (cache(partial(Value, False, of=name)) for name in "wgo")
 
 
 class OpKind(Enum):

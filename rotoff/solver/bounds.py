@@ -7,21 +7,21 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 
+from .._dp import remat_need
 from ..core.chain import Chain, check_chain
 from ..core.modes import check_mode
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import PERIODS, check_when
 from ..errors import InfeasibleError, OptionError
 from .anneal import least_compute
-from .arrays import MOST_LIMIT, Arrays, arrays
-from .group_needs import own_needs
+from .arrays import MOST_LIMIT, Arrays, arrays, own_needs
 from .group_program import GroupProgram, drift_time
-from .kernels.least_limit import remat_need
+from .placement import HostPlan
 from .step_program import StepProgram
 
 # -- the smallest limits
@@ -121,21 +121,9 @@ def remat_arrays(chain: Chain, updates: str = "during") -> Arrays:
 
 @lru_cache(maxsize=4)
 def remat_needs(chain: Chain, updates: str = "during") -> np.ndarray:
-    """[i, j]: exact bytes that persistent recompute of i..j needs beyond the input of i (`kernels.least_limit`)."""
+    """[i, j]: exact bytes that persistent recompute of i..j needs beyond the input of i (`_dp.remat_need`)."""
     c = remat_arrays(chain, updates)
     return remat_need(c.out, c.delta, c.n_forms, c.saved, c.M_all, c.M_B, c.M_ck)
-
-
-@dataclass(frozen=True)
-class HostPlan:
-    """A plan at the joint minimum: everything that is not in use is on the host.
-
-    form[i]: form in which ā_i is made. output_input[i]: whether B i+1 (and what runs after stage i) takes a_i as its
-    input rather than ā_i.
-    """
-
-    form: tuple[int, ...]
-    output_input: tuple[bool, ...]
 
 
 def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:

@@ -10,8 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..core.chain import Chain, ParameterGroup
-from .arrays import Arrays, arrays
-from .group_needs import own_needs
+from .arrays import Arrays, arrays, own_needs
 from .linear_program import Term
 from .step_program import StepProgram
 

@@ -17,39 +17,30 @@ from ..core.chain import Chain
 from ..core.sizes import format_bytes
 from ..errors import OptionError
 from . import remat
-from .arrays import arrays
 from .plan_codes import MOVE, from_forwards
-from .slots import ROUNDINGS, discretize
+from .slots import ROUNDINGS, Slots
 
 TABLE_BYTES = 4 << 30
-QUICK_WORK = 1.5e7
-QUICK_REACH = 32
 
 
-def program(chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None) -> Joint:
-    """The recurrences at N slots of a limit, which must exceed a_0.
-
-    reach: most stages that are recomputed from one input; None for any number.
-    """
-    slots = discretize(arrays(chain), chain.link[:2], mem_limit, N, rounding)
-    return Joint(slots, max(1, min(reach or slots.L, slots.L - 1)))
+def program(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> Joint:
+    """The recurrences at N slots of a limit, which must exceed a_0."""
+    return Joint(Slots(chain, mem_limit, N, rounding))
 
 
-def table_bytes(chain: Chain, N: int, reach: int) -> int:
+def table_bytes(chain: Chain, N: int) -> int:
     """Bytes of both tables."""
     L, X = len(chain), 2 + max(len(s.forms) for s in chain.stages)
-    C = L * min(L, 2 * reach) // 2 * (N + 1) * (N + 2) // 2
+    C = L * L // 2 * (N + 1) * (N + 2) // 2
     OC = (L + 2) * X * (N + 1) * (N + 2) * (2 * N + 3) // 6
     return 8 * (C + 2 * OC)
 
 
-def solve_slots(
-    chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None
-) -> tuple[float, np.ndarray | None]:
+def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
     """(cost in seconds, plan) of OC_0(1, 0, 0, 0) at N slots; (infinity, None) if nothing fits."""
     if mem_limit <= chain.input_bytes:
         return math.inf, None
-    kernel = program(chain, mem_limit, N, rounding, reach)
+    kernel = program(chain, mem_limit, N, rounding)
     cost, end = kernel.forward()
     return cost, from_forwards(chain, forwards(kernel, end)) if math.isfinite(cost) else None
 
@@ -85,24 +76,18 @@ def forwards(kernel: Joint, end: int) -> list[tuple[int, int]]:
     return done
 
 
-def quick(chain: Chain) -> tuple[int, int]:
-    """(slots, reach) for tables that take about a tenth of a second: enough if a search follows."""
-    reach = min(len(chain), QUICK_REACH)
-    return max(4, round(math.pow(QUICK_WORK / (len(chain) * reach), 1 / 3))), reach
-
-
-def proposals(chain: Chain, limit: int, slots: int, reach: int) -> Iterator[tuple[str, np.ndarray]]:
+def proposals(chain: Chain, limit: int, slots: int) -> Iterator[tuple[str, np.ndarray]]:
     """Optima of the recurrences with both rounding rules.
 
     Raises:
         OptionError: if the tables would not fit in memory.
     """
-    if (size := table_bytes(chain, slots, reach)) > TABLE_BYTES:
+    if (size := table_bytes(chain, slots)) > TABLE_BYTES:
         raise OptionError(
             f"mem_slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(size)},"
             f" more than {format_bytes(TABLE_BYTES)}; give fewer slots, or leave refine on"
         )
     for rounding in ROUNDINGS:
-        _, codes = solve_slots(chain, limit, slots, rounding, reach)
+        _, codes = solve_slots(chain, limit, slots, rounding)
         if codes is not None:
             yield f"joint-{rounding}", codes

@@ -1,37 +1,38 @@
 """The search for chains with parameters: placements by rule, under several plans for the activations, then annealing.
 
-Every move of the search decodes a whole steady step in compiled code (`kernels.place`). As in `solver.anneal`, effort
-is counted in plans and random numbers are seeded, so equal inputs give equal sequences.
+A plan is one row of numbers that the kernel `kernels.place` decodes into a steady step. First come the codes of the
+stages (`solver.plan_codes`); here the MOVE bit means that the value is offloaded during its longest absence. Then four
+numbers follow for each group: a mask of the uses after which ``w`` leaves, flags (its state leaves; its gradient leaves
+before an update on the device; the host updates it; ``w`` and ``g`` leave even while groups of the same stage are
+updated), the stage after whose B the update is issued, and a rank among updates issued there.
+
+Every move of the search decodes a whole step in compiled code. As in `solver.anneal`, effort is counted in plans and
+random numbers are seeded, so equal inputs give equal sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import product
 
 import numpy as np
 
-from ..core.sequence import Sequence
+from ..core.chain import Chain
+from ..core.sequence import Sequence, Value
 from ..core.simulator import simulate
 from . import remat
 from .anneal import THREADS, Problem, Progress, annealed
-from .bounds import HostPlan, host_plan, min_mem_limit
-from .genes import (
-    EVERYWHERE,
-    FLAGS,
-    GRADIENT_LEAVES,
-    MASK,
-    ON_HOST,
-    STATE_LEAVES,
-    STEPS_ASIDE,
-    at_home,
-    joined,
-    placer,
-    to_sequence,
-)
-from .host import all_moving, host_step
-from .plan_codes import MOVE, empty, in_columns, keep_all
+from .arrays import arrays
+from .bounds import host_plan, min_mem_limit
+from .kernels.place import Placer
+from .placement import HostPlan, host_step
+from .plan_codes import APART, EARLY, MOVE, OF, empty, in_columns, keep_all, select, to_ops
 
+GENES, SLOTS = 4, 4
+MASK, FLAGS, AT, RANK = range(GENES)
+EVERYWHERE = (1 << 13) - 1  # every bit of a mask
+STATE_LEAVES, GRADIENT_LEAVES, ON_HOST, STEPS_ASIDE = 1, 2, 4, 8
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
@@ -45,6 +46,56 @@ WEIGHTS = (0.5, 2.0)
 TIGHT = (3e-3, 3e-3, 1e-3, 1e-3), (50.0, 200.0)
 TABLE_WORK = 50_000_000  # states times choices of the recompute tables: some hundredths of a second
 KEPT = 8  # starts
+
+# Bytes and seconds of a group, as `kernels.cycle` reads them.
+GROUP = np.dtype(
+    [(name, np.int64) for name in ("w", "g", "o", "transient")]
+    + [("update", np.float64), ("host", np.float64), ("first", np.int32), ("last", np.int32)]
+)
+
+
+@lru_cache(maxsize=8)
+def group_arrays(chain: Chain) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """The groups of `chain` as rows of `GROUP`, and the groups that each stage reads: (first index of each stage, group
+    of each index, place of the stage among the group's stages).
+    """
+    reads = sorted(
+        (stage, k, min(slot, SLOTS - 1))
+        for k, group in enumerate(chain.parameters)
+        for slot, stage in enumerate(sorted(group.stages))
+    )
+    starts = np.searchsorted([stage for stage, _, _ in reads], np.arange(len(chain) + 2))
+    rows = []
+    for group in chain.parameters:
+        sizes = group.bytes, group.grad_bytes, group.state_bytes, group.update_transient_bytes
+        host = -1.0 if group.host_update_time is None else group.host_update_time
+        rows.append((*sizes, group.update_time, host, min(group.stages), max(group.stages)))
+    _, read, slots = np.array(reads, dtype=np.int32).T
+    return np.array(rows, dtype=GROUP), (starts.astype(np.int32), read, slots)
+
+
+def placer(chain: Chain, limit: int, visits: int, updates: str, host_limit: int | None = None) -> Placer:
+    """A decoder for plans with `visits` columns of codes."""
+    most = 16 * len(chain) + 64
+    return Placer(chain, arrays(chain), limit, host_limit, visits, most, *group_arrays(chain), updates == "after")
+
+
+def at_home(chain: Chain) -> np.ndarray:
+    """Genes that keep every group on the device and update it there as soon as its gradient is whole."""
+    genes = np.zeros((len(chain.parameters), GENES), dtype=np.int16)
+    genes[:, AT] = [min(group.stages) for group in chain.parameters]
+    return genes
+
+
+def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:
+    """One plan of the stages' codes and the groups' genes."""
+    return np.concatenate([codes.ravel(), genes.ravel()]).astype(np.int16)
+
+
+def to_sequence(kernel: Placer, plan: np.ndarray) -> Sequence:
+    """Decode `plan` into a sequence."""
+    rows, rest = kernel.text(plan)
+    return Sequence(to_ops(rows), resident=[str(Value(False, k, OF[of])) for of, k in rest])
 
 
 def searched(problem: Problem, progress: Progress | None = None) -> list[np.ndarray]:
@@ -141,6 +192,31 @@ def _activations(problem: Problem) -> Iterator[np.ndarray]:
             yield smallest
     if problem.mode == "joint":
         yield from all_moving(chain, min_mem_limit(chain, "joint"))
+
+
+def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
+    """Plans in which every value may move, for limits at which some ā_i and ā_{i+1} do not fit together.
+
+    For these i, B i+1 takes a_i and not ā_i. Other values move only to make room, so these plans are far faster than
+    `placement.host_sequence`, and a search can start from them. The first plan makes a_i again in the backward phase if
+    the forward fits beside ā_i; the second always makes it right after ā_i, and so fits more often.
+    """
+    plan = host_plan(chain, mem_limit)
+    if plan is None:
+        return
+    c, form, after = arrays(chain), np.array(plan.form), np.arange(2, len(chain) + 1)
+    kept = c.out[0] + c.saved[after - 1, form[after - 1]]  # beside ā_i run F_all i+1 and B i+1
+    forward, backward = kept + c.M_all[after, form[after]], kept + c.M_B[after, form[after]]
+    tight = np.maximum(forward, backward) > mem_limit
+    if not tight.any():
+        return
+    base = empty(chain)
+    base[1:] = np.array([[select(form) | MOVE] for form in plan.form[1:]], dtype=np.int16)
+    for late in (tight & (forward <= mem_limit), np.zeros_like(tight)):
+        codes = base.copy()
+        codes[1:-1][late] |= APART
+        codes[1:-1][tight & ~late] |= EARLY
+        yield codes
 
 
 def _placements(problem: Problem) -> Iterator[np.ndarray]:

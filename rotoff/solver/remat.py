@@ -8,24 +8,20 @@ its backward's need, and the ā after a swept segment may be kept in the place o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import numpy as np
 
 from .._dp import First, Opt, Table
 from ..core.chain import Chain
-from .arrays import Arrays, arrays
+from .arrays import Arrays
 from .bounds import at_rest_bytes, remat_arrays, remat_needs
 from .plan_codes import CK, DROP, from_forwards, select
-from .slots import Slots, discretize
+from .slots import ROUNDINGS, Slots
 
 SLOTS = 500
 REACHES = (10**9, 32, 16)  # most stages made again from one input
 BARE = 16  # most stages made again for an ā that was kept without its input
-# rules of rounding, and the tables' bytes / limit: rounding leaves a part of the limit unused
-INFLATED = (("up", 1.05), ("sums", 1.02))
-FINE = 16  # slots below those of the limit that are tried one by one
 SHARES = (1.0, 1.15, 1.3, 1.5, 1.75, 2.0, 2.5, 3.0)  # bytes / limit, for plans whose values move if they must
 
 
@@ -46,105 +42,58 @@ def sized(chain: Chain, work: int, reaches: tuple[int, ...] = REACHES) -> tuple[
     return max(8, slots), reach
 
 
-@dataclass(frozen=True)
-class Tables:
-    """The recurrences of a chain at one discretization; they have optima for any number of slots up to N.
-
-    whole: the table that has them; BACKWARD for rotor's own, of which segments may end at L.
-    """
-
-    chain: Chain
-    slots: Slots
-    kernel: Opt
-    whole: Table
-
-    def plan(self, m: int) -> tuple[float, np.ndarray | None]:
-        """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
-        cost = self.kernel.choice(self.whole, 1, self.slots.L, m)[0]
-        if not math.isfinite(cost):
-            return cost, None
-        return cost, from_forwards(self.chain, forwards(self.kernel, self.slots, self.whole, m))
-
-
 def tables(
-    chain: Chain, mem_limit: int, N: int, reach: int, rounding: str = "up", whole: Table = Table.FORWARD
-) -> Tables:
-    """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0. Python runs between the stages, so
-    that Ctrl-C works.
+    chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None, whole: Table = Table.FORWARD
+) -> Opt:
+    """The recurrences with N slots for `mem_limit` bytes; the limit must exceed a_0.
 
-    reach: most stages that are recomputed from one input.
+    reach: most stages that are recomputed from one input; None for any number. whole: the table that has the optimum;
+    BACKWARD for rotor's own.
     """
-    slots = discretize(arrays(chain), chain.link[:2], mem_limit, N, rounding)
-    last = slots.L if whole == Table.BACKWARD else slots.L - 1
-    reach = max(1, min(reach, last))
-    kernel = Opt(slots, last, reach, 0 if whole == Table.BACKWARD else min(BARE, reach))
-    for j in range(1, last + 1):
-        kernel.fill_backward(j)
-    kernel.fill_forward()
-    return Tables(chain, slots, kernel, whole)
+    slots, published = Slots(chain, mem_limit, N, rounding), whole == Table.BACKWARD
+    last = slots.L if published else slots.L - 1
+    reach = max(1, min(reach or last, last))
+    return Opt(slots, last, reach, 0 if published else min(BARE, reach))
 
 
-def solve_slots(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> tuple[float, np.ndarray | None]:
+def plan_of(chain: Chain, kernel: Opt, m: int, whole: Table = Table.FORWARD) -> tuple[float, np.ndarray | None]:
+    """(cost in seconds, plan) of the optimum at m slots; (infinity, None) if nothing fits."""
+    cost = kernel.choice(whole, 1, len(chain), m)[0]
+    return cost, from_forwards(chain, forwards(kernel, whole, m)) if math.isfinite(cost) else None
+
+
+def solve_slots(
+    chain: Chain, mem_limit: int, N: int, rounding: str = "up", reach: int | None = None, whole: Table = Table.FORWARD
+) -> tuple[float, np.ndarray | None]:
     """(cost in seconds, plan) of the recurrences' optimum at N slots; (infinity, None) if nothing fits."""
     if mem_limit <= chain.input_bytes:
         return math.inf, None
-    made = tables(chain, mem_limit, N, len(chain), rounding)
-    return made.plan(made.slots.N)
+    kernel = tables(chain, mem_limit, N, rounding, reach, whole)
+    return plan_of(chain, kernel, kernel.slots.N, whole)
 
 
-def proposals(
-    chain: Chain, limit: int, work: int, fits: Callable[[np.ndarray], bool]
-) -> Iterator[tuple[str, np.ndarray]]:
-    """(source, plan) of optima by each rounding: at the slots of the limit, and at the most slots that fit."""
-    for reaches in (REACHES, REACHES[:1]) if limit > chain.input_bytes else ():
-        slots, reach = sized(chain, work, reaches)
-        found = False
-        for rounding, share in INFLATED:
-            made = tables(chain, int(limit * share), slots, reach, rounding)
-            for codes, fit in _largest(made, share, fits):
-                found |= fit
-                yield f"remat-{rounding}", codes
-        if found or reach >= len(chain):
-            break  # otherwise longer segments may fit, on tables with fewer slots
-    smallest = smallest_plan(chain, limit)
-    if smallest is not None:
-        yield "remat-smallest", smallest
-
-
-def _largest(made: Tables, share: float, fits: Callable[[np.ndarray], bool]) -> Iterator[tuple[np.ndarray, bool]]:
-    """(plan, whether it fits): the first that fits, by falling slots, and the one at the limit's slots if it does not
-    fit.
-    """
-    m, step, before, N = made.slots.N, 1, math.nan, made.slots.N
-    while m > 0:
-        cost = made.kernel.choice(Table.FORWARD, 1, made.slots.L, m)[0]
-        if cost != before:
-            before = cost
-            _, codes = made.plan(m)
-            if codes is None:
-                return
-            fit = fits(codes)
-            if fit or m == int(N / share):
-                yield codes, fit
-            if fit:
-                return
-        step = step if m > N / share - FINE else step + 1
-        m -= step
+def proposals(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndarray]]:
+    """(source, plan) of the optima by each rounding, and of the smallest plan."""
+    slots, reach = sized(chain, work)
+    plans = {f"remat-{rounding}": solve_slots(chain, limit, slots, rounding, reach)[1] for rounding in ROUNDINGS}
+    plans["remat-smallest"] = smallest_plan(chain, limit)
+    yield from ((source, codes) for source, codes in plans.items() if codes is not None)
 
 
 def inflated(chain: Chain, limit: int, work: int) -> Iterator[tuple[str, np.ndarray]]:
     """(source, plan) of optima for more memory, up to three times the limit."""
     if limit > chain.input_bytes:
-        made = tables(chain, int(limit * SHARES[-1]), *sized(chain, work), "sums")
+        slots, reach = sized(chain, work)
+        made = tables(chain, int(limit * SHARES[-1]), slots, "sums", reach)
         for share in SHARES:
-            _, codes = made.plan(int(made.slots.N * share / SHARES[-1]))
+            _, codes = plan_of(chain, made, int(made.slots.N * share / SHARES[-1]))
             if codes is not None:
                 yield f"remat-{share:.3g}", codes
 
 
-def forwards(kernel: Opt, slots: Slots, whole: Table, m: int) -> list[tuple[int, int]]:
+def forwards(kernel: Opt, whole: Table, m: int) -> list[tuple[int, int]]:
     """The forwards of an optimum in program order, as (stage, code); segments still to run wait on a stack."""
-    done: list[tuple[int, int]] = []
+    done, slots = list[tuple[int, int]](), kernel.slots
     waiting = [(whole, 1, slots.L, m)]
     while waiting:
         table, i, j, m = waiting.pop()

@@ -95,11 +95,7 @@ def _orders(problem: Problem, sequence: Sequence) -> list[Order]:
 
 def _crosses(op: Op, updates: str) -> bool:
     """Whether the operation may move across the step's end; with `updates` "after" only w may be in flight there."""
-    if op.kind in COMPUTES or op.kind is OpKind.H:
-        return False
-    return op.value.of == "w" or (
-        op.value.of == "o" and (updates == "during" or op.kind not in (OpKind.PREFETCH, OpKind.WAIT))
-    )
+    return op.of == "w" or (op.of == "o" and (updates == "during" or op.kind not in (OpKind.PREFETCH, OpKind.WAIT)))
 
 
 def _number(chain: Chain, v: Value) -> int:

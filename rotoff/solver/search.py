@@ -14,11 +14,12 @@ from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.trace import figures
 from ..errors import InfeasibleError
-from . import joint, offload, placed_search, remat
+from . import joint, placed_search, remat
 from .anneal import FLOAT_ERROR, Problem, Progress, least_compute, refined
+from .arrays import arrays
 from .bounds import host_plan, infeasible, min_mem_limit
-from .host import all_moving, host_sequence
-from .plan_codes import MOVE, evaluator, keep_all, select, to_ops, without_forms
+from .placement import host_sequence
+from .plan_codes import MOVE, empty, evaluator, keep_all, select, to_ops, without_forms
 from .reorder import reordered
 
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
@@ -157,28 +158,41 @@ def _searched(problem: Problem, progress: Progress | None) -> Candidate | None:
 
 
 def _proposals(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
-    """(source, plan) of all kinds that `mode` allows, the fastest to make first. If a search follows, slow tables are
-    filled with fewer slots."""
+    """(source, plan) of all kinds that `mode` allows, the fastest to make first. If a search follows, recompute has
+    fewer slots, and the joint tables, which then gain next to nothing, are left out."""
     chain, limit, mode, quick = problem.chain, problem.limit, problem.mode, problem.budget.seconds > 0
     work = TABLE_WORK if quick else 20 * TABLE_WORK
     yield from (("known", codes) for codes in problem.known)
     if mode != "remat":
-        yield from (("offload", codes) for codes in offload.proposals(chain))
+        yield from (("offload", codes) for codes in _moving(chain))
     if mode == "offload":
         return
-    yield from remat.proposals(
-        chain, limit, work, lambda codes: judged(chain, limit, codes, "", problem.host_limit) is not None
-    )
+    yield from remat.proposals(chain, limit, work)
     if mode == "remat":
         return
-    yield from (("all-moving", codes) for codes in all_moving(chain, limit))
-    slots, reach = joint.quick(chain) if quick else (problem.slots, len(chain))
-    for N in sorted({min(problem.slots, N) for N in ((slots, 2 * slots) if quick else (slots,))}):
-        yield from joint.proposals(chain, limit, N, reach)
+    yield from (("all-moving", codes) for codes in placed_search.all_moving(chain, limit))
+    if not quick:
+        yield from joint.proposals(chain, limit, problem.slots)
     for source, codes in remat.inflated(chain, limit, work):
         moved = codes.copy()
         moved[1:] |= MOVE
         yield f"{source}-moved", moved
+
+
+def _moving(chain: Chain) -> Iterator[np.ndarray]:
+    """Plans that run every stage forward once and move the ā of the first stages (they are needed last), or of stages
+    with the longest forward per byte, which hide their own copy.
+
+    Values move only if they have to. So the plan that moves all of them fits whenever any plan of mode offload does.
+    Sources: Euro-Par 2020 for the order of needs; the prefix is its GREEDY with the set chosen by size.
+    """
+    L, c = len(chain), arrays(chain)
+    rank = np.argsort(-c.u_F[1:] / np.maximum(c.saved[1:, 0], 1), kind="stable") + 1
+    first = sorted({L * part // 12 for part in range(1, 13)})
+    for moved in (*(np.arange(1, last + 1) for last in first), *(rank[: L * part // 12] for part in (3, 6, 9))):
+        codes = empty(chain)
+        codes[moved] |= MOVE
+        yield codes
 
 
 def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit: int | None = None) -> Candidate | None:

@@ -12,7 +12,7 @@ from ..core.sequence import B, F_all, F_ck, F_none, Op, Sequence, a, free, offlo
 from .placement import HOST_UPDATED, RESIDENT, STREAMED, STREAMED_HOST_UPDATED, Place, place
 from .plan_codes import keep_all
 from .policies.lowering import ENDLESS, lower
-from .policies.zero_offload import together
+from .policies.placements import together
 
 KEEP, CHECKPOINT, CHECKPOINT_ON_HOST, SAVED_ON_HOST = "keep", "checkpoint", "checkpoint on host", "saved on host"
 ACTIVATIONS = (KEEP, CHECKPOINT, CHECKPOINT_ON_HOST, SAVED_ON_HOST)

@@ -16,20 +16,19 @@ The room of M = mem_limit − |a_0| bytes is cut into N slots of M / N bytes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from ..core.chain import Chain
 from ..core.modes import whole_number
-from .arrays import Arrays
+from .arrays import arrays
 
 ROUNDINGS = ("up", "sums")
 # most slots that the link copies in one step: a faster link hides every copy, and larger sums would lose the low digits
 MOST_COPIED = 1e12
 
 
-@dataclass(frozen=True)
 class Slots:
     """A chain in N slots of `room` bytes together; by stage, stages i..k or form f, as the kernels name them.
 
@@ -38,78 +37,34 @@ class Slots:
     that a sweep has made; M_ck[i] of F_ck i; most[i, k] of F_ck i, F_∅ i+1..k; rest[i, k] of F_∅ i+1..k. early[i, k],
     late[i, k]: the largest of the needs of `most`, less the slots that the link copies in the forwards before it, or
     after it. clock_F, clock_B, clock: slots copied in running u_F, u_B, and both. beta: slots a second.
+
+    Args:
+        mem_limit: bytes, more than a_0. N: requested slots; at petabytes there may be fewer, since sizes are multiplied
+            by slots in 64 bits. rounding: the rule.
     """
 
-    L: int
-    N: int
-    out: np.ndarray
-    saved: np.ndarray
-    n_forms: np.ndarray
-    U: np.ndarray
-    u_again: np.ndarray
-    u_B: np.ndarray
-    least: np.ndarray
-    M_all: np.ndarray
-    M_B: np.ndarray
-    M_swept: np.ndarray
-    delta: np.ndarray
-    M_ck: np.ndarray
-    most: np.ndarray
-    rest: np.ndarray
-    early: np.ndarray
-    late: np.ndarray
-    beta_F: float
-    beta_B: float
-    clock_F: np.ndarray
-    clock_B: np.ndarray
-    clock: np.ndarray
-
-
-def discretize(c: Arrays, rates: tuple[float, float], mem_limit: int, N: int, rounding: str) -> Slots:
-    """A chain at a limit of `mem_limit` bytes, above a_0, by the rule `rounding`.
-
-    rates: bytes a second out and in. N: requested slots; at petabytes there may be fewer, since sizes are multiplied by
-    slots in 64 bits.
-    """
-    room, L, U = mem_limit - int(c.out[0]), len(c.out) - 1, np.cumsum(c.u_F)
-    N = min(N, (2**63 - 1) // room)
-    rule = _up if rounding == "up" else _sums
-    total = float((c.u_F + c.u_B.max(axis=1)).sum())
-    fastest_link = MOST_COPIED / total if total else math.inf
-    beta_F, beta_B = (min(rate * N / room, fastest_link) for rate in rates)
-    step, (rest, early, late) = _real(c.M_ck, N, room), np.zeros((3, L + 1, L + 1))
-    for i in range(1, L):
-        q = slice(i, L)
-        rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
-        # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
-        early[i, q] = np.maximum.accumulate(step[i, q] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
-        late[i, q] = np.maximum.accumulate(step[i, q] + beta_B * U[q]) - beta_B * U[q]
-    u_B = np.cumsum(c.u_B[:, 0])
-    return Slots(
-        L=L,
-        N=N,
-        out=rule(c.out, N, room),
-        saved=np.stack([rule(column, N, room) for column in c.saved.T], axis=1),
-        n_forms=c.n_forms,
-        U=U,
-        u_again=c.u_again,
-        u_B=c.u_B,
-        least=np.cumsum(c.u_F + c.fastest),
-        M_all=_real(c.M_all, N, room),
-        M_B=_real(c.M_B, N, room),
-        delta=_real(c.delta, N, room),
-        M_swept=_real(c.M_all + np.concatenate([[0], c.out[:-1]])[:, None], N, room),
-        M_ck=np.ascontiguousarray(step.diagonal()),
-        most=_real(c.M_sweep, N, room),
-        rest=rest,
-        early=early,
-        late=late,
-        beta_F=beta_F,
-        beta_B=beta_B,
-        clock_F=beta_F * U,
-        clock_B=beta_B * u_B,
-        clock=beta_B * (U + u_B),
-    )
+    def __init__(self, chain: Chain, mem_limit: int, N: int, rounding: str) -> None:
+        c = arrays(chain)
+        room, L, U, u_B = mem_limit - int(c.out[0]), len(chain), np.cumsum(c.u_F), np.cumsum(c.u_B[:, 0])
+        N = min(N, (2**63 - 1) // room)
+        rule = _up if rounding == "up" else _sums
+        self.L, self.N, self.U, self.n_forms, self.u_again, self.u_B = L, N, U, c.n_forms, c.u_again, c.u_B
+        self.out, self.saved = rule(c.out, N, room), np.stack([rule(column, N, room) for column in c.saved.T], axis=1)
+        self.least = np.cumsum(c.u_F + c.fastest)
+        needs = c.M_all, c.M_all + np.concatenate([[0], c.out[:-1]])[:, None], c.M_B, c.delta, c.M_ck, c.M_sweep
+        self.M_all, self.M_swept, self.M_B, self.delta, step, self.most = (_real(need, N, room) for need in needs)
+        total = float((c.u_F + c.u_B.max(axis=1)).sum())
+        fastest_link = MOST_COPIED / total if total else math.inf
+        beta_F, beta_B = self.beta_F, self.beta_B = [min(rate * N / room, fastest_link) for rate in chain.link[:2]]
+        self.clock_F, self.clock_B, self.clock = beta_F * U, beta_B * u_B, beta_B * (U + u_B)
+        self.M_ck = np.ascontiguousarray(step.diagonal())
+        self.rest, self.early, self.late = np.zeros((3, L + 1, L + 1))
+        for i in range(1, L):
+            q = slice(i, L)
+            self.rest[i, i + 1 : L] = np.maximum.accumulate(step[i, i + 1 : L])
+            # Σ_{i≤r<q} u_F(r) = U(q−1) − U(i−1); Σ_{q<r≤k} u_F(r) = U(k) − U(q).
+            self.early[i, q] = np.maximum.accumulate(step[i, q] - beta_F * (U[i - 1 : L - 1] - U[i - 1]))
+            self.late[i, q] = np.maximum.accumulate(step[i, q] + beta_B * U[q]) - beta_B * U[q]
 
 
 def _real(sizes: np.ndarray, N: int, room: int) -> np.ndarray:

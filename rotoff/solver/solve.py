@@ -39,7 +39,7 @@ def solve(
         chain: the costs of the stages.
         mem_limit: bytes on the device, as a number or a size such as ``"6 GiB"``.
         mode: "joint" recomputes and offloads, "remat" only recomputes, "offload" only offloads.
-        mem_slots: N, the slots of the joint dynamic program (fewer on long chains if a search follows).
+        mem_slots: N, the slots of the joint dynamic program, whose plan counts where no search follows.
         refine: effort of the search on exact bytes after the dynamic programs: True for the default, a number for about
             that many seconds, False for none. The effort is a count of plans, so equal inputs give equal sequences. A
             number below the default's also ends at a plan within 0.1 % of a bound.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracles.fractional_program import fractional, interruptible_optimum, sets, whole
 
 from rotoff import Chain, Stage, min_mem_limit
-from rotoff.solver.policies.dynprog import discretize, idle_of
+from rotoff.solver.policies.dynprog import Slots, idle_of
 from rotoff.solver.policies.dynprog import optimum as program
 
 SHARES = st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.8])
@@ -43,7 +43,7 @@ def test_the_program_is_exact_where_a_slot_is_a_byte(chain: Chain, share: float)
     limit = limit_of(chain, share)
     room = limit - chain.input_bytes
     assume(room > 0)
-    slots = discretize(chain, limit, room)
+    slots = Slots(chain, limit, room)
     for out in sets(len(chain)):
         if not all(chain.stage(i).saved_bytes for i in out):
             continue  # equations 2 and 7 take the copy of nothing for the end of the link's free time

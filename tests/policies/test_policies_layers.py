@@ -10,7 +10,7 @@ from superneurons_layers import alexnet, chain_of, checkpoints, resnet
 from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
-from rotoff.solver.policies.heavy import heavy_stages
+from rotoff.solver.policies.moving_sets import heavy_stages
 from rotoff.solver.policies.overlap import operations as overlap_operations
 from rotoff.solver.policies.superneurons import layer_bytes, operations
 

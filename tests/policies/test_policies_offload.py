@@ -11,7 +11,7 @@ from oracles.fractional_program import fractional
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver.policies.lowering import lower
-from rotoff.solver.policies.vdnn import choices
+from rotoff.solver.policies.moving_sets import choices
 
 pytestmark = pytest.mark.full_search
 

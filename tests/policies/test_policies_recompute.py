@@ -14,8 +14,9 @@ from oracles.recurrences import Recurrences
 from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, Stage, keep_all, simulate, solve
+from rotoff.solver.plan_codes import without_forms
 from rotoff.solver.policies.revolve import operations, swept
-from rotoff.solver.policies.rotor import optimum
+from rotoff.solver.remat import Table, solve_slots
 from rotoff.solver.search import judged
 
 pytestmark = pytest.mark.full_search
@@ -45,7 +46,7 @@ class Literal(Recurrences):
 def test_rotor_is_its_recurrence(chain, part, N):
     limit = int(simulate(chain, keep_all(chain)).peak_bytes * part)
     assume(limit > chain.input_bytes)
-    cost, codes = optimum(chain, limit, N)
+    cost, codes = solve_slots(without_forms(chain), limit, N, whole=Table.BACKWARD)
     literal = Literal(chain, limit, N, "up", bare=False).rotor()
     assert cost == pytest.approx(literal, abs=1e-9)
     if codes is not None:

@@ -61,7 +61,7 @@ def test_every_state_of_the_joint_tables(chain: Chain, N: int, share: float, rou
 @given(chains(most=6), st.integers(5, 40), st.sampled_from([0.4, 0.8]), st.sampled_from(ROUNDINGS))
 def test_every_state_of_the_remat_table(chain: Chain, N: int, share: float, rounding: str) -> None:
     limit = limit_at(chain, share)
-    kernel = remat.tables(chain, limit, N, len(chain), rounding).kernel
+    kernel = remat.tables(chain, limit, N, rounding)
     twin = Recurrences(chain, limit, N, rounding)
     for m in range(N + 1):
         for i in range(1, len(chain) + 1):

@@ -13,7 +13,7 @@ from oracles.chains import busy, chains, groups
 from thoroughness import examples
 
 from rotoff import Chain, OpKind, ParameterGroup, Stage, simulate
-from rotoff.solver.genes import (
+from rotoff.solver.placed_search import (
     EVERYWHERE,
     FLAGS,
     GRADIENT_LEAVES,

@@ -25,7 +25,7 @@ from rotoff import (
     sweep,
 )
 from rotoff.solver.bounds import host_plan
-from rotoff.solver.host import host_step
+from rotoff.solver.placement import host_step
 
 pytestmark = pytest.mark.full_search
 

@@ -25,7 +25,7 @@ cdef enum:
     STEPS_ASIDE = 8     # w and g leave for updates of groups that begin at the same stage, too
 
 
-# A row of rotoff.solver.genes.GROUP.
+# A row of rotoff.solver.placed_search.GROUP.
 cdef struct Group:
     int64_t w, g, o, transient
     double update

@@ -2,7 +2,7 @@
 """First half of decoding a step with parameters: its operations, the gaps between uses in which values leave the
 device, and the least bytes.
 
-The forwards and backwards are those of the stages' codes (`kernels.operations`); each B is followed by the updates that
+The forwards and backwards are those of the stages' codes (`kernels.decode`); each B is followed by the updates that
 the genes place there. A value leaves between two of its uses: a gap. If each gap is as long as possible (free right
 after the use before it, prefetch right before the use after it), every operation holds its least bytes; `room` is what
 these leave of the limit.
@@ -11,8 +11,8 @@ these leave of the limit.
 from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
 
 from rotoff.solver.kernels.cycle cimport CycleGap, Use
+from rotoff.solver.kernels.decode cimport operations
 from rotoff.solver.kernels.lanes cimport ALL, BACK
-from rotoff.solver.kernels.operations cimport operations
 from rotoff.solver.kernels.work cimport Chain, Operation, Work, append, forward_time
 
 cdef int64_t HUGE = 4611686018427387904

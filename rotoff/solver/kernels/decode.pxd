@@ -13,3 +13,4 @@ cdef struct Verdict:
 
 
 cdef void decode(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V, Verdict *r) noexcept nogil
+cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noexcept nogil

@@ -118,8 +118,8 @@ cdef class Placer(Evaluator):
     """Decodes plans of one chain with parameters at one limit.
 
     Args:
-        groups, reads: as `rotoff.solver.genes.group_arrays` returns them. after: whether updates come after ``B 1``.
-            The others are those of `Evaluator`.
+        groups, reads: as `rotoff.solver.placed_search.group_arrays` returns them. after: whether updates come after
+            ``B 1``. The others are those of `Evaluator`.
     """
 
     cdef Groups p

@@ -1,5 +1,4 @@
-"""The systems of the papers as policies: each is a function (chain, mem_limit in bytes, **options) -> Sequence, in a
-file of its own.
+"""The systems of the papers as policies: each is a function (chain, mem_limit in bytes, **options) -> Sequence.
 
 A policy raises `InfeasibleError` if nothing fits the limit by its own rules, whatever other systems could do; the
 error's `min_mem_limit` is the smallest limit at which this policy is known to work. It raises `OptionError` for an
@@ -22,23 +21,16 @@ from ...core.simulator import simulate
 from ...core.trace import figures
 from ...errors import OptionError
 from .autoswap import autoswap
-from .block_swap import block_swap
-from .by_hand import by_hand
 from .dynprog import dynprog
-from .greedy import greedy
+from .moving_sets import greedy, tflms, vdnn, vdnn_plus_plus
 from .nonpersistent import nonpersistent
 from .overlap import overlap
-from .periodic import chen, periodic
+from .placements import block_swap, by_hand, streaming, torchao_offload, zero_offload
 from .pofo import pofo
 from .revolve import revolve
 from .rotor import rotor
-from .streaming import streaming
+from .segments import chen, periodic
 from .superneurons import superneurons
-from .tflms import tflms
-from .torchao_offload import torchao_offload
-from .vdnn import vdnn
-from .vdnn_plus_plus import vdnn_plus_plus
-from .zero_offload import zero_offload
 
 Policy = Callable[..., Sequence]
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import numpy as np
+
 from ...core.chain import Chain
 from ...core.sequence import Op, Sequence
 from ...core.simulator import simulate
 from ...errors import OptionError
 from ..arrays import arrays
 from ..bounds import refusal
+from ..search import judged
 
 STEPS = 10
 T = TypeVar("T")
@@ -76,13 +79,23 @@ def limit_that_works(fits: Callable[[int], object], low: int, high: int, steps: 
     return high
 
 
-def least_in_slots(chain: Chain, mem_limit: int, slots: int, fits: Callable[[int], bool]) -> int:
-    """The smallest limit above `mem_limit`, to within one slot, at which a program that rounds sizes up to slots has an
-    answer.
+def by_slots(
+    policy: str, chain: Chain, mem_limit: int, slots: int, optimum: Callable[[int], tuple[float, np.ndarray | None]]
+) -> Sequence:
+    """The sequence of a program that rounds sizes up to slots. optimum: its (seconds, plan) within a limit.
 
     Raises:
-        OptionError: if there are fewer slots than an operation has operands.
+        InfeasibleError: if the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
+            within one slot. OptionError: if there are fewer slots than an operation has operands.
     """
+    seconds, codes = optimum(mem_limit)
+    made = None if codes is None else judged(chain, mem_limit, codes, f"{policy}, {slots} slots")
+    if made is not None:
+        return Sequence(made.ops, meta={"source": made.source, "predicted_time": seconds})
+
+    def fits(limit: int) -> bool:
+        return optimum(limit)[1] is not None
+
     c, low, high = arrays(chain), mem_limit, 2 * max(mem_limit, chain.input_bytes)
     sizes = c.out, c.grad, c.saved[:, 0], c.f_transient[:, 0], c.ck_transient, c.b_transient[:, 0]
     while not fits(high):
@@ -92,4 +105,5 @@ def least_in_slots(chain: Chain, mem_limit: int, slots: int, fits: Callable[[int
                 " so"
             )
         low, high = high, 2 * high
-    return limit_that_works(fits, low, high, max(STEPS, (2 * slots).bit_length()))
+    least = limit_that_works(fits, low, high, max(STEPS, (2 * slots).bit_length()))
+    raise refusal(f"with policy {policy} at {slots} slots", mem_limit, least, "about")

@@ -26,7 +26,6 @@ Interpretation:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -37,49 +36,35 @@ from ..arrays import arrays
 from ..bounds import min_mem_limit
 from ..plan_codes import keep_all
 from .choose import within
-from .greedy import greedy_set
 from .lowering import Schedule, lower, peak_bytes
+from .moving_sets import greedy_set
 
 SLOTS = 500
 
 
-@dataclass(frozen=True)
 class Slots:
-    """A chain in slots, by operation i = 0..L-1 (that is stage i+1); x and y have L+1 entries.
+    """A chain in S slots, by operation i = 0..L-1 (that is stage i+1), as in section 5.3.2; x and y have L+1 entries.
 
-    ex_F, ex_B, y: rounded up. u_F, u_B: β times the durations, running sums rounded down. x: see `discretize`.
-    rate_F, rate_B: slots per second.
+    x: rounded optimistically, as running sums rounded up. ex_F, ex_B, y: rounded up. u_F, u_B: β times the durations,
+    running sums rounded down. rate_F, rate_B: slots per second.
     """
 
-    S: int
-    x: np.ndarray
-    y: np.ndarray
-    ex_F: np.ndarray
-    ex_B: np.ndarray
-    u_F: np.ndarray
-    u_B: np.ndarray
-    rate_F: float
-    rate_B: float
-    duplex: bool
+    def __init__(self, chain: Chain, mem_limit: int, S: int) -> None:
+        c, L = arrays(chain), len(chain)
+        room = max(1, mem_limit - int(c.out[0]))
 
+        def up(sizes: np.ndarray) -> np.ndarray:
+            return np.minimum(-(-sizes * S // room), 2 * S + 1)
 
-def discretize(chain: Chain, mem_limit: int, S: int) -> Slots:
-    """Section 5.3.2, with |x_i| rounded optimistically: running sums rounded up."""
-    c, L = arrays(chain), len(chain)
-    room = max(1, mem_limit - int(c.out[0]))
+        def sums_down(times: np.ndarray, rate: float) -> np.ndarray:
+            return np.diff(np.floor(np.minimum(rate * np.cumsum(times), 1e15)).astype(np.int64), prepend=0)
 
-    def up(sizes: np.ndarray) -> np.ndarray:
-        return np.minimum(-(-sizes * S // room), 2 * S + 1)
-
-    def sums_down(times: np.ndarray, rate: float) -> np.ndarray:
-        return np.diff(np.floor(np.minimum(rate * np.cumsum(times), 1e15)).astype(np.int64), prepend=0)
-
-    x = np.minimum(np.diff(-(-np.cumsum(np.concatenate([[0], c.saved[1:, 0]])) * S // room), prepend=0), 2 * S + 1)
-    a_L = np.where(np.arange(L) < L - 1, c.out[L], 0)
-    rate_F, rate_B = chain.d2h_bandwidth * S / room, chain.h2d_bandwidth * S / room
-    ex_F, ex_B = up(c.f_transient[1:, 0]), up(c.b_transient[1:, 0] + a_L)
-    u_F, u_B = sums_down(c.u_F[1:], rate_F), sums_down(c.u_B[1:, 0], rate_B)
-    return Slots(S, x, up(c.grad), ex_F, ex_B, u_F, u_B, rate_F, rate_B, chain.duplex)
+        sums = -(-np.cumsum(np.concatenate([[0], c.saved[1:, 0]])) * S // room)
+        self.S, self.duplex, self.x = S, chain.duplex, np.minimum(np.diff(sums, prepend=0), 2 * S + 1)
+        a_L = np.where(np.arange(L) < L - 1, c.out[L], 0)
+        self.y, self.ex_F, self.ex_B = up(c.grad), up(c.f_transient[1:, 0]), up(c.b_transient[1:, 0] + a_L)
+        self.rate_F, self.rate_B = chain.d2h_bandwidth * S / room, chain.h2d_bandwidth * S / room
+        self.u_F, self.u_B = sums_down(c.u_F[1:], self.rate_F), sums_down(c.u_B[1:, 0], self.rate_B)
 
 
 def step(
@@ -203,7 +188,7 @@ def optimum(p: Slots, most: float = float("inf")) -> tuple[float, list[int]] | N
 def solve_slots(chain: Chain, mem_limit: int, S: int) -> Schedule | None:
     """The schedule of the iterative scheme: optimistic sizes, the nearest one below its value raised until it fits."""
     c = arrays(chain)
-    p = discretize(chain, mem_limit, S)
+    p = Slots(chain, mem_limit, S)
     exact = c.saved[:, 0] * (S / max(1, mem_limit - int(c.out[0])))
     exact[0] = 0
     first = len(greedy_set(chain, mem_limit))

@@ -28,11 +28,9 @@ from ...core.modes import whole_number
 from ...core.sequence import Sequence
 from ...core.sizes import format_bytes
 from ...errors import OptionError
-from ..bounds import refusal
 from ..joint import solve_slots, table_bytes
 from ..plan_codes import without_forms
-from ..search import judged
-from .choose import least_in_slots
+from .choose import by_slots
 
 SLOTS = 50
 TABLE_BYTES = 8 << 30
@@ -42,24 +40,17 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
     """The published program's optimum at `slots` slots, as operations.
 
     Raises:
-        InfeasibleError: if the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
-            within one slot. OptionError: if `slots` are too few for any limit, or too many for 8 GiB of tables.
+        InfeasibleError: as `choose.by_slots`. OptionError: if `slots` are too few for any limit, or too many for 8 GiB
+            of tables.
     """
     slots = whole_number(slots, "slots")
-    if (size := table_bytes(chain, slots, len(chain))) > TABLE_BYTES:
+    if (size := table_bytes(chain, slots)) > TABLE_BYTES:
         raise OptionError(
             f"slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(size)}, more than"
             f" {format_bytes(TABLE_BYTES)}; give fewer slots"
         )
     published = of_the_paper(chain, min(chain.d2h_bandwidth, chain.h2d_bandwidth))
-    seconds, codes = solve_slots(published, mem_limit, slots)
-    made = None if codes is None else judged(chain, mem_limit, codes, f"pofo, {slots} slots")
-    if made is None:
-        least = least_in_slots(
-            published, mem_limit, slots, lambda limit: solve_slots(published, limit, slots)[1] is not None
-        )
-        raise refusal(f"with policy pofo at {slots} slots", mem_limit, least, "about")
-    return Sequence(made.ops, meta={"source": made.source, "predicted_time": seconds})
+    return by_slots("pofo", chain, mem_limit, slots, lambda limit: solve_slots(published, limit, slots))
 
 
 def of_the_paper(chain: Chain, beta: float) -> Chain:

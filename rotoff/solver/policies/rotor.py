@@ -17,39 +17,25 @@ there. In both, a_L, which the machine charges once it is made, is added to ever
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from ...core.chain import Chain
 from ...core.modes import whole_number
 from ...core.sequence import Sequence
-from ..bounds import refusal
 from ..plan_codes import without_forms
-from ..remat import Table, tables
-from ..search import judged
-from .choose import least_in_slots
-
-
-def optimum(chain: Chain, mem_limit: int, N: int) -> tuple[float, np.ndarray | None]:
-    """(seconds, plan) of Opt_BP(1, L, M) at N slots; (infinity, None) if nothing fits."""
-    if mem_limit <= chain.input_bytes:
-        return math.inf, None
-    made = tables(without_forms(chain), mem_limit, N, len(chain), whole=Table.BACKWARD)
-    return made.plan(made.slots.N)
+from ..remat import Table, solve_slots
+from .choose import by_slots
 
 
 def rotor(chain: Chain, mem_limit: int, slots: int = 500) -> Sequence:
     """The persistent optimum at `slots` slots.
 
     Raises:
-        InfeasibleError: if the recurrence finds nothing; its `min_mem_limit` is the smallest limit at which it would,
-            to within one slot. OptionError: if `slots` are too few for any limit.
+        InfeasibleError, OptionError: as `choose.by_slots`.
     """
-    slots = whole_number(slots, "slots")
-    _, codes = optimum(chain, mem_limit, slots)
-    made = None if codes is None else judged(chain, mem_limit, codes, f"rotor, {slots} slots")
-    if made is None:
-        least = least_in_slots(chain, mem_limit, slots, lambda limit: optimum(chain, limit, slots)[1] is not None)
-        raise refusal(f"with policy rotor at {slots} slots", mem_limit, least, "about")
-    return Sequence(made.ops, meta={"source": made.source})
+    slots, plain = whole_number(slots, "slots"), without_forms(chain)
+
+    def optimum(limit: int) -> tuple[float, np.ndarray | None]:
+        return solve_slots(plain, limit, slots, whole=Table.BACKWARD)
+
+    return by_slots("rotor", chain, mem_limit, slots, optimum)

@@ -1,13 +1,26 @@
-"""Operations of persistent recompute: a checkpoint stays until its backward, so a tree of segments determines all.
+"""Persistent recompute: a checkpoint stays until its backward, so a tree of segments determines all operations; and the
+policies whose segments have equal lengths, PyTorch's ``checkpoint_sequential`` and the square root of Chen et al.
 
 Segment i..j begins with its input and δ_j held and ends with δ_{i-1}. It runs in one of three ways: ``F_all i``, then
 segment i+1..j, then ``B i``; or ``F_ck i``, ``F_none`` i+1..k, then segment k+1..j (whose last ``B`` drops a_k), then
 segment i..k; or, for i = j, ``F_all i``, ``B i``.
+
+Sources: the slides *Memory Saving Strategies for Deep Neural Network Training* (2021), where both are what rotor is
+compared with; ``torch.utils.checkpoint.checkpoint_sequential`` for how L stages are cut; Chen, Xu, Zhang, Guestrin,
+*Training deep nets with sublinear memory cost* (arXiv 1604.06174), section 4.2, for √L segments.
+
+Interpretation: a segment counts stages, as in PyTorch, and not bytes or seconds. The last segment is kept and not
+recomputed, as in PyTorch (and in Chen et al.'s cost, which counts one extra forward at most).
 """
 
 from __future__ import annotations
 
-from ...core.sequence import B, F_all, F_ck, F_none, Op
+import math
+
+from ...core.chain import Chain
+from ...core.modes import whole_number
+from ...core.sequence import B, F_all, F_ck, F_none, Op, Sequence
+from .choose import fastest
 
 
 def sweep(i: int, k: int) -> list[Op]:
@@ -43,3 +56,26 @@ def periods(L: int, ends: list[int]) -> list[Op]:
     for start, end in zip(reversed(starts[:-1]), reversed(ends), strict=True):
         made += keep(start, end)
     return made
+
+
+def cut_evenly(L: int, segments: int) -> list[int]:
+    """Last stages of all segments but the last: each has ⌊L / segments⌋ stages, and the last one the rest."""
+    size = L // segments
+    return [size * part for part in range(1, segments)]
+
+
+def periodic(chain: Chain, mem_limit: int, segments: int | None = None) -> Sequence:
+    """``checkpoint_sequential`` with `segments` segments; None: the fastest count that fits."""
+    L = len(chain)
+    counts = range(1, L + 1) if segments is None else [whole_number(segments, "segments", 1, L)]
+    return fastest(
+        chain, mem_limit, "periodic", ((f"{s} segments", tuple(periods(L, cut_evenly(L, s)))) for s in counts)
+    )
+
+
+def chen(chain: Chain, mem_limit: int) -> Sequence:
+    """⌈√L⌉ segments, whatever the limit: memory O(√L) for one forward more."""
+    L = len(chain)
+    segments = min(L, math.isqrt(L - 1) + 1)
+    ops: tuple[Op, ...] = tuple(periods(L, cut_evenly(L, segments)))
+    return fastest(chain, mem_limit, "chen", [(f"{segments} segments", ops)])

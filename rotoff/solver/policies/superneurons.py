@@ -18,7 +18,7 @@ segment.
 
 Interpretation:
 
-- The unit is the stage. Checkpoints are `heavy.heavy_stages` unless given; all of them may move, since a chain does not
+- The unit is the stage. Checkpoints are `heavy_stages` unless given; all of them may move, since a chain does not
   say which is FC and those are small. The stages after the last checkpoint are kept: their backward follows at once
   (the paper's table 1 does not count Softmax either).
 - The runtime is "dynamic": here the first technique that fits is used, in the paper's order: liveness, cache, cache
@@ -32,8 +32,10 @@ Interpretation:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from ...core.chain import Chain
+from ...core.modes import as_tuple, whole_number
 from ...core.sequence import (
     B,
     F_all,
@@ -53,8 +55,8 @@ from ...core.simulator import Machine, simulate
 from ...errors import OptionError
 from ..arrays import arrays
 from .choose import within
-from .heavy import check_stages, heavy_stages
 from .lowering import peak_bytes
+from .moving_sets import heavy_stages
 from .segments import keep, sweep
 
 TECHNIQUES = ("liveness", "cache", "cost-aware", "memory-centric", "speed-centric", "pool")
@@ -210,11 +212,11 @@ def superneurons(
         technique: "liveness", "pool" (every checkpoint moves), "cache", and with the cache the recomputations
             "speed-centric", "memory-centric" and "cost-aware"; None for the first of liveness, cache, cost-aware,
             memory-centric that fits.
-        checkpoints: the compute-heavy stages; None for `heavy.heavy_stages`.
+        checkpoints: the compute-heavy stages; None for `heavy_stages`.
     """
     if technique not in (*TECHNIQUES, None):
         raise OptionError(f"technique is {technique!r}; techniques are {', '.join(TECHNIQUES)}")
-    chosen = heavy_stages(chain) if checkpoints is None else check_stages(chain, checkpoints, "checkpoints")
+    chosen = heavy_stages(chain) if checkpoints is None else _stages(chain, checkpoints)
     most = mem_limit + peak_bytes(chain) + chain.output_bytes(len(chain)) + 1
     name, ops = within("superneurons", mem_limit, lambda limit: _first(chain, limit, technique, chosen), most, steps=24)
     return Sequence(ops, meta={"source": f"superneurons, {name}"})
@@ -228,3 +230,7 @@ def _first(
         if ops is not None and simulate(chain, ops).peak_bytes <= limit:
             return name, ops
     return None
+
+
+def _stages(chain: Chain, checkpoints: Any) -> list[int]:
+    return sorted({whole_number(i, "a stage of checkpoints", 1, len(chain)) for i in as_tuple(checkpoints)})

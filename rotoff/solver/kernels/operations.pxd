@@ -1,6 +1,0 @@
-from libc.stdint cimport int16_t, int32_t
-
-from rotoff.solver.kernels.work cimport Chain, Work
-
-
-cdef Py_ssize_t operations(Chain *c, Work *w, const int16_t *codes, Py_ssize_t V) noexcept nogil
