@@ -103,7 +103,7 @@ def limited(options: argparse.Namespace, ours: bool) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_DATA, (status_bytes("VmData") + options.limit,) * 2)
     run: Any = model
     if ours:
-        run = rotoff.Checkpointable(model, host_directory=options.host_directory, cache_directory=None)
+        run = rotoff.Checkpointable(model, host_directory=options.host_directory)
         run.measure(x, repeats=1).compute_sequence(options.limit - options.others)
     runner = Training(run, model, x)
     before = status_bytes("VmRSS")
@@ -121,7 +121,7 @@ def paired(options: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
     model, x = begin(options)
     other, _ = begin(options)
-    wrapped = rotoff.Checkpointable(model, host_directory=options.host_directory, cache_directory=None)
+    wrapped = rotoff.Checkpointable(model, host_directory=options.host_directory)
     wrapped.measure(x).compute_sequence(options.limit)
     both = Runner(wrapped, model, x), Runner(other, other, x)
     for runner in both:

@@ -176,7 +176,7 @@ def attempt_placed(build: Callable[[], Case], updates: str, loop: Loop, **option
     twin = copy.deepcopy(model)
     batches = [(args, kwargs)] * 3
     expected = train(model, batches, adamw(model), updates == "after", loop)
-    wrapped = rotoff.Checkpointable(twin, cache_directory=None).measure(*args, repeats=1, **kwargs)
+    wrapped = rotoff.Checkpointable(twin).measure(*args, repeats=1, **kwargs)
     optimizer = adamw(wrapped)
     asked: dict[str, Any] = {"optimizer": optimizer, "updates": updates, **options}
     try:
@@ -235,14 +235,14 @@ def attempt(build: Callable[[], Case], loop: Loop = usual, varying: bool = False
             refused = f"{type(error).__name__}: {error}"
     else:
         return {"passed": False, "refused": refused}
-    probe, limit = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None), 0
+    probe, limit = rotoff.Checkpointable(copy.deepcopy(model)), 0
     for args, kwargs in batches[3:5] or batches[:1]:  # the most examples, the most tokens
         probe.measure(*args, repeats=1, **kwargs)
         limit = max(limit, probe.keep_all_memory // 2, probe.min_mem_limit())
     result: dict[str, Any] = {"stages": len(probe.chain), "keep_all": probe.keep_all_memory}
     probe.close()
     for _ in range(2):
-        wrapped = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
+        wrapped = rotoff.Checkpointable(copy.deepcopy(model))
         try:
             got = train(wrapped.compute_sequence(limit, **options), batches, loop=loop)
             step_of(wrapped, *batches[0])()  # it may be another course

@@ -64,7 +64,7 @@ def row(options: argparse.Namespace, share: float, updates: str) -> dict[str, An
     """Both ways, in `share` of everything."""
     model, x = made(options)
     plain = copy.deepcopy(model).to(x.device)
-    placed = rotoff.Checkpointable(model, device=x.device, cache_directory=None).measure(x)
+    placed = rotoff.Checkpointable(model, device=x.device).measure(x)
     optimizer = adamw(placed)
     asked: dict[str, Any] = {"optimizer": optimizer, "updates": updates, "refine": options.refine}
     placed.compute_sequence(device_limit="1 TiB", optimizer=optimizer)

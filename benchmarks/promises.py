@@ -43,7 +43,7 @@ from torch.autograd.profiler import profile  # noqa: E402
 import rotoff  # noqa: E402
 from benchmarks.grid import models  # noqa: E402
 from benchmarks.grid.run import commit, machine  # noqa: E402
-from rotoff.io.atomic_write import write_whole  # noqa: E402
+from rotoff.io.files import write_whole  # noqa: E402
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
 SHARES = (0.8, 0.65, 0.5, 0.4, 0.3)
@@ -158,7 +158,7 @@ class Scored:
         for method in OURS:
             for share in SHARES:
                 model, _ = self.make()
-                wrapped, limit = rotoff.Checkpointable(model, cache_directory=None).measure(self.x), share
+                wrapped, limit = rotoff.Checkpointable(model).measure(self.x), share
                 try:
                     if method == "selective_policy":
                         policy = rotoff.selective_policy(wrapped, mem_limit=int(limit * self.keep_all))

@@ -203,7 +203,7 @@ class Comparison:
         self.options = options
         self.plain = build_gpt(options)
         # what the table says is measured now, not taken from what an earlier run left on disk
-        self.model = rotoff.Checkpointable(copy.deepcopy(self.plain), cache_directory=None)
+        self.model = rotoff.Checkpointable(copy.deepcopy(self.plain))
         self.start = copy.deepcopy(self.plain.state_dict())
         self.text = read_text()
         self.plain_times: list[float] = []

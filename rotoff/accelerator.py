@@ -46,11 +46,6 @@ def is_available(device: torch.device) -> bool:
     return not is_accelerator(device) or bool(_module(device).is_available())
 
 
-def name_of(device: torch.device) -> str:
-    """Return the name of an accelerator for people."""
-    return str(_module(device).get_device_name(device))
-
-
 def described(device: torch.device) -> dict[str, Any]:
     """Return the name of an accelerator, its capability, how many there are, and the version of its software."""
     found = _module(device).get_device_properties(device)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,11 +30,9 @@ from .core.modes import check_mode
 from .core.sequence import Sequence
 from .core.sizes import format_bytes, is_auto, parse_bytes
 from .errors import InfeasibleError, MeasureError, OptionError
-from .io.cache import Cache
 from .io.progress import Bar
 from .module_proxy import ModuleProxy
-from .planning.agreement import agree_on_least
-from .planning.distributed import agree_on_limit, agree_on_sample, shards_of
+from .planning.agreement import agree_on_least, agree_on_limit, shards_of, together
 from .planning.inputs import chain_input, check_measurable, halves, lazy, read_sample, refusing_torch_func
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
@@ -42,7 +41,7 @@ from .planning.signatures import family_of, signature
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan, least_limit
-from .planning.tape_placed_planner import PlacedStepPlan, read_optimizers
+from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected
@@ -87,21 +86,17 @@ class Checkpointable(RotorNames, ModuleProxy):
         backward_from: the output that your backward starts from: its key (``"loss"``) or its index (``0``), or a list
             of those. `measure` then runs its backward from these alone, so that gradients of other outputs (a language
             model's logits) are not charged. A training step that is recorded shows it by itself. None: any.
-        cache_directory: where plans are kept for the next process. True: the environment variable
-            ROTOFF_CACHE ("off", or a directory), otherwise ``rotoff`` in the user's cache directory. None or False:
-            nowhere.
         forms: whether plans may keep a part of what a stage saves and recompute the rest.
         device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
             None: where the parameters are.
+        cache_directory: not used, since nothing is kept on disk; earlier versions kept plans there.
 
     Raises:
         MeasureError: if `model` is not a module, or empty, or planned already. OptionError: if another option is
             invalid.
     """
 
-    _own = frozenset(
-        ["_options", "_check", "_group", "_cache", "_links", "_steps", "_warned", "_shown", "_plain", "_caches"]
-    )
+    _own = frozenset(["_options", "_check", "_group", "_links", "_steps", "_warned", "_shown", "_plain", "_caches"])
 
     def __init__(
         self,
@@ -112,21 +107,14 @@ class Checkpointable(RotorNames, ModuleProxy):
         process_group: Any = None,
         stages: StagesOption = None,
         backward_from: BackwardFrom = None,
-        cache_directory: str | os.PathLike[str] | bool | None = True,
         forms: bool = True,
         device: torch.device | str | int | None = None,
+        cache_directory: Any = None,
     ) -> None:
         check_module(model)
         refuse_planned(model)
         super().__init__(model)
-        self._options = Options(
-            stages=stages,
-            backward_from=backward_from,
-            forms=forms,
-            host_directory=host_directory,
-            cache_directory=cache_directory,
-            device=read_device(device),
-        )
+        self._options = Options(stages, backward_from, forms, host_directory, read_device(device))
         self._options.check(model)
         check_flag("check", check)
         self._check = check
@@ -135,7 +123,6 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _begin(self) -> None:
         """Create the state that copies do not share: threads, files, measurements and plans."""
-        self._cache = Cache.of(self._options.cache_directory)
         self._links = LinkPool(self._options.host_directory)
         self._plain: Callable[..., Any] | None = None  # runs the unplanned model, if calling it does not
         self._steps = self._runner()
@@ -155,21 +142,20 @@ class Checkpointable(RotorNames, ModuleProxy):
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy or a pickle: the model, the options and the request. The copy is measured and planned
         again."""
-        own = ("_cache", "_links", "_steps", "_shown", "_plain", "_caches")
+        own = ("_links", "_steps", "_shown", "_plain", "_caches")
         state = {k: v for k, v in vars(self).items() if k not in own}
         if self._group is not None and self._group is torch.distributed.group.WORLD:
             state["_group"] = True
         request = self._steps.request
         copied = request is not None and not request.placed  # else it is for the optimizer of this model
-        return state | {"_asked": replace(request, cache=Cache(None)) if request is not None and copied else None}
+        return state | {"_asked": request if copied else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         asked = state.pop("_asked")
         super().__setstate__(state)
         self._group = _group(self._group) if self._group is True else self._group
         self._begin()
-        if asked is not None:
-            self._steps.request = replace(asked, cache=self._cache)
+        self._steps.request = asked
 
     # -- planning
 
@@ -198,7 +184,7 @@ class Checkpointable(RotorNames, ModuleProxy):
             return chain_input(self._model, *given)
 
         self._caches = None
-        value = sample_here() if self._group is None else agree_on_sample(sample_here, self._group)
+        value = together(sample_here, "take the sample", self._group)
         graphs = any(t.grad_fn is not None for t in tensor_leaves(value))  # of the caller's, for one backward each
         many = (1 if graphs else REPEATS) if repeats is None else repeats
         with Bar("measuring") as bar:
@@ -245,9 +231,11 @@ class Checkpointable(RotorNames, ModuleProxy):
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any], originals: Originals) -> None:
         steps, device, request = self._steps, self._options.device, self._steps.request
+        steps.settle()  # a step that training has recorded before is not the latest one
         if self._placed is None and any(p.device != device for p in self._model.parameters() if device is not None):
             steps = PlacedRunner(self._steps)
-        steps.measure(self._plain or self._model, args, kwargs, self._starts, originals.keep)
+        run = partial(self._plain or self._model, *args, **kwargs)
+        steps.measure(run, self._starts, originals.keep)
         if steps is not self._steps:
             steps.close(resident=False)
             self._steps = self._runner().take_over(steps)
@@ -299,42 +287,45 @@ class Checkpointable(RotorNames, ModuleProxy):
         check_limits(*asked, self._group is not None, options.get("updates"))
         if self._placed is not None and self._placed.placement is not None:
             self._placed.placement.gradients.refuse_before_step("compute_sequence")
-        if device_limit is not None:
-            return self._place(device_limit, mode, mem_slots, policy, up_to, optimizer, options)
-        return self._limit(mem_limit, mode, mem_slots, policy, up_to, in_flight, options)
+        plain, placed = not self._check, device_limit is not None
+        request = Request(NO_LIMIT, mode, mem_slots, options, policy, plain, True, placed, in_flight)
+        self._ask(device_limit if placed else mem_limit, request, up_to, optimizer)
+        return self
 
-    def _limit(
-        self,
-        mem_limit: Any,
-        mode: str,
-        mem_slots: int,
-        policy: str | None,
-        up_to: Any,
-        in_flight: int,
-        options: dict[str, Any],
-    ) -> Checkpointable:
-        """`compute_sequence` for a `mem_limit`."""
+    def _ask(self, limit: Any, request: Request, up_to: Any, optimizer: Any) -> None:
+        """Plan for a request whose limit is `limit`."""
+        optimizers: tuple[Optimizer, ...] = ()
+        shards: Shards | None = None
 
         def limit_here() -> int:
-            check_options(mode, mem_slots, policy, options)
-            return self._free_memory() if is_auto(mem_limit) else parse_bytes(mem_limit)
+            nonlocal optimizers, shards
+            check_options(request.mode, request.mem_slots, request.policy, request.options)
+            if not request.placed:
+                return self._free_memory() if is_auto(limit) else parse_bytes(limit)
+            if self._check:
+                raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
+            nbytes = parse_bytes(limit, "device_limit")
+            optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
+            return nbytes
 
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        plain, shared = not self._check, with_host_share(options)
-        request = Request(limit, mode, mem_slots, shared, policy, plain, True, in_flight=in_flight, cache=self._cache)
-        if (device := self._options.device) is not None:
+        nbytes = agree_on_limit(limit_here, self._group)
+        options = request.options if request.placed else with_host_share(request.options)
+        request = replace(request, mem_limit=nbytes, options=options)
+        if (device := self._options.device) is not None and not request.placed:
             self._model.to(device)
         self._caches = None
-        largest = self._measure_up_to(up_to)
+        largest, steps = self._measure_up_to(up_to), self._steps
+        if request.placed:
+            steps = PlacedRunner(self._steps, optimizers, shards)
+        elif self._placed is not None:
+            steps = self._runner().take_over(self._placed)
         try:
-            steps = self._steps if self._placed is None else self._runner().take_over(self._steps)
             steps.ask(request)
         except InfeasibleError as error:
-            raise self._with_cures(error, request, largest) from None
-        if self._placed is not None:
+            raise error if request.placed else self._with_cures(error, request, largest) from None
+        if self._placed is not None and not request.placed:
             self._placed.close()
         self._steps = steps
-        return self
 
     def _measure_up_to(self, up_to: Any) -> Any:
         """Measure the largest input, if there is one; returns it as the model takes it."""
@@ -369,36 +360,6 @@ class Checkpointable(RotorNames, ModuleProxy):
             told += f"; inputs of {' and '.join(fitting)} fit" if fitting else ""
         return InfeasibleError(told, error.min_mem_limit)
 
-    def _place(
-        self,
-        device_limit: int | str,
-        mode: str,
-        mem_slots: int,
-        policy: str | None,
-        up_to: Any,
-        optimizer: Any,
-        options: dict[str, Any],
-    ) -> Checkpointable:
-        """`compute_sequence` for a `device_limit`."""
-        optimizers: tuple[Optimizer, ...] = ()
-        shards: Shards | None = None
-
-        def limit_here() -> int:
-            nonlocal optimizers, shards
-            check_options(mode, mem_slots, policy, options)
-            if self._check:
-                raise OptionError("check=True needs a mem_limit; leave it out with a device_limit")
-            nbytes = parse_bytes(device_limit, "device_limit")
-            optimizers, shards = read_optimizers(optimizer, self._model), shards_of(self, self._group)
-            return nbytes
-
-        limit = limit_here() if self._group is None else agree_on_limit(limit_here, self._group)
-        self._measure_up_to(up_to)
-        steps = PlacedRunner(self._steps, optimizers, shards)
-        steps.ask(Request(limit, mode, mem_slots, options, here=True, placed=True))
-        self._steps = steps
-        return self
-
     def _free_memory(self) -> int:
         """Return what steps may take where they run, once the model is there."""
         device = self._steps.device_for([])
@@ -425,7 +386,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         many = parse_in_flight(in_flight)
         asked = Request(NO_LIMIT, mode, 50, {}, plain=not self._check, in_flight=many)
         self._steps.settle()
-        return agree_on_least(self._latest.profile, asked)
+        return agree_on_least(self._latest.profile, asked, self._group)
 
     # -- what is planned
 
@@ -473,7 +434,7 @@ class Checkpointable(RotorNames, ModuleProxy):
         return None if self._steps.request is None else self._steps.request.mem_slots
 
     @property
-    def _plan(self) -> StepPlan | PlacedStepPlan:
+    def _plan(self) -> StepPlan:
         latest = self._latest
         if self._steps.request is None:
             raise MeasureError("nothing has been planned yet; call compute_sequence(mem_limit)")
@@ -539,7 +500,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 self._warn_once(
                     "rotoff: inside torch.func (grad, vmap, jvp, ...) this model runs plain, without its limit"
                 )
-        return self._steps.unplanned(plain, args, kwargs)
+        return self._steps.unplanned(partial(plain, *args, **kwargs))
 
     @property
     def _is_frozen(self) -> bool:
@@ -567,7 +528,7 @@ class Checkpointable(RotorNames, ModuleProxy):
                 "record_step needs a plan with a mem_limit; with a device_limit the updates come after the step"
             )
         with self._without_caches(kwargs), refusing_torch_func():
-            return self._steps.forward(plain, args, kwargs)
+            return self._steps.forward(partial(plain, *args, **kwargs))
 
     def _without_caches(self, kwargs: dict[str, Any]) -> AbstractContextManager[object]:
         """A context for a step, in which settings ``use_cache`` of the model are off, unless its caller asks for it."""

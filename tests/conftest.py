@@ -11,7 +11,6 @@ from zlib import crc32
 import pytest
 from known_faults import KNOWN_FAULTS, SOMETIMES
 
-os.environ["ROTOFF_CACHE"] = "off"  # what one test finds, another must not know
 # Of the processes that tests start, too: where each has a thread for every core, they wait for each other most of the
 # time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -125,7 +125,7 @@ def _plain_peak(cell: Cell) -> int:
     if device.type == "cuda":
         torch.cuda.empty_cache()
     model, x = workloads.find(cell.suite, cell.workload).make(device)
-    return rotoff.Checkpointable(model, cache_directory=None).measure(x).keep_all_memory
+    return rotoff.Checkpointable(model).measure(x).keep_all_memory
 
 
 def _measure(cell: Cell, result: Result) -> None:

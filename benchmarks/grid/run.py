@@ -13,9 +13,6 @@ others used the machine, --wider 0.06 runs those cells again, at the end, whose 
 and keeps whichever run has them closer: a cell is chosen by its spread alone, never by what it says. Cells go round by
 method, so that no method has the machine's best hour; on CUDA, where the machine may be there for minutes, one workload
 after the other.
-
-Times of stages that one cell has measured serve the later ones of the same call (rotoff's own cache, in a folder that
-lives as long as the call); bytes are measured in each.
 """
 
 from __future__ import annotations
@@ -27,14 +24,13 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rotoff.io.atomic_write import write_whole
+from rotoff.io.files import write_whole
 
 from . import methods, workloads
 from .aims import EVERYTHING, ITSELF
@@ -159,9 +155,8 @@ class Grid:
         command = [sys.executable, "-m", "benchmarks.grid.cell", json.dumps(cell)]
         begin, load, most = time.time(), os.getloadavg(), self.options.cell_minutes * 60
         allowed = most if end is None else min(most, max(1.0, end - begin))
-        environment = {**os.environ, "ROTOFF_CACHE": self.options.times}
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=allowed, env=environment)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=allowed)
             result = json.loads(done.stdout.strip().splitlines()[-1])
         except subprocess.TimeoutExpired:
             if allowed < most:
@@ -232,13 +227,12 @@ def main(arguments: list[str] | None = None) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     grid = Grid(options)
     end = time.time() + 60 * options.minutes if options.minutes else None
-    with tempfile.TemporaryDirectory(prefix="rotoff-grid-") as options.times:
-        for n, (name, cell) in enumerate(grid.todo()):
-            result = grid.run(name, cell, end if n else None) if not n or end is None or time.time() < end else None
-            if result is None:
-                print(f"time is up; {len(grid.cells)} cells are in {options.out}; run this again to go on")
-                return 3
-            print(said(name, result), flush=True)
+    for n, (name, cell) in enumerate(grid.todo()):
+        result = grid.run(name, cell, end if n else None) if not n or end is None or time.time() < end else None
+        if result is None:
+            print(f"time is up; {len(grid.cells)} cells are in {options.out}; run this again to go on")
+            return 3
+        print(said(name, result), flush=True)
     print(f"complete: {len(grid.cells)} cells in {options.out}")
     return 0
 

@@ -1,7 +1,7 @@
 """The command line: ``rotoff COMMAND ...`` or ``python -m rotoff COMMAND ...``.
 
-Modules: `plans` makes and shows sequences, `models` makes chains of models, `doctor` checks a machine. Only `models`
-and `doctor` need torch; only pictures need matplotlib.
+Modules: `plans` makes and shows sequences, `models` runs models. Only `models` needs torch; only pictures need
+matplotlib.
 
 Exit codes: 0, done; 1, nothing fits the limit, the machine refuses the sequence, or a check failed; 2, wrong usage, a
 file that cannot be read, or a model that cannot be measured; 130, interrupted.
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
         ModuleNotFoundError: if rotoff is not compiled; the message says so.
     """
     from .. import solver as solver  # first, since the package explains its absence
-    from . import doctor, models, plans
+    from . import models, plans
 
     top = argparse.ArgumentParser(
         prog="rotoff",
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"rotoff {__version__}")
     commands = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in (models, plans, doctor):
+    for module in (models, plans):
         module.add_commands(commands)
     return top
 

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 Run = Callable[[argparse.Namespace], int]  # runs a command, returns the exit code
+Add = Callable[..., object]  # adds an argument
 
 
 class UsageError(Exception):
     """An input that a command cannot use; the user sees only the message."""
 
 
-def add_command(
-    commands: Any, name: str, run: Run, summary: str, example: str, details: str = ""
-) -> argparse.ArgumentParser:
-    """Add a command and return its parser. summary: one line of help; `details` follow it in the command's own help,
-    which ends with the example."""
+def add_command(commands: Any, name: str, run: Run, summary: str, example: str, details: str) -> Add:
+    """Add a command, and return what adds an argument to it. summary: one line of help; `details` follow it in the
+    command's own help, which ends with the example."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=summary,
@@ -31,15 +30,15 @@ def add_command(
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument("--traceback", action="store_true", help="on an error, show where in the program it was raised")
     parser.set_defaults(run=run)
-    return parser
+    return parser.add_argument
 
 
-def add_chain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("chain", metavar="CHAIN.json", help="a file of `rotoff profile`; - for standard input")
+def add_chain(add: Add) -> None:
+    add("chain", metavar="CHAIN.json", help="a file of `rotoff profile`; - for standard input")
 
 
-def add_mem_slots(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mem-slots", type=int, default=50, metavar="N", help="of the joint dynamic program (50)")
+def add_mem_slots(add: Add) -> None:
+    add("--mem-slots", type=int, default=50, metavar="N", help="of the joint dynamic program (50)")
 
 
 def named(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Commands that run or trace models, with torch: profile, plan, audit, largest."""
+"""Commands that run or trace models, with torch: profile, plan, audit, largest, doctor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 from ..core.sequence import MODES
 from ..core.sizes import format_bytes
+from ..io.files import save_json
 from ..profile.estimate.devices import devices, find
 from ..report.chain_table import chain_table
-from .command import UsageError, add_command, add_mem_slots, listed, print_json, shown
+from .command import Add, UsageError, add_command, add_mem_slots, listed, print_json, shown
 
 _TARGET = (
     "MODULE:FUNCTION, or FILE.py:FUNCTION, is called without arguments and returns (model, sample): the model in"
@@ -95,7 +96,7 @@ def _profile(options: argparse.Namespace) -> int:
         chain, everything = wrapped.chain, format_bytes(wrapped.keep_all_memory)
         notes = [
             wrapped.strategy,
-            f"a step that keeps everything allocates {everything} beyond parameters, gradients and the batch",
+            f"plain PyTorch allocates {everything} in a step, beyond parameters, gradients and the batch",
         ]
     wrapped.close()
     chain = replace(chain, name=chain.name or type(model).__name__)
@@ -147,10 +148,41 @@ def _largest(options: argparse.Namespace) -> int:
     return 0 if found.size else 1
 
 
-def _add_model(parser: argparse.ArgumentParser, device: str | None = "H200") -> None:
+def _doctor(options: argparse.Namespace) -> int:
+    import torch
+
+    from ..planning.options import read_device
+    from ..tools.doctor.examination import examine
+    from ..tools.doctor.findings import FAILED, VERDICTS, Report
+
+    device = read_device(options.device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
+    assert device is not None
+    if device.index is not None and device.index >= max(1, count := torch.accelerator.device_count()):
+        last = f"{device.type}:{count - 1}"
+        raise UsageError(f"device is {options.device!r}, and torch finds {count}: the last is {last}")
+    try:
+        save_json(options.output, Report(str(device)).to_dict())
+    except OSError as error:  # before the work
+        raise UsageError(f"{options.output} cannot be written ({error.strerror}); name another file with -o") from error
+
+    for report in examine(device, options.seconds):
+        save_json(options.output, report.to_dict())  # after each check, so that an interrupt keeps the findings so far
+        if not options.json:
+            print(report.findings[-1], flush=True)
+    if options.json:
+        print_json(report.to_dict())
+    else:
+        ended = [finding.verdict for finding in report.findings]
+        counts = ", ".join(f"{ended.count(verdict)} {verdict}" for verdict in VERDICTS)
+        print(f"\n{counts}, in {report.seconds:.0f} s; written to {options.output}")
+        print("Is this hardware new to rotoff? Please attach the file to an issue: it is used to check predictions.")
+        print(report.conclusion(options.output))
+    return 1 if report.verdict == FAILED else 0
+
+
+def _add_model(add: Add, device: str | None = "H200") -> None:
     """Add the arguments that name the model, how it is cut, and the device. device: the default."""
     known, otherwise = ", ".join(one.name for one in devices()), device or "the model's own, where it is measured"
-    add = parser.add_argument
     add("target", metavar="MODULE:FUNCTION", help="returns the model and a sample to call it with")
     add("--device", default=device, metavar="NAME", help=f"one of {known} (default: {otherwise})")
     add("--stages", metavar="N|NAMES", help="about how many, or dotted names of modules, by commas, one for each")
@@ -158,11 +190,10 @@ def _add_model(parser: argparse.ArgumentParser, device: str | None = "H200") -> 
     add("--no-forms", action="store_true", help="stages are saved whole, or not at all")
 
 
-def _add_question(parser: argparse.ArgumentParser) -> None:
+def _add_question(add: Add) -> None:
     """Add the arguments of `plan` and `largest`."""
-    _add_model(parser)
-    add_mem_slots(parser)
-    add = parser.add_argument
+    _add_model(add)
+    add_mem_slots(add)
     add("--mem-limit", metavar="SIZE", help="of a step; parameters, gradients and states then stay")
     add("--optimizer", default="adam", metavar="NAME", help="sgd, momentum, adam (default) or adamw")
     add("--master-weights", action="store_true", help="count float32 weights and states for half precision")
@@ -172,7 +203,7 @@ def _add_question(parser: argparse.ArgumentParser) -> None:
 
 
 def add_commands(commands: Any) -> None:
-    one = add_command(
+    add = add_command(
         commands,
         "profile",
         _profile,
@@ -180,10 +211,10 @@ def add_commands(commands: Any) -> None:
         "rotoff profile my_models:build -o chain.json",
         f'{_TARGET}\nWith --device, tensors may be on the device "meta": neither the device nor memory is needed.',
     )
-    _add_model(one, device=None)
-    one.add_argument("--repeats", type=int, metavar="N", help="recorded steps (default: 2)")
-    one.add_argument("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
-    one = add_command(
+    _add_model(add, device=None)
+    add("--repeats", type=int, metavar="N", help="recorded steps (default: 2)")
+    add("-o", "--output", metavar="CHAIN.json", help="write the chain to this file")
+    add = add_command(
         commands,
         "plan",
         _plan,
@@ -192,15 +223,14 @@ def add_commands(commands: Any) -> None:
         f'{_TARGET}\nTensors may be on the device "meta". Exit code 1: no mode fits the limit, or the device is too'
         " small.",
     )
-    _add_question(one)
-    add = one.add_argument
+    _add_question(add)
     add("--modes", type=listed, default=MODES, metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)")
     add("--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each")
     add("--microbatches", type=int, default=1, metavar="N", help="of a pipeline's batch (default: 1)")
     add("--schedule", default="1F1B", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B")
     add("--chunks", type=int, default=1, metavar="N", help="stages of each rank (default: 1)")
     add("--ranks-per-link", type=int, default=1, metavar="N", help="that share a link (default: 1)")
-    one = add_command(
+    add = add_command(
         commands,
         "audit",
         _audit,
@@ -208,11 +238,11 @@ def add_commands(commands: Any) -> None:
         'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
         _TARGET,
     )
-    _add_model(one)
-    one.add_argument("settings", help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file, or a Trainer's")
-    one.add_argument("--optimizer", metavar="NAME", help="as for rotoff plan (default: what the file says)")
-    one.add_argument("--master-weights", action="store_true", default=None, help="as for rotoff plan")
-    one = add_command(
+    _add_model(add)
+    add("settings", help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file, or a Trainer's")
+    add("--optimizer", metavar="NAME", help="as for rotoff plan (default: what the file says)")
+    add("--master-weights", action="store_true", default=None, help="as for rotoff plan")
+    add = add_command(
         commands,
         "largest",
         _largest,
@@ -221,8 +251,24 @@ def add_commands(commands: Any) -> None:
         'The function takes a size and returns (model, sample), on the device "meta". Exit code 1: none works.\n'
         "Whether an embedding's table is long enough is not checked: give the longest context as --most.",
     )
-    _add_question(one)
-    add = one.add_argument
+    _add_question(add)
     add("--step-time", type=float, metavar="SECONDS", help="the most of a step, with its updates")
     add("--step", type=int, default=1, metavar="N", help="sizes are multiples of it (default: 1)")
     add("--most", type=int, default=2**20, metavar="N", help="the largest size to try (default: 2**20)")
+    _add_doctor(commands)
+
+
+def _add_doctor(commands: Any) -> None:
+    add = add_command(
+        commands,
+        "doctor",
+        _doctor,
+        "check this machine for all that training under a limit needs, with a verdict for each",
+        "rotoff doctor --device cuda -o doctor.json",
+        "Versions, memory, pinned memory, bandwidth, and a small model trained under three limits: bytes and seconds"
+        " against\npredicted ones, gradients against plain ones, waits of the host, overlap of copies. Exit code 1: a"
+        " check failed.",
+    )
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: CUDA if available)")
+    add("--seconds", type=float, default=2.0, metavar="N", help="of timed steps at each of three limits")
+    add("-o", "--output", default="doctor.json", metavar="FILE", help="(default: doctor.json)")

@@ -7,11 +7,12 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from ..core.chain import Chain
+from ..core.figures import table
 from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..core.steady_step import WHEN
-from ..io.json_file import save_json
+from ..io.files import save_json
 from ..io.progress import Bar
 from ..report.chain_table import chain_table, keep_all_line
 from ..report.chrome_trace import save_chrome_trace
@@ -23,6 +24,7 @@ from ..solver.bounds import min_mem_limit
 from ..solver.policies import PLACEMENTS, POLICIES
 from ..solver.policies.nonpersistent import MOST_STATES, states_of
 from .command import (
+    Add,
     UsageError,
     add_chain,
     add_command,
@@ -141,11 +143,13 @@ def _show(options: argparse.Namespace) -> int:
     elif options.output:
         print(f"written to {options.output}")
     elif options.events:
-        print(f"{'start s':>12} {'end s':>12} {'lane':<8} {'device':>11} {'host':>11}  operation")
-        for e in step.trace.events:
-            held = f"{format_bytes(e.memory):>11} {format_bytes(e.host_memory):>11}"
-            print(f"{e.start:>12.6g} {e.end:>12.6g} {e.lane:<8} {held}  {e.op}{'  (again)' if e.recompute else ''}")
-        print(f"\n{step.trace}")
+        rows = [
+            (f"{e.start:.6g}", f"{e.end:.6g}", e.lane, format_bytes(e.memory), format_bytes(e.host_memory))
+            + (f"{e.op}{'  (again)' if e.recompute else ''}",)
+            for e in step.trace.events
+        ]
+        head = "start s", "end s", "lane", "device", "host", "operation"
+        print(*table(head, rows, (2, 5)), "", step.trace, sep="\n")
     else:
         print(render(chain, sequence, options.mem_limit))
     return 0
@@ -176,16 +180,15 @@ def _figures(chain: Chain, step: ShownStep, events: bool) -> dict[str, Any]:
     return found
 
 
-def _add_search(parser: argparse.ArgumentParser) -> None:
-    add_mem_slots(parser)
-    add = parser.add_argument
+def _add_search(add: Add) -> None:
+    add_mem_slots(add)
     add("--host-limit", type=_number, metavar="SIZE", help="bytes that may wait on the host (default: any)")
     add("--refine", type=float, default=True, metavar="SECONDS", help="about how long to search on exact bytes")
     add("--no-refine", dest="refine", action="store_false", help="use the dynamic programs alone")
 
 
 def add_commands(commands: Any) -> None:
-    one = add_command(
+    add = add_command(
         commands,
         "solve",
         _solve,
@@ -193,15 +196,14 @@ def add_commands(commands: Any) -> None:
         'rotoff solve chain.json --mem-limit "14 GiB" --mode joint -o sequence.json',
         f"Prints the plan as text; {_LIMIT}.",
     )
-    add_chain(one)
-    add = one.add_argument
+    add_chain(add)
     add("--mem-limit", required=True, metavar="SIZE", help='such as "14 GiB"')
     add("--mode", choices=MODES, default="joint", help="recompute and move, or only one (default: joint)")
     add("--policy", choices=_SYSTEMS, metavar="NAME", help=f"instead of a mode: {', '.join(_SYSTEMS)}")
     add("--option", type=_option, action="append", default=[], metavar="NAME=VALUE", help="of the policy")
-    _add_search(one)
+    _add_search(add)
     add("-o", "--output", metavar="SEQ.json", help="write the sequence to this file")
-    one = add_command(
+    add = add_command(
         commands,
         "sweep",
         _sweep,
@@ -209,14 +211,13 @@ def add_commands(commands: Any) -> None:
         'rotoff sweep chain.json --mem-limit "20 GiB" "14 GiB" "10 GiB" -o tradeoff.png',
         f"Exits with 1 if nothing fits; {_LIMIT}.",
     )
-    add_chain(one)
-    add = one.add_argument
+    add_chain(add)
     add("--mem-limit", nargs="+", metavar="SIZE", help="(default: 12, smallest to largest)")
     add("--modes", type=listed, default=MODES, metavar="NAMES", help=f"some of {','.join(MODES)} (default: all)")
     add("--policies", type=listed, default=[], metavar="NAMES", help="systems of the papers, or all")
-    _add_search(one)
+    _add_search(add)
     add("-o", "--output", metavar="FILE", help="a table (.csv, .json) or a picture (.png, .svg, .pdf)")
-    one = add_command(
+    add = add_command(
         commands,
         "show",
         _show,
@@ -225,8 +226,7 @@ def add_commands(commands: Any) -> None:
         "Exits with 1 if the machine refuses the sequence; the message names the operation.\n"
         "Pictures need matplotlib (the extra rotoff[plot]); a trace opens at https://ui.perfetto.dev.",
     )
-    add_chain(one)
-    add = one.add_argument
+    add_chain(add)
     add("sequence", metavar="SEQ.json", nargs="?", help="a file of `rotoff solve`; else the chain is shown")
     add("-o", "--output", metavar="FILE", help="a picture (.png, .svg, .pdf), or a Perfetto trace (.json)")
     add("--mem-limit", metavar="SIZE", help="refuse more bytes (default: the sequence's limit)")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from ..errors import ChainError
-from ..io.json_file import load_json, save_json
+from ..io.files import load_json, save_json
 from .chain_fields import at_most, check_name, clean, number, read, several
 from .parameters import ParameterGroup
 

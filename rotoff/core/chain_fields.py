@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from ..errors import ChainError
-from ..io.json_file import is_text
+from ..io.files import is_text
 
 T = TypeVar("T")
 

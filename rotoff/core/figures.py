@@ -3,6 +3,7 @@ tables, pictures and trace files all show these."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .sizes import format_bytes
@@ -58,6 +59,14 @@ def overhead(seconds: float, keep_all_seconds: float) -> float:
     """Seconds of a step over those of keeping everything, less 1. Sums of the same times may differ in their last
     digit, so it is rounded."""
     return round(seconds / keep_all_seconds - 1, 12) + 0.0 if keep_all_seconds else 0.0  # + 0.0: never -0.0
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+    """Lines with aligned columns. left: numbers of those that begin at the left."""
+    cells = [head, *rows]
+    widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
+    shapes = [f"{'<' if n in left else '>'}{width}" for n, width in enumerate(widths)]
+    return ["  ".join(map(format, row, shapes)).rstrip() for row in cells]
 
 
 def percent(share: float) -> str:

@@ -10,7 +10,7 @@ from functools import cache, cached_property, partial
 from typing import Any, NamedTuple, overload
 
 from ..errors import LimitError, SequenceFormatError
-from ..io.json_file import is_text, load_json, save_json
+from ..io.files import is_text, load_json, save_json
 from .sizes import parse_bytes
 
 FORMAT = "rotoff.sequence"

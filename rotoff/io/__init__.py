@@ -1,1 +1,1 @@
-"""Files and terminals: atomic writes, JSON, the cache, progress."""
+"""Files and terminals: text and JSON, settings, progress."""

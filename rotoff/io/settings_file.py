@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import OptionError
-from .json_file import parse_nested
+from .files import parse_nested
 
 
 def load_settings(path: str | os.PathLike[str]) -> Any:

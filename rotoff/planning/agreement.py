@@ -1,39 +1,91 @@
 """All processes of a group follow one plan, which covers what each of them recorded.
 
-Each process records its own step. The common chain has the largest of each cost. The first process plans; what a
-sequence holds it asks all of them, since each judges it on its own step. All processes must call these functions
-together. An error is exchanged like a result, so that none waits forever.
+If stages communicate while they run (sharded parameters are gathered), processes with different plans would wait for
+each other forever. Each process records its own step. The common chain has the largest of each cost. The first process
+plans; what a sequence holds it asks all of them, since each judges it on its own step.
+
+All processes must call these functions together: each new input signature in the same step. Every exchange is an
+all-gather, or a broadcast of the first process; an error is exchanged like a result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, reduce
+from dataclasses import dataclass, fields, is_dataclass, replace
+from datetime import timedelta
+from functools import reduce
 from typing import Any, TypeVar
 from zlib import crc32
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from ..core.chain import Chain, Form, LinkRates, Stage
+from ..core.chain import Chain, LinkRates
 from ..core.sequence import Sequence
-from ..errors import InfeasibleError, MeasureError
+from ..errors import ExecutionError, InfeasibleError, LimitError, MeasureError, OptionError, RotoffError
 from ..profile.checkpointed import plain_levels
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
+from ..report.rotor_names import NO_LIMIT
 from ..runtime.execution_plan import compile_sequence
-from .distributed import from_everyone
+from ..runtime.links.pinned import room_for_plan
+from ..runtime.sharded import Shards, sharded
 from .request import Request
-from .step_planner import StepPlan, least_limit, make_plan
-from .tape_placed_planner import Found
+from .step_planner import StepPlan, least_limit
+from .tape_placed_planner import compiled
 
 T = TypeVar("T")
+ANSWER = 5.0  # seconds in which a process of the group answers, once a collective has failed
+TAG = 31_337  # of the message that asks for an answer
+OWN = "name", "extra"  # fields of a chain's parts that are no costs
 APART = (
     "the processes of the group plan together: in compute_sequence once a step is recorded, in min_mem_limit, and in"
     " the next training step; ask after that"
 )
+
+
+def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
+    """The smallest result of `mem_limit` in any process, in bytes; that of this one without a group.
+
+    Raises:
+        LimitError: if it raises in another process. Whatever it raises here.
+    """
+    return mem_limit() if group is None else min(from_everyone(mem_limit, "take the limit", group, LimitError))
+
+
+def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
+    """The results of `act` in all processes; if it fails in one it raises in all, so that none waits forever."""
+    failure: Exception | None = None
+    mine: tuple[Any, str] = None, ""
+    try:
+        mine = act(), ""
+    except Exception as error:
+        failure, mine = error, (None, f"{type(error).__name__}: {error}")
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:
+        raise not_answering(error, group) from error
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(everyone):
+        if reason:
+            raise error_type(f"process {rank} of the group could not {what}, and so none of them can; there: {reason}")
+    return [result for result, _ in everyone]
+
+
+def room_of(device: Any, group: Any = None) -> int | None:
+    """Return the fewest free bytes of the host in any process of the group; None if none of them is known."""
+
+    def room_here() -> int:
+        room = room_for_plan(device)
+        return NO_LIMIT if room is None else room
+
+    least = agree_on_limit(room_here, group)
+    return None if least >= NO_LIMIT else least
 
 
 def everywhere(here: bool, group: Any) -> bool:
@@ -41,8 +93,8 @@ def everywhere(here: bool, group: Any) -> bool:
     return here if group is None else all(from_everyone(lambda: here, "plan", group))
 
 
-def together(run: Callable[[], T], group: Any) -> T:
-    """Return this process's result of `run`, a step that is recorded, once it has succeeded in all processes.
+def together(run: Callable[[], T], what: str, group: Any) -> T:
+    """Return this process's result of `run` once it has succeeded in all processes. what: it does, for messages.
 
     Raises:
         MeasureError: if it raises in another process. Whatever it raises here.
@@ -50,7 +102,7 @@ def together(run: Callable[[], T], group: Any) -> T:
     if group is None:
         return run()
     found: list[T] = []
-    from_everyone(lambda: found.append(run()), "measure the model", group)
+    from_everyone(lambda: found.append(run()), what, group)
     return found[0]
 
 
@@ -62,77 +114,42 @@ def agree_on_rates(measure: Callable[[], LinkRates], group: Any) -> LinkRates:
     return reduce(LinkRates.at_most, from_everyone(measure, "measure the link", group))
 
 
-@dataclass(frozen=True, eq=False)
-class CommonChain(TapeChain):
-    """The largest costs of all processes; the contents are those of this one.
-
-    own: this process's chain. number: of the chain among those of the profile.
-    """
-
-    own: TapeChain
-    number: int
-    group: Any
-
-    def levels(self, sequence: Sequence) -> list[int]:
-        """Return the most bytes that each operation holds in any process. The first process asks; the others answer
-        in `decided`."""
-        self.own.levels(sequence)  # if it is refused here, nobody is asked
-        _tell(self.group, ("levels", self.number, sequence.to_dict()))
-        return self.common_levels(sequence)
-
-    def common_levels(self, sequence: Sequence) -> list[int]:
-        return _most_levels(lambda: self.own.levels(sequence), self.group)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CommonGroups(TapeGroups):
-    """Groups with the largest costs of all processes, whose levels are those of all.
+class _Common:
+    """The largest costs of all processes of `group`; the contents are those of this one.
 
     own: the same, with the levels of this process. number: among those of the step.
     """
 
-    own: TapeGroups
+    own: Any
     number: int
     group: Any
 
-    def levels(self, sequence: Sequence, during: bool) -> list[int]:
-        """Return the most bytes that each operation holds in any process, as `CommonChain.levels` does."""
-        self.own.levels(sequence, during)
-        _tell(self.group, ("levels", self.number, sequence.to_dict(), during))
-        return self.common_levels(sequence, during)
+    def levels(self, sequence: Sequence, *how: Any) -> list[int]:
+        """Return the most bytes that each operation holds in any process. The first process asks; the others answer
+        in `decided`."""
+        self.own.levels(sequence, *how)  # if it is refused here, nobody is asked
+        _tell(self.group, ("levels", self.number, sequence.to_dict(), *how))
+        return self.common_levels(sequence, *how)
 
-    def common_levels(self, sequence: Sequence, during: bool) -> list[int]:
-        return _most_levels(lambda: self.own.levels(sequence, during), self.group)
+    def common_levels(self, sequence: Sequence, *how: Any) -> list[int]:
+        everyone = from_everyone(lambda: self.own.levels(sequence, *how), "judge a plan", self.group)
+        return [max(one) for one in zip(*everyone, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class CommonProfile(TapeProfile):
-    """This process's profile, for plans that hold in all processes of `group`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CommonChain(_Common, TapeChain):
+    """A chain for plans that hold in all processes."""
 
-    costs: of each chain, the largest of all processes. plain: the most bytes of the model as it is, and between its
-    forward and its backward.
-    """
 
-    group: Any = None
-    costs: tuple[Chain, ...] = ()
-    plain: tuple[int, int] = (0, 0)
-    own: list[TapeChain] = field(default_factory=list)
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CommonGroups(_Common, TapeGroups):
+    """Groups for plans that hold in all processes."""
 
-    @cached_property
-    def chains(self) -> list[TapeChain]:
-        return [
-            CommonChain(
-                **{part.name: getattr(own, part.name) for part in fields(TapeChain) if part.name != "chain"},
-                chain=costs,
-                own=own,
-                number=number,
-                group=self.group,
-            )
-            for number, (own, costs) in enumerate(zip(self.own, self.costs, strict=False))
-        ]
 
-    def keep_all_bytes(self, in_flight: int = 1) -> int:
-        return self.plain[0] + (in_flight - 1) * self.plain[1]
+def _fields(of: Any, kind: Any) -> dict[str, Any]:
+    """Return what `of` has of the fields of a class, by name."""
+    return {one.name: getattr(of, one.name) for one in fields(kind)}
 
 
 def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
@@ -148,8 +165,11 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
     everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
     costs = _largest_of([chains for chains, _ in everyone])
     most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)
-    here = {one.name: getattr(cut, one.name) for one in fields(TapeProfile)}
-    return CommonProfile(**here, group=group, costs=tuple(costs), plain=most, own=own)
+    common = [
+        CommonChain(**_fields(one, TapeChain) | {"chain": chain}, own=one, number=number, group=group)
+        for number, (one, chain) in enumerate(zip(own, costs, strict=False))
+    ]
+    return replace(cut, plain=most, common=tuple(common))
 
 
 def alike_cut(profile: TapeProfile, group: Any) -> TapeProfile:
@@ -160,8 +180,8 @@ def alike_cut(profile: TapeProfile, group: Any) -> TapeProfile:
     told = from_everyone(lambda: (course, profile.batch_bytes, profile.cuts[0]), "plan", group)
     same = all(other == told[0][0] for other, _, _ in told)
     begins = (told[0][2],) if same else profile.begins  # cuts depend on bytes, and batches may be unequal
-    here = {one.name: getattr(profile, one.name) for one in fields(TapeProfile)}
-    return TapeProfile(**here | {"batch_bytes": max(nbytes for _, nbytes, _ in told), "begins": begins})
+    batch_bytes = max(nbytes for _, nbytes, _ in told)
+    return replace(profile, batch_bytes=batch_bytes, begins=begins, common=(), plain=None)
 
 
 def common_groups(make: Callable[[], list[TapeGroups]], group: Any) -> list[TapeGroups]:
@@ -182,10 +202,8 @@ def common_groups(make: Callable[[], list[TapeGroups]], group: Any) -> list[Tape
     chains = _largest_of([[chain for chain, _ in here] for here in everyone])
     most = [{name: max(one[name] for _, one in several) for name in costs} for several in zip(*everyone, strict=False)]
     own = [replace(one, chain=chain, **largest) for one, chain, largest in zip(ways, chains, most, strict=False)]
-    names = [one.name for one in fields(TapeGroups)]
     return [
-        CommonGroups(**{name: getattr(one, name) for name in names}, own=one, number=number, group=group)
-        for number, one in enumerate(own)
+        CommonGroups(**_fields(one, TapeGroups), own=one, number=number, group=group) for number, one in enumerate(own)
     ]
 
 
@@ -207,87 +225,52 @@ def _largest_of(everyone: Several[Several[Chain]]) -> list[Chain]:
     return [_largest(several) for several in zip(*everyone, strict=False)]
 
 
-def _most_levels(levels: Callable[[], list[int]], group: Any) -> list[int]:
-    return [max(one) for one in zip(*from_everyone(levels, "judge a plan", group), strict=True)]
+def _largest(several: Several[Any]) -> Any:
+    """Return the first of several chains, or parts of one, with the largest costs of all."""
+    first = several[0]
+    if isinstance(first, tuple):  # of forms those that all have
+        return tuple(map(_largest, zip(*several, strict=False)))
+    if not is_dataclass(first):
+        return first if first is None else max(several)
+    costs = {one.name: [getattr(of, one.name) for of in several] for one in fields(first)}
+    largest = {name: min(of) if name == "tail_time" else _largest(of) for name, of in costs.items() if name not in OWN}
+    return replace(first, **largest)  # type: ignore[type-var]
 
 
-def _largest(chains: Several[Chain]) -> Chain:
-    """Return the chain with the largest costs of all."""
-    stages = zip(*(chain.stages for chain in chains), strict=True)
-    groups = zip(*(chain.parameters for chain in chains), strict=True)
-    costs = "bytes", "grad_bytes", "state_bytes", "update_time", "update_transient_bytes"
-    return replace(
-        chains[0],
-        stages=tuple(map(_largest_stage, stages)),
-        parameters=tuple(replace(several[0], **_most(several, costs)) for several in groups),
-        **_most(chains, ("input_bytes", "input_grad_bytes")),
-    )
-
-
-def _largest_stage(stages: Several[Stage]) -> Stage:
-    forms = zip(*(stage.forms for stage in stages), strict=False)  # those that all have
-    names = [one.name for one in fields(Stage) if one.name not in ("name", "forms", "extra", "tail_time")]
-    parts = [one.name for one in fields(Form) if one.name != "extra"]
-    return replace(
-        stages[0],
-        tail_time=min(stage.tail_time for stage in stages),
-        forms=tuple(Form(**_most(several, parts)) for several in forms),
-        **_most(stages, names),
-    )
-
-
-def _most(of: Several[Any], names: Iterable[str]) -> dict[str, Any]:
-    return {name: max(getattr(one, name) for one in of) for name in names}
-
-
-def agree_on_plan(profile: TapeProfile, request: Request, near: Iterable[Sequence], room: int | None) -> StepPlan:
-    """Return the first process's plan; by `make_plan` without a group.
-
-    Raises:
-        InfeasibleError: in all processes, if nothing fits. MeasureError: if the first process fails otherwise.
-    """
-    if not isinstance(profile, CommonProfile):
-        return make_plan(profile, request, near, room)
-
-    def decide() -> tuple[Any, ...]:
-        plan = make_plan(profile, request, near, room)
-        number = profile.chains.index(plan.found)
-        return number, plan.sequence.to_dict(), plan.execution.keeps_all, plan.levels, plan.peak
-
-    number, told, keeps_all, levels, peak = decided(decide, profile.chains, profile.group)
-    found, sequence = profile.chains[number], Sequence.from_dict(told)
-    execution = compile_sequence(found.chain, sequence, in_flight=request.in_flight)
-    return StepPlan(profile, found, replace(execution, keeps_all=keeps_all), levels, peak)
-
-
-def agree_on_least(profile: TapeProfile, request: Request) -> int:
-    """Return the smallest limit that a request can have in all processes."""
-
-    def decide() -> int:
-        return least_limit(profile, request)
-
-    return decided(decide, profile.chains, profile.group) if isinstance(profile, CommonProfile) else decide()
-
-
-def agree_on_placed(
-    ways: list[TapeGroups], during: bool, choose: Callable[[], Found], group: Any
-) -> tuple[Found, list[int] | None]:
-    """Return what the first process chooses of `ways`, and its levels; without a group what `choose` does. during:
-    whether updates come in the backward.
+def agree_on_plan(
+    profile: TapeProfile,
+    request: Request,
+    ways: Several[TapeChain | TapeGroups],
+    make: Callable[[], StepPlan],
+    group: Any,
+) -> StepPlan:
+    """Return the plan, in one of `ways`, that the first process makes, for this one; what `make` does without a group.
 
     Raises:
         InfeasibleError: in all processes, if nothing fits. MeasureError: if the first process fails otherwise.
     """
     if group is None:
-        return choose(), None
+        return make()
 
-    def decide() -> tuple[int, dict[str, Any], list[int]]:
-        groups, sequence = choose()
-        assert isinstance(groups, CommonGroups)
-        return groups.number, sequence.to_dict(), groups.levels(sequence, during)
+    def decide() -> tuple[Any, ...]:
+        plan = make()
+        return ways.index(plan.found), plan.sequence.to_dict(), plan.keeps_all, plan.levels, plan.peak
 
-    number, told, levels = decided(decide, ways, group)
-    return (own_of(ways[number]), Sequence.from_dict(told)), levels
+    number, told, keeps_all, levels, peak = decided(decide, ways, group)
+    found, sequence = ways[number], Sequence.from_dict(told)
+    if isinstance(found, TapeGroups):
+        return compiled(profile, own_of(found), sequence, request, levels)
+    execution = compile_sequence(found.chain, sequence, in_flight=request.in_flight)
+    return StepPlan(profile, found, replace(execution, keeps_all=keeps_all), levels, peak)
+
+
+def agree_on_least(profile: TapeProfile, request: Request, group: Any) -> int:
+    """Return the smallest limit that a request can have in all processes."""
+
+    def decide() -> int:
+        return least_limit(profile, request)
+
+    return decide() if group is None else decided(decide, profile.chains, group)
 
 
 def decided(decide: Callable[[], T], asked: Several[Any], group: Any) -> T:
@@ -324,3 +307,51 @@ def _tell(group: Any, told: Any) -> Any:
     box = [told]
     dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
     return box[0]
+
+
+def shards_of(model: nn.Module, group: Any) -> Shards | None:
+    """The shards of a model that several processes train with a `device_limit`; None for one process.
+
+    Raises:
+        OptionError: if each process has the whole model.
+    """
+    if "" not in sharded(model):
+        if group is None and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return None
+        raise OptionError(
+            "device_limit in several processes is for parameters that FSDP2 shards: call fully_shard on every block and"
+            " on the Checkpointable before compute_sequence (with a mesh of (processes, 1), each has a whole copy, as"
+            " with DDP); for tensor parallel models give a mem_limit"
+        )
+    if group is None:
+        raise OptionError(
+            "device_limit with FSDP2 needs one plan for all processes; make the model by Checkpointable(model,"
+            " process_group=True)"
+        )
+    if any(p.device.type != "cpu" for p in model.parameters()):
+        raise OptionError(
+            "device_limit with FSDP2 is for processes on a CPU so far; on an accelerator give fully_shard an"
+            " offload_policy=CPUOffloadPolicy(), and a mem_limit"
+        )
+    return Shards(model)
+
+
+def not_answering(error: BaseException, group: Any) -> ExecutionError:
+    """What to raise if a collective has failed: it names the processes of the group that have ended, or else those that
+    do not answer."""
+    ended, late = list[str](), list[str]()
+    for peer in range(dist.get_world_size(group)):
+        if peer == dist.get_rank(group):
+            continue
+        try:
+            dist.isend(torch.zeros(1), group=group, group_dst=peer, tag=TAG)
+            arriving = dist.irecv(torch.zeros(1), group=group, group_src=peer, tag=TAG)
+            assert arriving is not None
+            arriving.wait(timedelta(seconds=ANSWER))
+        except RuntimeError as reason:
+            (late if "imed out" in str(reason) else ended).append(str(peer))
+    names = " and ".join(ended or late)
+    who = f"process {names} of the group {'has ended' if ended else 'does not answer'}" if names else str(error)
+    return ExecutionError(
+        f"a collective of this step has failed ({who}); see what that process says, and start all of them again"
+    )

@@ -12,7 +12,7 @@ from torch import nn
 from ..accelerator import TYPES, indexed, is_available, named
 from ..core.backward_from import BackwardFrom, read_backward_from
 from ..errors import MeasureError, OptionError
-from ..io.paths import named_directory
+from ..io.files import named_directory
 from .stages import StagesOption, stages_of
 
 
@@ -24,14 +24,13 @@ class Options:
     backward_from: BackwardFrom = None
     forms: bool = True
     host_directory: str | os.PathLike[str] | None = None
-    cache_directory: str | os.PathLike[str] | bool | None = True
     device: torch.device | None = None
 
     def check(self, model: nn.Module) -> None:
         """Raise OptionError if an option is invalid or does not suit `model`, MeasureError for an empty model."""
         check_flag("forms", self.forms)
         if self.host_directory is not None:
-            named_directory(self.host_directory, "host_directory")
+            named_directory(self.host_directory)
         read_backward_from(self.backward_from)
         stages_of(model, self.stages)
 

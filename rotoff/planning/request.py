@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.chain import Chain
 from ..core.sequence import MODES, Sequence
 from ..errors import LimitError, OptionError
-from ..io.cache import Cache
 from ..io.progress import Bar
 from ..solver import solve
 from ..solver.in_flight import parse_in_flight, solve_in_flight
@@ -74,7 +73,6 @@ class Request:
     here: bool = False  # whether the plan must fit this host's memory
     placed: bool = False  # whether the limit is for all that the device holds
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
-    cache: Cache = field(default_factory=lambda: Cache(None))
 
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"

@@ -50,19 +50,20 @@ from ..tape.contents import is_plain
 from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
-from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, together
+from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, room_of, together
 from .inputs import refuse_meta
 from .options import Options
 from .request import Request
 from .signatures import constants, family_of, signature
 from .stages import stages_of
-from .step_planner import StepPlan, room_of
-from .tape_placed_planner import PlacedStepPlan
+from .step_planner import StepPlan, make_plan
 
 logger = logging.getLogger("rotoff")
+Call = partial[Any]  # of the model
 PATIENCE = 2  # steps in a row off their course before another one is recorded
 MOST = 64  # courses that are kept
 OF_ONE_KIND = 8  # of them for inputs of one signature
+MEASURE = "measure the model"
 LINK_BYTES = 16 << 20  # of a copy whose time says how fast the link is
 
 
@@ -78,7 +79,7 @@ class Course:
     profile: TapeProfile
     hint: str
     reads: Reads
-    plan: StepPlan | PlacedStepPlan | None = None
+    plan: StepPlan | None = None
     strayed: int = 0
     patience: int = PATIENCE
     beside: int = 0
@@ -232,38 +233,38 @@ class StepRunner:
 
     # -- a step
 
-    def forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward of a training step; `plain` is the model's own."""
-        value = args, kwargs
+    def forward(self, run: Call) -> Any:
+        """Run the forward of a training step; `run` is a call of the model's own."""
+        value = run.args, run.keywords
         given = tensor_leaves(value)
         if not any(t.requires_grad for t in chain(self.model.parameters(), given)):
-            return self.unplanned(plain, args, kwargs)
+            return self.unplanned(run)
         self.settle()
         key, hint = self._key(value), constants(value)
         if (course := self._course(key, hint)) is None:
             self._say_larger(key)
-            course = self._foretold(key, hint, args, kwargs)
+            course = self._foretold(key, hint, run)
         if course is None or self._is_new(course):
             _refuse_capture()
-            return self._record(plain, key, hint, args, kwargs)
+            return self._record(run, key, hint)
         if self.waits:
-            return self._away(plain, args, kwargs)
+            return self._away(run)
         self.latest = course
         try:
             planned = self.planned(course)
         except InfeasibleError:
             if not self._dropped(key, course):
                 raise
-            return self._away(plain, args, kwargs)
+            return self._away(run)
         recording = self.recording if self.recording is not None and self.recording.times is None else None
         if planned.keeps_all and recording is None and not (self.follows_all and course.watched(hint)):
-            return self._as_it_is(plain, args, kwargs)
+            return self._as_it_is(run)
         _refuse_capture()
-        return self._follow(key, course, planned, recording, hint, partial(plain, *args, **kwargs))
+        return self._follow(key, course, planned, recording, hint, run)
 
-    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def unplanned(self, run: Call) -> Any:
         """Run a forward that has no plan: in eval mode, without gradients, or of a model that needs none."""
-        return plain(*args, **kwargs)
+        return run()
 
     def streamed(self) -> AbstractContextManager[object]:
         """Within this context, other methods of the model may be called than its forward."""
@@ -273,9 +274,9 @@ class StepRunner:
         """What tells steps from others that need other plans."""
         return signature(value, self.model)
 
-    def _as_it_is(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _as_it_is(self, run: Call) -> Any:
         """Run a step whose plan is the model as it is."""
-        return plain(*args, **kwargs)
+        return run()
 
     def _watched(self, result: Any) -> Any:
         """Return what the forward of a step without a plan has returned."""
@@ -322,7 +323,7 @@ class StepRunner:
         self._after[self._taken] = taken
         self._taken = taken
 
-    def _foretold(self, key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course | None:
+    def _foretold(self, key: Any, hint: str, run: Call) -> Course | None:
         """The course of an input whose size no step has had, if a step at another size has made the same operations."""
         family, _ = family_of(key)
         if self.group is not None or family in self._unforeseen:
@@ -331,34 +332,32 @@ class StepRunner:
         seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
         if (near := next(seen, None)) is None:
             return None
-        profile = at_size(near.profile, self.known, self.model, args, kwargs)
+        profile = at_size(near.profile, self.known, self.model, run.args, run.keywords)
         if profile is None:
             self._unforeseen.add(family)
             return None
         return self.take(key, Course(profile, hint, near.reads))
 
-    def _record(
-        self, plain: Callable[..., Any], key: Any, hint: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _record(self, run: Call, key: Any, hint: str) -> Any:
         """Run a step that no plan is for: what it saves leaves the device at once."""
-        refuse_meta(self.model, (args, kwargs))
+        refuse_meta(self.model, (run.args, run.keywords))
         stop_complete()
         several = BUSY.locked() or within_backward()  # steps are under way
         profiled = not several and torch.autograd._profiler_enabled()
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self.group):
-            return self._away(plain, args, kwargs)
-        recorded = self._recorded = together(partial(self._begin, key, hint, args, kwargs), self.group)
+            return self._away(run)
+        recorded = self._recorded = together(partial(self._begin, key, hint, run), MEASURE, self.group)
         try:
-            return self._watched(together(partial(recorded.step.run, plain, *args, **kwargs), self.group))
+            return self._watched(together(partial(recorded.step.run, run), MEASURE, self.group))
         except BaseException:
             recorded.step.stop()
             self._recorded = None
             raise
 
-    def _begin(self, key: Any, hint: str, args: Any, kwargs: Any, patient: bool = False) -> Recorded:
-        given, step = tensor_leaves((args, kwargs)), self._recorder(self._spill(args, kwargs), patient)
+    def _begin(self, key: Any, hint: str, run: Call, patient: bool = False) -> Recorded:
+        given, step = tensor_leaves((run.args, run.keywords)), self._recorder(self._spill(run), patient)
         shapes = tuple(tuple(t.shape) for t in given)
         return Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
 
@@ -377,16 +376,16 @@ class StepRunner:
         every = (*self.model.parameters(), *self.model.buffers(), *given)
         return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
 
-    def _spill(self, *value: Any) -> Spill:
-        return Spill(self.device_for(tensor_leaves(value)), self.options.host_directory)
+    def _spill(self, run: Call) -> Spill:
+        return Spill(self.device_for(tensor_leaves((run.args, run.keywords))), self.options.host_directory)
 
-    def _away(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _away(self, run: Call) -> Any:
         """Run a step without a plan or a record: what it saves leaves the device at once."""
-        lending, step = self._lending(), _Aside(None, spill=self._spill(args, kwargs))
+        lending, step = self._lending(), _Aside(None, spill=self._spill(run))
         tape = self.new_tape(self.known) if lending is None else PlacedTape(self.known, lending)
         lent = nullcontext() if lending is None else lending.forward()
         with aside(), lent, gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
-            return self._watched(plain(*args, **kwargs))
+            return self._watched(run())
 
     def settle(self) -> None:
         """Make a course of the step that was recorded last, if its backward has run; in a group, all together."""
@@ -471,7 +470,7 @@ class StepRunner:
             self._rates[device] = self.links.shared(found)
         return self._rates[device]
 
-    def shown(self, course: Course) -> StepPlan | PlacedStepPlan:
+    def shown(self, course: Course) -> StepPlan:
         """Return the plan of a course; in a group, one process may ask alone.
 
         Raises:
@@ -481,7 +480,7 @@ class StepRunner:
             raise MeasureError(APART)
         return self.planned(course)
 
-    def planned(self, course: Course) -> StepPlan | PlacedStepPlan:
+    def planned(self, course: Course) -> StepPlan:
         """Return the plan of a course; it is made now if there is none, in a group by all together.
 
         Raises:
@@ -492,19 +491,21 @@ class StepRunner:
             course.plan = self._made(course, self.request)
         return course.plan
 
-    def _made(self, course: Course, request: Request) -> StepPlan | PlacedStepPlan:
+    def _made(self, course: Course, request: Request) -> StepPlan:
         """Make a plan for a course."""
         near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.keeps_all]
-        return agree_on_plan(course.profile, request, near, room_of(course.profile.device, self.group))
+        profile, room = course.profile, room_of(course.profile.device, self.group)
+        make = partial(make_plan, profile, request, near, room)
+        return agree_on_plan(profile, request, profile.chains, make, self.group)
 
     def _follow(
         self,
         key: Any,
         course: Course,
-        planned: StepPlan | PlacedStepPlan,
+        planned: StepPlan,
         recording: Recording | None,
         hint: str,
-        run: Callable[[], Any],
+        run: Call,
     ) -> Any:
         device = course.profile.device
         step, tape = self._begun(course, planned)
@@ -530,7 +531,7 @@ class StepRunner:
         take, give_back = self._lender(planned.execution, course.profile.device)
         spill = Spill(course.profile.device, self.options.host_directory)
         check = self._held_check(planned)
-        step = TapeStep(planned.execution, planned.found.layout, take, give_back, spill, check)
+        step = TapeStep(planned.execution, planned.tape_chain.layout, take, give_back, spill, check)
         return step, self.new_tape(self.known)
 
     def _lender(self, plan: ExecutionPlan, device: torch.device) -> tuple[Callable[[], Link] | None, Any]:
@@ -541,7 +542,7 @@ class StepRunner:
     def _held_check(self, planned: StepPlan) -> HeldCheck | None:
         if not self._check or self.request is None:
             return None
-        return HeldCheck(planned.sequence, planned.found.held(planned.sequence), self.request.mem_limit)
+        return HeldCheck(planned.sequence, planned.tape_chain.held(planned.sequence), self.request.mem_limit)
 
     def _warn_in_flight(self, step: TapeStep) -> None:
         """Warn, once for each number, if more steps are in flight than the plan counts on."""
@@ -593,9 +594,7 @@ class StepRunner:
 
     def measure(
         self,
-        plain: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        run: Call,
         starts: Callable[[Any], list[torch.Tensor]],
         before_write: Callable[[torch.UntypedStorage], None],
     ) -> Course:
@@ -603,8 +602,9 @@ class StepRunner:
         storage that the forward is about to overwrite."""
         if torch.autograd._profiler_enabled() and not BUSY.locked():
             raise MeasureError("nothing can be measured while a profiler is active; measure before")
-        begin = partial(self._begin, self._key((args, kwargs)), constants((args, kwargs)), args, kwargs, patient=True)
-        recorded = together(begin, self.group)
+        value = run.args, run.keywords
+        begin = partial(self._begin, self._key(value), constants(value), run, patient=True)
+        recorded = together(begin, MEASURE, self.group)
         step = recorded.step
         step.before_write, step.arrived = before_write, step.arrived or _dropped
 
@@ -612,7 +612,7 @@ class StepRunner:
 
         def record() -> None:
             nonlocal beside
-            result = self._watched(step.run(plain, *args, **kwargs))
+            result = self._watched(step.run(run))
             roots = starts(result)
             if any(isinstance(name, LossAlone) for name in read_backward_from(self.options.backward_from)):
                 del result  # else its caller may hold it
@@ -623,7 +623,7 @@ class StepRunner:
             torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
 
         try:
-            together(record, self.group)
+            together(record, MEASURE, self.group)
         finally:
             step.stop()
         course, self._taken = self._learn(recorded), None  # which is expected next, whatever the steps before took

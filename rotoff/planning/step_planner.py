@@ -8,34 +8,32 @@ import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ..core.chain import Chain
 from ..core.figures import Figures, percent
 from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Trace
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, InvalidSequenceError, SequenceFormatError
+from ..errors import InfeasibleError, InvalidSequenceError
 from ..profile.tape_chain import TapeChain
+from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
 from ..report.expected_step import keep_all_step
 from ..report.rotor_names import NO_LIMIT
 from ..report.summary import in_words
 from ..runtime.execution_plan import ExecutionPlan, compile_sequence
-from ..runtime.links.pinned import room_for_plan
+from ..runtime.placed.placed_plan import PlacedPlan
 from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
 from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
 from ..solver.in_flight import least_in_flight, resting_bytes
 from ..solver.search import parse_host_limit
-from .distributed import agree_on_limit
 from .request import Request
 
 logger = logging.getLogger("rotoff")
 ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
 FEW = 10  # slots of the dynamic program for the smallest limit, where seconds are of no interest
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
-AS_GOOD = 1.05  # time of an earlier process's plan / time that it had there, relative to keeping everything
 LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 
@@ -45,13 +43,14 @@ class StepPlan:
     """A plan for a step.
 
     Attributes:
-        profile: of the step. found: the chain that was planned, with its contents.
+        profile: of the step. found: the chain that was planned, with its contents; under a `device_limit` with groups
+            of parameters.
         execution: what the step runs; `keeps_all` if it is the model as it is.
-        levels: the most bytes that each operation holds, in the terms of a `mem_limit`. peak: of the step, likewise.
+        levels: the most bytes that each operation holds, in the terms of the limit. peak: of the step, likewise.
     """
 
     profile: TapeProfile
-    found: TapeChain
+    found: TapeChain | TapeGroups
     execution: ExecutionPlan
     levels: tuple[int, ...]
     peak: int
@@ -61,12 +60,22 @@ class StepPlan:
         return self.found.chain
 
     @property
+    def tape_chain(self) -> TapeChain:
+        """The chain with its contents."""
+        return self.found.found if isinstance(self.found, TapeGroups) else self.found
+
+    @property
     def sequence(self) -> Sequence:
         return self.execution.sequence
 
     @property
     def trace(self) -> Trace:
         return self.execution.trace
+
+    @property
+    def placed(self) -> PlacedPlan | None:
+        """Where parameters lie; None if none is moved."""
+        return self.execution.placed
 
     @property
     def keeps_all(self) -> bool:
@@ -79,17 +88,19 @@ class StepPlan:
             return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
         return resting_bytes(self.chain, self.sequence.ops) - self.profile.batch_bytes
 
-    def figures(self, mem_limit: int | None) -> Figures:
-        """The figures of the step under a `mem_limit`, which does not count the batch."""
-        plan = self.execution
+    def figures(self, limit: int | None) -> Figures:
+        """The figures of the step under a `mem_limit`, which does not count the batch, or a `device_limit`, which does.
+        The peak of the model as it is is that of a loop which sets gradients to None; `keep_all_bytes` is the smallest
+        limit at which it runs so."""
+        plan, placed = self.execution, self.placed
         return Figures(
-            None if mem_limit is None or mem_limit >= NO_LIMIT else mem_limit,
+            None if limit is None or limit >= NO_LIMIT else limit,
             self.peak,
-            plan.in_flight * plan.host_bytes,
+            plan.in_flight * plan.host_bytes + (0 if placed is None else placed.host_bytes),
             plan.trace.makespan,
             keep_all_step(self.chain).makespan,
-            self.profile.keep_all_bytes(plan.in_flight),
-            with_batch=False,
+            self.found.whole if isinstance(self.found, TapeGroups) else self.profile.keep_all_bytes(plan.in_flight),
+            with_batch=isinstance(self.found, TapeGroups),
         )
 
 
@@ -109,42 +120,8 @@ def make_plan(
     if request.plain and request.policy is None and profile.keep_all_bytes(request.in_flight) <= request.mem_limit:
         plan = keeping_all(profile, request.in_flight)
     else:
-        key = _key(profile, request)
-        kept = _kept(profile, request, key, room)
-        plan = kept or _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
-        if kept is None:
-            _keep(profile, request, key, plan)
-    _report(profile, request, plan, time.perf_counter() - began)
-    return plan
-
-
-def _key(profile: TapeProfile, request: Request) -> dict[str, Any]:
-    """What a plan depends on, but for times: they are measured, and never the same."""
-    asked = {"limit": request.mem_limit, "mode": request.mode, "slots": request.mem_slots, "policy": request.policy}
-    asked |= {"options": repr(sorted(request.options.items())), "in flight": request.in_flight}
-    return {"operations": [found.layout.keys for found in profile.chains], "device": profile.device.type, **asked}
-
-
-def _keep(profile: TapeProfile, request: Request, key: dict[str, Any], plan: StepPlan) -> None:
-    """Keep a plan for the next process."""
-    number, overhead = profile.chains.index(plan.found), plan.trace.makespan / profile.chain.compute_time
-    request.cache.keep(key, [number, overhead, plan.sequence.to_dict()])
-
-
-def _kept(profile: TapeProfile, request: Request, key: dict[str, Any], room: int | None) -> StepPlan | None:
-    """Return the plan that an earlier process has kept, if it fits and is about as good with the times of this one."""
-    if (told := request.cache.find(key)) is None:
-        return None
-    try:
-        number, overhead, sequence = told
-        plan = compiled(profile, profile.chains[number], Sequence.from_dict(sequence), request.in_flight)
-        slower = plan.trace.makespan > overhead * AS_GOOD * profile.chain.compute_time
-    except (SequenceFormatError, InvalidSequenceError, TypeError, ValueError, IndexError) as error:
-        logger.warning("rotoff: a cached plan is ignored: %s", error)
-        return None
-    if slower or plan.peak > request.mem_limit or (room is not None and plan.execution.host_bytes > room):
-        return None
-    logger.info("rotoff: plan from the cache in %s", request.cache.directory)
+        plan = _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
+    report(request, plan, time.perf_counter() - began)
     return plan
 
 
@@ -203,17 +180,6 @@ def least_time(profile: TapeProfile, request: Request, found: float = math.inf) 
     return min(least_time_of(chain, limit) for chain in fitting)
 
 
-def room_of(device: Any, group: Any = None) -> int | None:
-    """Return the fewest free bytes of the host in any process of the group; None if none of them is known."""
-
-    def room_here() -> int:
-        room = room_for_plan(device)
-        return NO_LIMIT if room is None else room
-
-    least = room_here() if group is None else agree_on_limit(room_here, group)
-    return None if least >= NO_LIMIT else least
-
-
 def _parts(mode: str) -> tuple[str, ...]:
     """The modes whose sequences `mode` allows. The chain's least sequence in joint may hold more than one of these."""
     return ("joint", "remat", "offload") if mode == "joint" else (mode,)
@@ -244,7 +210,7 @@ def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
     tries = [(request.mode, request, profile.chains)]
     if _searches(request) and len(profile.chains) > 1:  # in the chain with the fastest plan that needs no search
         first = _fastest(profile, request, [(request.mode, _quick(request, request.mem_limit), profile.chains)])
-        tries[0] = (request.mode, request, profile.chains if first is None else [first.found])
+        tries[0] = (request.mode, request, profile.chains if first is None else [first.tape_chain])
     if request.policy is None:
         least = _quick(request, 1)
         several = (least, replace(least, mem_slots=FEW))  # the second as for `least_limit`
@@ -388,22 +354,22 @@ def _no_room(profile: TapeProfile, request: Request, needed: int, room: int) -> 
     )
 
 
-def _report(profile: TapeProfile, request: Request, plan: StepPlan, seconds: float) -> None:
+def report(request: Request, plan: StepPlan, seconds: float) -> None:
+    """Log what a plan takes. seconds: that it took to make it."""
     if not logger.isEnabledFor(logging.INFO):
         return
-    figures, trace = plan.figures(request.mem_limit), plan.trace
+    figures, trace, groups = plan.figures(request.mem_limit), plan.trace, plan.found
     everything, asked = figures.everything, figures.mem_limit
     limit = "there is no limit" if asked is None else f"the limit is {format_bytes(asked)}"
-    if plan.execution.keeps_all:
+    if plan.keeps_all:
         logger.info("rotoff: keeping everything takes %s, and %s: the model runs as it is", everything, limit)
         return
-    logger.info(
-        "rotoff: keeping everything takes %s, the smallest limit %s is %s, and %s",
-        everything,
-        request,
-        format_bytes(least_limit(profile, request)),
-        limit,
-    )
+    if isinstance(groups, TapeGroups):
+        here = sum(name.startswith("w") for name in plan.sequence.resident)
+        limit += f"; the parameters of {here} of {len(groups.placed)} groups lie on the device between steps"
+    else:
+        limit = f"the smallest limit {request} is {format_bytes(least_limit(plan.profile, request))}, and {limit}"
+    logger.info("rotoff: keeping everything takes %s, %s", everything, limit)
     logger.info(
         "rotoff: planned %s in %.1f s, predicted peak %s, step %.4g s (%s over keeping everything), %s offloaded,"
         " %.4g s recomputed; %s",

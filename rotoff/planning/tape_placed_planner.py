@@ -14,23 +14,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..core.chain import Chain, LinkRates
-from ..core.figures import Figures
 from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, OptionError
 from ..profile.tape_groups import TapeGroups
-from ..report.expected_step import keep_all_step
-from ..runtime.execution_plan import ExecutionPlan, compile_placed
+from ..profile.tape_profile import TapeProfile
+from ..runtime.execution_plan import compile_sequence
 from ..runtime.links.pinned import room_for_plan
-from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.updates import parameters_of
-from ..solver import solve
+from ..solver import keep_all, solve
 from ..solver.anneal import Budget
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from .request import Request
-from .step_planner import charging, first_runs_over
+from .step_planner import StepPlan, charging, first_runs_over
 
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
 SHORT = 0.1  # share of the search effort with which a plan is looked for first
@@ -43,51 +41,6 @@ MORE = 1.0, 1.05, 1.2  # than the bytes of the largest operation, in which a pla
 FEW = 2  # proposals in each
 
 Found = tuple[TapeGroups, Sequence]
-
-
-@dataclass(frozen=True, eq=False)
-class PlacedStepPlan:
-    """A plan for a step under a `device_limit`. execution: what it runs; `keeps_all` if it is the model as it is."""
-
-    groups: TapeGroups
-    execution: ExecutionPlan
-
-    @property
-    def placed(self) -> PlacedPlan | None:
-        """Where parameters lie; None if nothing is moved."""
-        return self.execution.placed
-
-    @property
-    def keeps_all(self) -> bool:
-        return self.execution.keeps_all
-
-    @property
-    def chain(self) -> Chain:
-        return self.groups.chain
-
-    @property
-    def sequence(self) -> Sequence:
-        return self.execution.sequence
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """The most bytes that the device holds in each operation."""
-        if self.placed is not None:
-            return self.placed.levels
-        return tuple(min(level, self.groups.expected) for level in self.groups.levels(self.sequence, False))
-
-    def figures(self, device_limit: int | None) -> Figures:
-        """The figures of the step under a `device_limit`, which counts the batch. The plain model's peak is that of a
-        loop which sets gradients to None; `keep_all_bytes` is the smallest limit at which it runs unplanned."""
-        placed = self.placed
-        return Figures(
-            device_limit,
-            self.groups.expected if placed is None else placed.peak_bytes,
-            self.execution.host_bytes + (0 if placed is None else placed.host_bytes),
-            self.execution.trace.makespan,
-            keep_all_step(self.chain).makespan,
-            self.groups.whole,
-        )
 
 
 def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
@@ -132,7 +85,7 @@ def check_updates(optimizers: Several[Optimizer], request: Request) -> None:
         )
 
 
-def plan(ways: Several[TapeGroups], request: Request, near: Several[PlacedStepPlan] = ()) -> Found:
+def plan(ways: Several[TapeGroups], request: Request, near: Several[StepPlan] = ()) -> Found:
     """Return the fastest sequence that holds at most the request's limit, and its groups. ways: of the same step. near:
     plans of other sizes, one of which is taken if it fits, so that a new size needs no search and moves no parameters.
 
@@ -146,7 +99,7 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[PlacedStepPl
         Proposal(groups, groups.chain, 0, other.sequence, request)
         for other in near
         for groups in ways
-        if groups.is_like(other.groups)
+        if isinstance(other.found, TapeGroups) and groups.is_like(other.found)
     ]
     if fitting := [one for one in reused if one.peak <= limit]:
         return min(fitting, key=lambda one: one.seconds).found
@@ -165,14 +118,24 @@ def plan(ways: Several[TapeGroups], request: Request, near: Several[PlacedStepPl
     return min(found, key=lambda one: one.seconds).found if found else smallest or _smallest(ways, request)
 
 
+def keeping_all(profile: TapeProfile, groups: TapeGroups) -> StepPlan:
+    """Return the plan to run the model as it is."""
+    sequence = keep_all(groups.chain, "after")
+    execution = replace(compile_sequence(groups.chain, sequence), keeps_all=True)
+    levels = (min(level, groups.expected) for level in groups.levels(sequence, False))
+    return StepPlan(profile, groups, execution, tuple(levels), groups.expected)
+
+
 def compiled(
-    groups: TapeGroups, sequence: Sequence, request: Request, levels: Several[int] | None = None
-) -> ExecutionPlan:
+    profile: TapeProfile, groups: TapeGroups, sequence: Sequence, request: Request, levels: Several[int] | None = None
+) -> StepPlan:
     """Return the plan that runs `sequence`, which has these `levels`, if they are known."""
     during = _during(request)
     trace = simulate(groups.chain, sequence, updates=_when(request))
     levels = groups.levels(sequence, during) if levels is None else levels
-    return compile_placed(groups.chain, sequence, trace, groups.placement(sequence, levels, during, request.mem_limit))
+    placed = groups.placement(sequence, during, request.mem_limit)
+    execution = compile_sequence(groups.chain, sequence, trace=trace, placed=placed)
+    return StepPlan(profile, groups, execution, tuple(levels), max(levels))
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..core.figures import percent
 from ..core.sizes import format_bytes
 from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
@@ -24,27 +22,24 @@ from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.recorded_step import RecordedStep
 from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan, without_gradients
 from ..profile.tape_profile import TapeProfile
-from ..report.summary import in_words
-from ..runtime.execution_plan import compile_sequence
 from ..runtime.links.pool import new_link
 from ..runtime.links.spill import Spill
 from ..runtime.placed.moving import all_on, settle_buffers
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..runtime.placed.placement import Placement
 from ..runtime.sharded import Shards
-from ..runtime.tape_placed import Filled, Lending, PlacedStep, PlacedTape
+from ..runtime.tape_placed import Lending, PlacedStep, PlacedTape, filled
 from ..runtime.tape_step import TapeStep
-from ..solver import keep_all
 from ..solver.search import parse_host_limit
 from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
-from .agreement import agree_on_placed, alike_cut, common_groups, own_of
-from .distributed import not_answering
+from .agreement import agree_on_plan, alike_cut, common_groups, not_answering, own_of
 from .request import Request
 from .signatures import signature
-from .step_courses import Course, Recorded, StepRunner
-from .tape_placed_planner import Found, PlacedStepPlan, check_updates, compiled, plan, read_optimizers
+from .step_courses import Call, Course, Recorded, StepRunner
+from .step_planner import StepPlan, report
+from .tape_placed_planner import Found, check_updates, compiled, keeping_all, plan, read_optimizers
 
 logger = logging.getLogger("rotoff")
 
@@ -90,7 +85,7 @@ class PlacedRunner(StepRunner):
             InfeasibleError: if nothing fits; nothing is moved then.
         """
         super().ask(request)
-        plan = None if self.latest is None else self._placed_plan(self.latest)
+        plan = None if self.latest is None else self.planned(self.latest)
         if plan is not None and plan.placed is not None:
             self._placed().begin(plan.placed)
             return
@@ -105,28 +100,25 @@ class PlacedRunner(StepRunner):
     def _during(self) -> bool:
         return self.request is not None and self.request.options.get("updates") == "during"
 
-    def _placed_plan(self, course: Course) -> PlacedStepPlan:
-        plan = self.planned(course)
-        assert isinstance(plan, PlacedStepPlan)
-        return plan
-
-    def _made(self, course: Course, request: Request) -> PlacedStepPlan:
+    def _made(self, course: Course, request: Request) -> StepPlan:
         began, ways = time.perf_counter(), common_groups(partial(self.ways, course), self.group)
         if ways[0].whole <= request.mem_limit:
-            chain = ways[0].chain
-            everything = replace(compile_sequence(chain, keep_all(chain, "after")), keeps_all=True)
-            return PlacedStepPlan(own_of(ways[0]), everything)
-        choose = partial(self.choose, ways, request)
-        (groups, sequence), levels = agree_on_placed(ways, self._during, choose, self.group)
-        plan = PlacedStepPlan(groups, compiled(groups, sequence, request, levels))
-        _report(request, plan, time.perf_counter() - began)
+            plan = keeping_all(course.profile, own_of(ways[0]))
+        else:
+            make = partial(self._chosen, course.profile, ways, request)
+            plan = agree_on_plan(course.profile, request, ways, make, self.group)
+        report(request, plan, time.perf_counter() - began)
         return plan
+
+    def _chosen(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
+        groups, sequence = self.choose(ways, request)
+        return compiled(profile, groups, sequence, request)
 
     def choose(self, ways: Sequence[TapeGroups], request: Request) -> Found:
         """Return a sequence for a step, and those of its groups that it moves."""
         check_updates(self.optimizers, request)
-        plans = (one.plan for one in self)
-        return plan(ways, request, [one for one in plans if isinstance(one, PlacedStepPlan) and one.placed is not None])
+        near = [one.plan for one in self if one.plan is not None and one.plan.placed is not None]
+        return plan(ways, request, near)
 
     def ways(self, course: Course) -> list[TapeGroups]:
         """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU
@@ -140,20 +132,20 @@ class PlacedRunner(StepRunner):
 
     # -- a training step
 
-    def forward(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def forward(self, run: Call) -> Any:
         if self._streaming:
-            return self.unplanned(plain, args, kwargs)
+            return self.unplanned(run)
         if self.placement is not None:
             self.placement.forward_begins()
-        return super().forward(plain, args, kwargs)
+        return super().forward(run)
 
-    def _as_it_is(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _as_it_is(self, run: Call) -> Any:
         if self.placement is not None:
             self.placement.wait(None)
             if not self.placement.waits:
                 with self.streamed():
-                    return self._watched(plain(*args, **kwargs))
-        return self._watched(plain(*args, **kwargs))
+                    return self._watched(run())
+        return self._watched(run())
 
     def _explained(self, error: BaseException) -> BaseException:
         """What a collective within a step raises."""
@@ -185,18 +177,18 @@ class PlacedRunner(StepRunner):
             return None
         placement = self._placed()
         placement.begin(self._waiting())
-        return Lending(self.model, placement.away(), self.device, home=True) if placement.link.queues else None
+        return Lending(self.model, placement.away(), home=True) if placement.link.queues else None
 
     def _common(self, profile: TapeProfile) -> TapeProfile:
         return alike_cut(profile, self.group)
 
-    def _begun(self, course: Course, planned: PlacedStepPlan) -> tuple[TapeStep, Tape]:
+    def _begun(self, course: Course, planned: StepPlan) -> tuple[TapeStep, Tape]:
         assert planned.placed is not None
         placement = self._placed()
         placement.begin(planned.placed)
-        lending = Lending(self.model, placement.lent() if self._shards is None else (), self.device)
+        lending = Lending(self.model, placement.lent() if self._shards is None else ())
         how = *self._lender(planned.execution, self.device), Spill(self.device, self.options.host_directory)
-        step = PlacedStep(placement, lending, planned.execution, planned.groups.found.layout, *how)
+        step = PlacedStep(placement, lending, planned.execution, planned.tape_chain.layout, *how)
         placement.takes(step)
         return step, PlacedTape(self.known, lending)
 
@@ -219,7 +211,7 @@ class PlacedRunner(StepRunner):
 
     # -- a forward without a plan
 
-    def unplanned(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def unplanned(self, run: Call) -> Any:
         """Run a forward that has no plan: in eval mode, or without gradients. The first of each signature that saves
         nothing is measured. If it takes too much beside what a plan keeps on the device between steps, all that can be
         placed goes to the host.
@@ -228,13 +220,13 @@ class PlacedRunner(StepRunner):
             InfeasibleError: if it took more than the `device_limit`, with all that can be placed on the host, and no
                 step is planned in that limit; else that is a warning.
         """
-        run, request, placement = partial(plain, *args, **kwargs), self.request, self.placement
-        held = [*stored(self.model.parameters()), *tensor_leaves((args, kwargs))]
+        request, placement, value = self.request, self.placement, (run.args, run.keywords)
+        held = [*stored(self.model.parameters()), *tensor_leaves(value)]
         saves = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in held)
         if placement is None or request is None or saves or not placement.between_steps:
             with self.streamed():
                 return self._watched(run())
-        key = signature((args, kwargs), self.model)
+        key = signature(value, self.model)
         held += [*self.model.buffers(), *placement.beside_parameters()]
         whole = sum({storage_key(tensor): local(tensor).nbytes for tensor in held}.values())
         held.clear()  # what goes to the host leaves the device
@@ -293,8 +285,8 @@ class PlacedRunner(StepRunner):
             return
         self._streaming = True
         try:
-            lending = Lending(self.model, away, self.device, self.placement.room, home=True)
-            with Filled(lending).forward():
+            lending = Lending(self.model, away, self.placement.room, home=True)
+            with filled(lending):
                 yield
         finally:
             self._streaming = False
@@ -333,25 +325,3 @@ class PlacedRunner(StepRunner):
             if not placement.here:  # the process that this one was forked from has placed them
                 placement.gradients.marks.remove()
             placement.close(resident=resident and placement.here)
-
-
-def _report(request: Request, plan: PlacedStepPlan, seconds: float) -> None:
-    figures, groups = plan.figures(request.mem_limit), plan.groups
-    trace, sequence = plan.execution.trace, plan.sequence
-    logger.info(
-        "rotoff: planned %s in %.1f s, device_limit %s, keeping everything takes %s, predicted peak %s, step %.4g s (%s"
-        " over keeping everything); the parameters of %d of %d groups lie on the device between steps, %s come in and"
-        " %s go out in each; %s",
-        request,
-        seconds,
-        format_bytes(request.mem_limit),
-        figures.everything,
-        format_bytes(figures.peak_bytes),
-        figures.step_time,
-        percent(figures.overhead),
-        sum(name.startswith("w") for name in sequence.resident),
-        len(groups.placed),
-        format_bytes(trace.h2d_bytes),
-        format_bytes(trace.d2h_bytes),
-        in_words(sequence),
-    )

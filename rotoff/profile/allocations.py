@@ -11,14 +11,14 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
-from torch._C._profiler import _EventType
-from torch.autograd.profiler import profile, record_function
+from torch._C._profiler import RecordScope, _EventType, _RecordFunctionFast
+from torch.autograd.profiler import _enable_profiler, _run_on_profiler_start, profile
 
 from ..accelerator import ENLARGING, allocator_options, events_are_of, is_accelerator
 from ..errors import MeasureError
@@ -26,6 +26,7 @@ from ..errors import MeasureError
 logger = logging.getLogger("rotoff")
 T = TypeVar("T")
 _MARK = "rotoff::"
+_SCOPES = {*RecordScope.__members__.values()} - {RecordScope.USER_SCOPE}
 _LEVEL = "KINETO_LOG_LEVEL"
 _checked: set[torch.device] = set()  # devices whose allocators report their events
 
@@ -54,9 +55,9 @@ def _quiet() -> Iterator[None]:
             os.environ[_LEVEL] = level
 
 
-def region(name: str) -> record_function:
+def region(name: str) -> AbstractContextManager[object]:
     """Within, the log is of the region `name`."""
-    return record_function(_MARK + name)
+    return _RecordFunctionFast(_MARK + name)
 
 
 class Log(profile):
@@ -69,14 +70,19 @@ class Log(profile):
         with _quiet():
             super().__enter__()
         # Of what an accelerator frees, it logs only what is within an operation or a region; so one is around all.
-        self._whole = record_function("rotoff")
-        with torch._C._DisableTorchDispatch():  # a mode would have it end at once
-            self._whole.__enter__()
+        self._whole = _RecordFunctionFast("rotoff")
+        self._whole.__enter__()
         return self
 
+    def _start_trace(self) -> None:
+        """As in PyTorch, but without the caller's regions: one that begins in this log and ends in the next would write
+        into memory that the profiler has freed."""
+        self.entered = True
+        _run_on_profiler_start()
+        _enable_profiler(self.config(), self.kineto_activities, _SCOPES)  # type: ignore[call-arg]
+
     def __exit__(self, *error: Any) -> None:
-        with torch._C._DisableTorchDispatch():
-            self._whole.__exit__(None, None, None)
+        self._whole.__exit__(None, None, None)
         with _quiet():
             super().__exit__(*error)
 

@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..accelerator import finish, take_workspaces
 from ..errors import MeasureError
-from ..runtime.links.spill import Away, Spill
+from ..runtime.links.spill import Back, Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
 from ..tape.operators import tensors_of
@@ -187,7 +187,7 @@ class RecordedStep(Verified):
         self._holds: set[int] = set()  # storages that the recording holds
         # by segment and address, what the backward has read, and the position of its first saved tensor
         self.fetched: dict[int, dict[int, tuple[Content, int]]] = {}
-        self._away: dict[Content, Away] = {}
+        self._away: dict[Content, Back] = {}
         self._own = {local(p).untyped_storage()._cdata: id(p) for p in self.parameters}
         # numbers of operations, and ids of parameters that they, or views right before them, read
         self._reads: set[tuple[int, int]] = set()
@@ -425,7 +425,7 @@ class RecordedStep(Verified):
         return tensor
 
     def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
-        return {c: self._spill.get(self._away[c]) for c in self.saved_contents(stage) if c in self._away}
+        return {c: self._away[c]() for c in self.saved_contents(stage) if c in self._away}
 
     def _ended(self) -> None:
         with self.region(END):

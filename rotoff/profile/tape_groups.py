@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -145,8 +144,8 @@ class TapeGroups:
         charged = sum(group.grad_bytes for group in self.chain.parameters if max(group.stages) >= stage)
         return max(0, min(late, charged - sum(arriving[stage:])))
 
-    def placement(self, sequence: Sequence, levels: Several[int], during: bool, limit: int) -> PlacedPlan:
-        """Return where `sequence`, which has these `levels`, has the parameters. Unless the device is a CPU, a
+    def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
+        """Return where `sequence` has the parameters. Unless the device is a CPU, a
         parameter lies where its gradient arrives: on the host, if the host updates it or receives the gradient."""
         numbers = frozenset(range(1, len(self.chain.parameters) + 1))
         rest = at_rest(self.chain, sequence.ops, sequence.resident)
@@ -165,7 +164,6 @@ class TapeGroups:
             resident=resident,
             on_both=resident & frozenset(rest.host),
             moved=frozenset(moved | {k for k in numbers if w(k) not in resident}),
-            levels=tuple(levels),
             early=early,
             outside=self.outside,
             during=during,
@@ -324,6 +322,7 @@ def waiting_plan(model: nn.Module, probe: OptimizerProbe, shards: Shards | None 
         frozenset(),
         frozenset(range(1, len(movable) + 1)),
         outside=tuple(p for p in every if id(p) not in moved),
+        waits=True,
         on_host=probe.on_host(movable),
     )
 

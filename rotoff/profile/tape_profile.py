@@ -34,6 +34,8 @@ class TapeProfile:
         varies: whether its sizes may depend on data, so that a step is followed also if it keeps everything.
         borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
         like: the chains of a step of the same operations, whose stages and forms are taken.
+        common: its chains with the largest costs of all processes that follow one plan. plain: their most bytes of the
+            model as it is, and between its forward and its backward.
     """
 
     trace: Trace
@@ -48,11 +50,15 @@ class TapeProfile:
     varies: bool = False
     borders_stay: bool = False
     like: tuple[TapeChain, ...] = ()
+    common: tuple[TapeChain, ...] = ()
+    plain: tuple[int, int] | None = None
 
     @cached_property
     def chains(self) -> list[TapeChain]:
         """The step as a chain, for each cut. If contents that few stages need stay on the device, also one that hands
         them on."""
+        if self.common:
+            return list(self.common)
         if self.borders_stay:
             return [self._chain(self.cuts[0], 0, 0)]
         found = list[TapeChain]()
@@ -95,7 +101,7 @@ class TapeProfile:
     def keep_all_bytes(self, in_flight: int = 1) -> int:
         """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
         followed = self.trace.states if self.varies else 0
-        most, resting = plain_levels(self.trace)
+        most, resting = plain_levels(self.trace) if self.plain is None else self.plain
         return most + (in_flight - 1) * resting + in_flight * followed
 
     @property

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from ..core.chain import Chain
+from ..core.figures import table
 from ..core.sizes import format_bytes, format_seconds
 from .expected_step import keep_all_step
 from .summary import ranges
 
 _WIDE = 40  # most characters of a name
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Lines with aligned columns. left: numbers of those that begin at the left."""
-    cells = [head, *rows]
-    widths = [max(len(row[n]) for row in cells) for n in range(len(head))]
-    shapes = [f"{'<' if n in left else '>'}{width}" for n, width in enumerate(widths)]
-    return ["  ".join(map(format, row, shapes)).rstrip() for row in cells]
 
 
 def chain_table(chain: Chain) -> str:
@@ -42,8 +33,9 @@ def chain_table(chain: Chain) -> str:
 def keep_all_line(chain: Chain) -> str:
     """What keeping everything takes, as text."""
     whole = keep_all_step(chain)
-    size, batch = format_bytes(whole.peak_bytes), format_bytes(chain.input_bytes)
-    return f"keeping everything takes {whole.makespan:.4g} s and {size}, of which the batch {batch}"
+    size, before = format_bytes(whole.peak_bytes), format_bytes(chain.input_bytes)
+    takes = f"keeping everything takes {whole.makespan:.4g} s and {size} as the solver charges it"
+    return f"{takes}, {before} of it before the first stage"
 
 
 def _groups(chain: Chain) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op
 from ..core.simulator import Event, Trace
-from ..io.atomic_write import write_whole
+from ..io.files import write_whole
 from .expected_step import held, shown_step
 
 _LANES = {"compute": "compute", "d2h": "device to host", "h2d": "host to device", "host": "updates on the host"}

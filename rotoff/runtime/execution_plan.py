@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value
 from ..core.simulator import Trace, early_stops, simulate
 from ..solver.in_flight import turn
+from .links.base import Range
 from .placed.placed_plan import PlacedPlan
-
-
-@dataclass(frozen=True)
-class HostRange:
-    """Where an offloaded value lies in the host slab: bytes `offset` to `offset + room`."""
-
-    offset: int
-    room: int
 
 
 @dataclass(frozen=True)
 class ExecutionPlan:
     """What the interpreter runs.
 
-    chain: on which the sequence was planned.
     forward_end: number of ops that run in the user's forward; the rest waits for gradients.
     early: `early_stops` of the sequence.
-    host: index of each ``offload`` -> its range in the host slab; host_bytes: size of the slab.
+    host: index of each ``offload`` -> its range in the host slab, the first byte and how many; host_bytes: size of the
+    slab.
     trace: the predicted step.
     keeps_all: whether the plain model runs.
     in_flight: number of micro-batches that share the limit.
     placed: the placement of the parameters, if the plan moves them.
     """
 
-    chain: Chain
     sequence: Sequence
     forward_end: int
     early: frozenset[int]
-    host: dict[int, HostRange]
+    host: dict[int, Range]
     host_bytes: int
     trace: Trace
     keeps_all: bool = False
@@ -45,33 +37,26 @@ class ExecutionPlan:
     placed: PlacedPlan | None = None
 
 
-def compile_sequence(chain: Chain, sequence: Sequence, in_flight: int = 1) -> ExecutionPlan:
-    """Check `sequence` on the machine and lay out its host memory. With several micro-batches in flight nothing is
-    prefetched before the backward.
+def compile_sequence(
+    chain: Chain, sequence: Sequence, in_flight: int = 1, trace: Trace | None = None, placed: PlacedPlan | None = None
+) -> ExecutionPlan:
+    """Lay out the host memory of `sequence`. With several micro-batches in flight nothing is prefetched before the
+    backward. trace: the machine's prediction, if it has checked the sequence; placed: where parameters are then.
 
     Raises:
         InvalidSequenceError: if the machine refuses it.
     """
-    plan = _laid_out(chain, sequence, simulate(chain, sequence))
-    return plan if in_flight == 1 else replace(plan, forward_end=turn(sequence.ops, len(chain)), in_flight=in_flight)
-
-
-def compile_placed(chain: Chain, sequence: Sequence, trace: Trace, placed: PlacedPlan) -> ExecutionPlan:
-    """Return a plan that places parameters; `trace` is the prediction of its steady step."""
-    return replace(_laid_out(chain, sequence, trace), placed=placed)
-
-
-def _laid_out(chain: Chain, sequence: Sequence, trace: Trace) -> ExecutionPlan:
-    """Return the plan of `sequence`, with host ranges for what it moves."""
+    trace = simulate(chain, sequence) if trace is None else trace
     host = _host_ranges(chain, sequence)
     return ExecutionPlan(
-        chain=chain,
         sequence=sequence,
-        forward_end=_forward_end(sequence, len(chain)),
+        forward_end=_forward_end(sequence, len(chain)) if in_flight == 1 else turn(sequence.ops, len(chain)),
         early=early_stops(sequence),
         host=host,
-        host_bytes=max((r.offset + r.room for r in host.values()), default=0),
+        host_bytes=max(map(sum, host.values()), default=0),
         trace=trace,
+        in_flight=in_flight,
+        placed=placed,
     )
 
 
@@ -84,7 +69,7 @@ def _forward_end(sequence: Sequence, L: int) -> int:
     return index
 
 
-def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
+def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, Range]:
     """First fit over the lifetimes: a value lives on the host from its ``offload`` to the ``B`` that drops it."""
     born: dict[Value, int] = {}
     form: dict[int, int] = {}
@@ -101,15 +86,15 @@ def _host_ranges(chain: Chain, sequence: Sequence) -> dict[int, HostRange]:
                         chain.stage(v.stage).form(form[v.stage]).saved_bytes if v.saved else chain.output_bytes(v.stage)
                     )
                     lives.append((born.pop(v), n, size))
-    ranges: dict[int, HostRange] = {}
+    ranges: dict[int, Range] = {}
     for start, end, size in sorted(lives):
         offset = 0
-        taken = sorted((ranges[s].offset, ranges[s].room) for s, e, _ in lives if s in ranges and s < end and e > start)
+        taken = sorted(ranges[s] for s, e, _ in lives if s in ranges and s < end and e > start)
         for other, room in taken:
             if offset + size <= other:
                 break
             offset = max(offset, other + room)
-        ranges[start] = HostRange(offset, size)
+        ranges[start] = offset, size
     return ranges
 
 

@@ -79,13 +79,10 @@ class StepTimes:
             events.append(replace(event, start=start, end=end))
         makespan = max(event.end for event in events)
         work = [event for event in events if event.op.kind in COMPUTES]
-        return Trace(
+        return replace(
+            predicted,
             makespan=makespan,
-            peak_bytes=predicted.peak_bytes,
-            host_peak_bytes=predicted.host_peak_bytes,
             events=tuple(events),
-            d2h_bytes=predicted.d2h_bytes,
-            h2d_bytes=predicted.h2d_bytes,
             recompute_time=sum(event.end - event.start for event in work if event.recompute),
             idle_time=makespan - sum(event.end - event.start for event in work),
         )

@@ -31,7 +31,6 @@ import torch
 from torch import nn
 from torch.autograd.variable import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core.sequence import UPDATES, Op, OpKind, Value
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
@@ -69,10 +68,10 @@ class Lent:
     tensor: what stands for it. storage: that of `tensor`. These are there within the forward alone.
     """
 
-    def __init__(self, places: ParameterPlaces, device: torch.device, lending: Lending) -> None:
+    def __init__(self, places: ParameterPlaces, lending: Lending) -> None:
         self.places, self.place, self.parameter = places, places.weight, places.parameter
         self.version = version_of(self.parameter)
-        self._device, self._home = device, self.place.on_host
+        self._home = self.place.on_host
         self.storage: torch.UntypedStorage | None = None
         needs = self.parameter.requires_grad and torch.is_grad_enabled()
         self.tensor: torch.Tensor | None = _Brought.apply(self.parameter, self, lending) if needs else self.new_tensor()
@@ -172,15 +171,8 @@ class Lending:
             whether gradients go to where the parameters lie at once, since no plan takes them there.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Iterable[ParameterPlaces],
-        device: torch.device,
-        room: int = 0,
-        home: bool = False,
-    ) -> None:
-        self._model, self._device, self._room, self.home = model, device, room, home
+    def __init__(self, model: nn.Module, places: Iterable[ParameterPlaces], room: int = 0, home: bool = False) -> None:
+        self._model, self._room, self.home = model, room, home
         self._places = [one for one in places if _is_alone(one)]
         self.reached: set[int] = set()
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext  # what fills storages
@@ -196,7 +188,7 @@ class Lending:
         aborted = True
         try:
             for places in self._places:
-                lent = self._lent[id(places.parameter)] = Lent(places, self._device, self)
+                lent = self._lent[id(places.parameter)] = Lent(places, self)
                 assert lent.storage is not None
                 self._shown[lent.storage._cdata] = lent
                 if (own := lent.parameter.untyped_storage()._cdata) != lent.storage._cdata:
@@ -320,55 +312,6 @@ def _exchange_parts(wrapper: Any, others: Mapping[int, Any]) -> None:
             _exchange_parts(part, others)
 
 
-class Filled(TorchDispatchMode):
-    """A forward without a plan: operations find the parameters that are lent."""
-
-    def __init__(self, lending: Lending) -> None:
-        super().__init__()
-        self._lending = lending
-        self._forward, self._queued = True, False
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """The forward runs within."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        with self._lending.forward(), self, hooks:
-            yield
-        self._lending.empty()
-        self._forward = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if read := self._lending.read_by(args, kwargs or {}):
-            with torch._C._DisableTorchDispatch():
-                self._lending.fill(read, alone=True)
-        return func(*args, **(kwargs or {}))
-
-    def _pack(self, t: torch.Tensor) -> Any:
-        if not is_plain(t) or (lent := self._lending.shown(t.untyped_storage())) is None:
-            return t
-        with torch._C._DisableTorchDispatch():
-            return Away(self._lending.weight(lent, t.untyped_storage()), t)
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, Away):
-            return packed
-        with torch._C._DisableTorchDispatch():
-            if not self._forward:
-                if not self._queued:
-                    self._queued = True
-                    Variable._execution_engine.queue_callback(self._ended)
-                self._lending.empty()
-            storage = packed.content.storage(self._forward)
-            assert storage is not None
-            return packed.view.on(storage)
-
-    def _ended(self) -> None:
-        self._queued = False
-        self._lending.empty()
-
-
 class PlacedTape(Tape):
     """A tape of a forward whose parameters are lent. last_key: the key with which the open stage ends. on_error: is
     called with what a read of the backward raises."""
@@ -386,14 +329,19 @@ class PlacedTape(Tape):
         read = self.lending.read_by(args, kwargs or {})
         if read and self.ahead >= 0 and self.key == self.last_key:  # only saved tensors were to come before the stage
             self._come_to()
-        if read and isinstance(func, torch._ops.OpOverload) and kind_of(func).view:
+        kind = kind_of(func) if read and isinstance(func, torch._ops.OpOverload) else None
+        if kind is not None and kind.view:
             try:
                 return super().__torch_dispatch__(func, types, args, kwargs)
             except RuntimeError:
                 pass  # it asks for the bytes
         if read:
+            writes = () if kind is None else kind.writes
+            written = tuple(args[n] if n < len(args) else (kwargs or {}).get(name) for n, name in writes)
             with torch._C._DisableTorchDispatch():
                 self.lending.fill(read, alone=True)
+                for lent in self.lending.read_by(written, {}):
+                    lent.place.use_device()  # it is the parameter that changes
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def content_of(self, t: torch.Tensor) -> Content:
@@ -408,13 +356,6 @@ class PlacedTape(Tape):
             return super()._resident(storage, t)
         lent.version = version_of(lent.parameter)  # it may have written
         return self.lending.weight(lent, storage)
-
-    def _written(self, *of: Any) -> Any:  # type: ignore[override]
-        written = super()._written(*of)
-        for _, t in written:
-            if (lent := self.lending.shown(t.untyped_storage())) is not None:
-                lent.place.use_device()  # it is the parameter that changes
-        return written
 
     def pack(self, t: torch.Tensor) -> Any:
         packed = super().pack(t)
@@ -440,6 +381,22 @@ class PlacedTape(Tape):
             if self.on_error is not None:
                 self.on_error(self, error)
             raise
+
+
+@contextmanager
+def filled(lending: Lending) -> Iterator[None]:
+    """A forward without a plan runs within: its operations, and a backward, find the parameters that are lent."""
+    tape = PlacedTape(None, lending)
+    tape.paused, tape.reached = True, -1  # no stage
+
+    def ended() -> None:
+        tape.reached = -1
+        lending.empty()
+
+    tape.on_backward = lambda *_: Variable._execution_engine.queue_callback(ended)
+    with lending.forward(), tape, torch.autograd.graph.saved_tensors_hooks(tape.pack, tape.unpack):
+        yield
+    lending.empty()
 
 
 class PlacedStep(TapeStep):

@@ -14,7 +14,8 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -30,7 +31,7 @@ from .execution_plan import ExecutionPlan
 from .held_check import HeldCheck
 from .layout import NO_LAYOUT, Layout
 from .links.base import Link, Ticket
-from .links.spill import Away, Spill
+from .links.spill import Back, Spill
 from .step_times import StepTimes
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
@@ -63,14 +64,13 @@ class TapeStep:
         self._layout, self._take, self._give_back, self._check = layout, take, give_back, check
         self.times: StepTimes | None = None
         self._take_link()
-        self._span: record_function | None = None  # of the running operation, if a profiler is active
         self._ops: tuple[Op, ...] = () if plan is None else plan.sequence.ops
         self._turn = 0 if plan is None else plan.forward_end
         self._early: frozenset[int] = frozenset() if plan is None else plan.early
         self._as_it_is = plan is not None and plan.keeps_all  # so it holds what autograd saves, and nothing else
         self._host = {} if plan is None else plan.host
         self._spill = spill
-        self._away: dict[Content, Away] = {}
+        self._away: dict[Content, Back] = {}
         self._next = 0  # the operation to run next
         self._stage = 0  # the stage of the forward
         self._backward = len(layout.begins) + 1  # the stage whose B autograd runs
@@ -149,10 +149,10 @@ class TapeStep:
     def _first_run(self, tape: Tape, op: Op) -> None:
         """The model's own code has run the stage of a forward operation."""
         self._end_span()
-        self._hold(tape, op.value, [] if self._as_it_is else self._handed(tape, op.stage))
+        self._hold(op.value, [] if self._as_it_is else self._handed(tape, op.stage))
         for key in () if self._as_it_is else self._layout.stay[op.stage - 1]:
             if (content := tape.content(op.stage, *key)) is not None:
-                self._hold(tape, a(-op.stage), [content])
+                self._hold(a(-op.stage), [content])
         if op.kind is OpKind.F_NONE:
             self._release(tape, a(op.stage - 1))
         self._next += 1
@@ -190,23 +190,20 @@ class TapeStep:
 
     def _bring(self, tape: Tape, stage: int) -> None:
         """Bring back what a stage off the course has saved."""
-        assert self._spill is not None
-        tape.fill(stage, {c: self._spill.get(self._away[c]) for c in tape.saved_contents(stage) if c in self._away})
+        tape.fill(stage, {c: self._away[c]() for c in tape.saved_contents(stage) if c in self._away})
 
-    def _begin_span(self, index: int) -> None:
-        """An operation begins, for who records times."""
+    def _begin_span(self, index: int, run: Callable[[], object] = bool) -> None:
+        """An operation begins, for who records times or profiles. run: what it does, but for what the model's code or
+        autograd does. A profiler shows that much: a region that is open when its profile ends would write, when it ends
+        within the next one, into memory that the profiler has freed."""
         if self.times is not None:
             self.times.begin(index)
-        if torch.autograd._profiler_enabled():
-            self._span = record_function(f"rotoff: {self._ops[index]}")
-            self._span.__enter__()
+        with record_function(f"rotoff: {self._ops[index]}") if torch.autograd._profiler_enabled() else nullcontext():
+            run()
 
     def _end_span(self) -> None:
         if self.times is not None:
             self.times.end()
-        if self._span is not None:
-            span, self._span = self._span, None
-            span.__exit__(None, None, None)
 
     def _look(self, tape: Tape, index: int) -> None:
         """Check the bytes after an operation."""
@@ -221,8 +218,7 @@ class TapeStep:
     # -- one method for each operation
 
     def _run(self, tape: Tape, op: Op) -> None:
-        self._begin_span(self._next)
-        getattr(self, _METHODS[op.kind])(tape, op)
+        self._begin_span(self._next, partial(getattr(self, _METHODS[op.kind]), tape, op))
         self._end_span()
         self._next += 1
         self._look(tape, self._next - 1)
@@ -242,13 +238,13 @@ class TapeStep:
         except RuntimeError:  # what it reads is not there yet: the backward makes it, or says what is lost
             return
         tape.fill(op.stage, {content: made[content] for content in saved})
-        self._hold(tape, abar(op.stage), handed, made)
+        self._hold(abar(op.stage), handed, made)
 
     _f_sel = _f_all
 
     def _f_ck(self, tape: Tape, op: Op) -> None:
         handed = self._handed(tape, op.stage)
-        self._hold(tape, a(op.stage), handed, tape.make(handed))
+        self._hold(a(op.stage), handed, tape.make(handed))
 
     def _f_none(self, tape: Tape, op: Op) -> None:
         self._f_ck(tape, op)
@@ -263,16 +259,16 @@ class TapeStep:
             storages.update({c: storage for c, storage in owned if (c.op - first, c.out) in planned})
         assert self.link is not None
         elsewhere = [c for c, storage in storages.items() if storage.device != self.link.device]
-        self._hold(tape, a(-op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
-        place = self._host[self._next]
+        self._hold(a(-op.stage), elsewhere, {c: storages.pop(c) for c in elsewhere})
+        offset, room = self._host[self._next]
         sources = [bytes_of(storage) for storage in storages.values()]
         sizes = [source.numel() for source in sources]
-        if sum(sizes) > place.room:
+        if sum(sizes) > room:
             return  # it is larger than when it was planned, and stays
-        ticket = self.link.copy_out(sources, place.offset)
+        ticket = self.link.copy_out(sources, offset)
         if self.times is not None:
             self.times.copy(self._next, ticket)
-        self._copies[op.value] = ticket, place.offset, list(storages), sizes
+        self._copies[op.value] = ticket, offset, list(storages), sizes
         self._leaving.add(op.value)
         self._lend(op.value, 1)
 
@@ -289,7 +285,7 @@ class TapeStep:
         # another value may have brought a content that this one has, too, or may be about to
         shared = {c: one for other in self._arriving.values() for c, one in other.items()}
         if self._stage <= len(self._layout.begins):  # within the forward, whose code may have it still
-            self._hold(tape, op.value, [c for c in contents if c not in shared and c.storage(seen=True) is not None])
+            self._hold(op.value, [c for c in contents if c not in shared and c.storage(seen=True) is not None])
         coming = [
             (c, nbytes, first)
             for c, nbytes, first in zip(contents, sizes, ends, strict=False)
@@ -315,7 +311,7 @@ class TapeStep:
         if op.value.saved:
             tape.fill(op.stage, storages)
         handed = set(self._handed(tape, op.stage))
-        self._hold(tape, op.value, [content for content in contents if content in handed], storages)
+        self._hold(op.value, [content for content in contents if content in handed], storages)
 
     def _drop(self, tape: Tape, op: Op) -> None:
         self._release(tape, op.value)
@@ -327,11 +323,7 @@ class TapeStep:
         return [content for home, key in keys if (content := tape.content(home, *key)) is not None]
 
     def _hold(
-        self,
-        tape: Tape,
-        v: Value,
-        contents: Iterable[Content],
-        storages: dict[Content, torch.UntypedStorage] | None = None,
+        self, v: Value, contents: Iterable[Content], storages: dict[Content, torch.UntypedStorage] | None = None
     ) -> None:
         """Keep contents as a part of v. storages: where they are now, if the tape does not know."""
         held = self._values.setdefault(v, [])

@@ -1,41 +1,28 @@
 """Plans for all ranks of a pipeline, judged by `core.pipeline.simulate_pipeline`.
 
 The chain of a whole model is cut into stages of nearly equal time. Each is planned for the micro-batches that the
-schedule has in flight there. The rules that people tune by hand are tried, too, and the fastest pipeline in the
-simulator wins, so none of these rules is faster at equal memory.
+schedule has in flight there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from ..core.chain import Chain
 from ..core.pipeline import Order, PipelineTrace, StagePlan, most_in_flight, simulate_pipeline, stage_plan
-from ..core.sequence import B as backward
-from ..core.sequence import F_all as forward
-from ..core.sequence import F_sel, Op
+from ..core.sequence import Op
 from ..core.simulator import simulate
-from ..errors import InfeasibleError, InvalidSequenceError, OptionError
+from ..errors import InfeasibleError, OptionError
 from .in_flight import least_in_flight, solve_in_flight, turn
 from .plan_codes import keep_all
-from .policies.lowering import ENDLESS, lower
-from .policies.segments import periods
 
 REFINE = 0.2  # effort of each stage's search
 WORTH = 1.005  # step time / step time of keeping everything up to which no other plan of a shared link is tried
 _TRIES = 6
-
-
-class Rule(NamedTuple):
-    """A rule of thumb: `ops` of a chain applies it to the first n stages and keeps the rest."""
-
-    name: str
-    ops: Callable[[Chain, int], tuple[Op, ...]]
-    every: bool  # whether each rank must treat as many stages as the rank that needs most
 
 
 def cut(chain: Chain, stages: int) -> tuple[Chain, ...]:
@@ -116,13 +103,10 @@ class Pipeline:
 
 
 class PlannedRanks(NamedTuple):
-    """The plan of a pipeline. name: "rotoff", or the rule that was the fastest. plans: the operations of each stage.
-    trace: the simulated step. rules: (name, seconds of the step) of every rule; infinity if it does not fit."""
+    """The plan of a pipeline. plans: the operations of each stage. trace: the simulated step."""
 
-    name: str
     plans: tuple[tuple[Op, ...], ...]
     trace: PipelineTrace
-    rules: tuple[tuple[str, float], ...]
 
 
 def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | float = REFINE) -> PlannedRanks:
@@ -132,21 +116,16 @@ def plan_pipeline(pipeline: Pipeline, limits: Sequence[int], refine: bool | floa
         InfeasibleError: if a rank has no plan; names the rank.
     """
     known: dict[tuple[Chain, int, int], tuple[Op, ...]] = {}
-    found = []
+    found: list[PlannedRanks] = []
     # An equal part of a shared link may be too little to count on, since its ranks do not always copy at once.
     for among in dict.fromkeys((pipeline.ranks_per_link, 1)):
         plans: list[tuple[Op, ...]] = [()] * len(pipeline.pieces)
         for rank, limit in enumerate(limits):
             plans = _planned_rank(replace(pipeline, ranks_per_link=among), plans, rank, limit, refine, known)
-        found.append(("rotoff", tuple(plans), pipeline.run(plans)))
-        if found[-1][2].makespan <= WORTH * pipeline.keep_everything().makespan:
+        found.append(PlannedRanks(tuple(plans), pipeline.run(plans)))
+        if found[-1].trace.makespan <= WORTH * pipeline.keep_everything().makespan:
             break
-    for rule in RULES:
-        by_hand = _by_rule(pipeline, rule, limits)
-        found += [(rule.name, by_hand, pipeline.run(by_hand))] if by_hand else []
-    rules = dict.fromkeys((rule.name for rule in RULES), math.inf)
-    rules |= {name: trace.makespan for name, _, trace in found if name in rules}
-    return PlannedRanks(*min(found, key=lambda one: one[2].makespan), tuple(rules.items()))
+    return min(found, key=lambda one: one.trace.makespan)
 
 
 def _planned_rank(
@@ -190,69 +169,3 @@ def _held(pipeline: Pipeline, plans: Sequence[tuple[Op, ...]], rank: int) -> int
         most = max(most, held + max(work.memory for work in (stage.backward if task.backward else stage.forward)))
         held += 0 if task.backward else stage.resting_bytes
     return most
-
-
-def _by_rule(pipeline: Pipeline, rule: Rule, limits: Sequence[int]) -> tuple[tuple[Op, ...], ...]:
-    """The plans of all stages with the fewest treated stages that fit each rank's limit; empty if none fit."""
-    treated = [0] * len(pipeline.pieces)
-    for rank, limit in enumerate(limits):
-        stages = pipeline.of_rank(rank)
-        for n in range(1 + max(len(pipeline.pieces[s]) for s in stages)):
-            plans = {s: rule.ops(pipeline.pieces[s], min(n, len(pipeline.pieces[s]))) for s in stages}
-            if _fits(pipeline, plans, rank, limit):
-                break
-        else:
-            return ()
-        for s in stages:
-            treated[s] = min(n, len(pipeline.pieces[s]))
-    if rule.every:
-        treated = [min(max(treated), len(piece)) for piece in pipeline.pieces]
-        plans = {s: rule.ops(piece, treated[s]) for s, piece in enumerate(pipeline.pieces)}
-        if not all(_fits(pipeline, plans, rank, limit) for rank, limit in enumerate(limits)):
-            return ()
-    return tuple(rule.ops(piece, n) for piece, n in zip(pipeline.pieces, treated, strict=True))
-
-
-def _fits(pipeline: Pipeline, plans: dict[int, tuple[Op, ...]], rank: int, limit: int) -> bool:
-    try:
-        return _held(pipeline, [plans.get(s, ()) for s in range(len(pipeline.pieces))], rank) <= limit
-    except InvalidSequenceError:
-        return False
-
-
-def _recomputed(chain: Chain, n: int) -> tuple[Op, ...]:
-    """Recompute the first n stages: only their outputs are kept."""
-    return tuple(periods(len(chain), list(range(1, n + 1))))
-
-
-def _selective(chain: Chain, n: int) -> tuple[Op, ...]:
-    """Keep the first n stages in their smaller form with the fastest backward."""
-
-    def kept(i: int) -> Op:
-        forms = chain.stage(i).forms
-        if i > n or not forms:
-            return forward(i)
-        return F_sel(i, 1 + min(range(len(forms)), key=lambda k: forms[k].backward_time))
-
-    return (*map(kept, range(1, len(chain) + 1)), *map(backward, range(len(chain), 0, -1)))
-
-
-def _offloaded(chain: Chain, n: int) -> tuple[Op, ...]:
-    """Offload ā of the first n stages; each is freed once its copy has ended, and prefetched two stages ahead."""
-    made = lower(chain, ENDLESS, range(1, min(n, len(chain) - 1) + 1), ahead=2)
-    assert made is not None  # within endless bytes
-    return made.ops
-
-
-def _all(rule: Callable[[Chain, int], tuple[Op, ...]]) -> Callable[[Chain, int], tuple[Op, ...]]:
-    return lambda chain, _: rule(chain, len(chain))
-
-
-# The first one is Megatron's: each rank recomputes as few stages as fit.
-RULES = (
-    Rule("less recompute on later ranks", _recomputed, False),
-    Rule("full recompute", _all(_recomputed), True),
-    Rule("selective saving", _all(_selective), True),
-    Rule("uniform offload", _offloaded, True),
-    Rule("less offload on later ranks", _offloaded, False),
-)

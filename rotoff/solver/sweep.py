@@ -12,14 +12,14 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
-from ..core.figures import Figures, overhead, percent
+from ..core.figures import Figures, overhead, percent, table
 from ..core.modes import as_tuple, parse_modes
 from ..core.sequence import MODES, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.steady_step import check_when
 from ..errors import InfeasibleError
-from ..io.atomic_write import write_whole
+from ..io.files import write_whole
 from .anneal import FLOAT_ERROR, Budget
 from .bounds import lower_bound, min_mem_limit
 from .plan_codes import keep_all
@@ -66,17 +66,16 @@ class Sweep:
         return len(self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'limit':>12} {'mode':<8} {'step s':>11} {'overhead':>9} {'bound':>8} {'peak':>12} {'host':>12}"]
+        rows = []
         for row in self.rows:
-            head = f"{format_bytes(row.limit):>12} {row.mode:<8}"
-            if row.makespan is None or row.bound is None or row.overhead is None:
-                lines.append(f"{head} {'does not fit':>11}")
-                continue
-            scale = row.makespan / (1 + row.overhead) if row.overhead > -1 else 0.0
-            over, bound = percent(row.overhead), percent(overhead(row.bound, scale))
-            held = f"{format_bytes(row.peak_bytes or 0):>12} {format_bytes(row.host_peak_bytes or 0):>12}"
-            lines.append(f"{head} {row.makespan:>11.6g} {over:>9} {bound:>8} {held}")
-        return "\n".join(lines)
+            cells = [format_bytes(row.limit), row.mode, "does not fit", "", "", "", ""]
+            if row.makespan is not None and row.bound is not None and row.overhead is not None:
+                scale = row.makespan / (1 + row.overhead) if row.overhead > -1 else 0.0
+                times = percent(row.overhead), percent(overhead(row.bound, scale))
+                held = map(format_bytes, (row.peak_bytes or 0, row.host_peak_bytes or 0))
+                cells[2:] = [f"{row.makespan:.6g}", *times, *held]
+            rows.append(cells)
+        return "\n".join(table(("limit", "mode", "step s", "overhead", "bound", "peak", "host"), rows, (1,)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as CSV to `path`; fields of a limit that nothing fits are empty."""

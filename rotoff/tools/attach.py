@@ -6,11 +6,11 @@ model's names, checkpoints and ``isinstance`` stay as they were.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import MethodType
 from typing import Any
 
@@ -58,7 +58,7 @@ def attach(
     share = parse_share(given.get("mem_limit"))
     planned = Checkpointable(model, **wrapper)
     planned.compute_sequence(**(given if share is None else {**given, "mem_limit": NO_LIMIT}))
-    attachment = Attachment(model, planned, wrapper)
+    attachment = Attachment(model, planned)
     attachment.share = None if share is None else (share, given)
     attachment.begin()
     return planned
@@ -122,22 +122,19 @@ def attached(model: nn.Module) -> Checkpointable | None:
 
 
 class Attachment:
-    """One model with a planned forward. original: the forward that it had. wrapper: the options of its
-    `Checkpointable`. by_callback: whether another callback may replace it. share: of what keeping everything takes, and
-    the arguments of `Checkpointable.compute_sequence`; until a step has shown how much that is.
+    """One model with a planned forward. original: the forward that it had. by_callback: whether another callback may
+    replace it. share: of what keeping everything takes, and the arguments of `Checkpointable.compute_sequence`; until a
+    step has shown how much that is.
     """
 
     by_callback = False
     share: tuple[float, dict[str, Any]] | None = None
 
-    def __init__(self, model: nn.Module, planned: Checkpointable, wrapper: dict[str, Any]) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, planned: Checkpointable) -> None:
+        self.model, self.planned = model, planned
         self.original: Callable[..., Any] = model.forward
         self.function = _forward_like(self.original)  # runs the planned forward
-        self._planned: Checkpointable | None = planned
-        self._request = planned._steps.request
         self._was_its_own = "forward" not in model.__dict__
-        self._wrapper = wrapper
         self._inside = False
         planned._plain = self.its_own
 
@@ -146,26 +143,11 @@ class Attachment:
         self.model.__dict__[ATTACHED] = self
         self.model.forward = MethodType(self.function, self.model)
 
-    @property
-    def planned(self) -> Checkpointable:
-        """The `Checkpointable` that plans the model. A deep copy makes its own on first use, since the copied model is
-        incomplete during the copy."""
-        if self._planned is None:
-            mark = self.model.__dict__.pop(ATTACHED, None)  # Checkpointable refuses a model with this mark
-            try:
-                self._planned = Checkpointable(self.model, **self._wrapper)
-            finally:
-                if mark is not None:
-                    self.model.__dict__[ATTACHED] = mark
-            self._planned._steps.request = self._request
-            self._planned._plain = self.its_own
-        return self._planned
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._inside:
             return self.original(*args, **kwargs)
         if not self.model.training or not torch.is_grad_enabled():
-            with nullcontext() if self._planned is None else self._planned.streamed():
+            with self.planned.streamed():
                 return self.original(*args, **kwargs)
         self.planned.training = True
         if self.share is not None:
@@ -206,17 +188,12 @@ class Attachment:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """An attachment for the model's deep copy, with the same request; it is measured and planned again."""
-        model = memo[id(self.model)]
-        twin = object.__new__(Attachment)
-        memo[id(self)] = twin
-        request = self.planned._steps.request
-        twin.model, twin._planned = model, None
-        twin._request = request if request is None or not request.placed else None  # its optimizer is this model's
-        twin._wrapper, twin._was_its_own, twin._inside = self._wrapper, self._was_its_own, False
-        twin.by_callback, twin.function, twin.share = self.by_callback, self.function, self.share
-        twin.original = (
-            MethodType(self.original.__func__, model) if isinstance(self.original, MethodType) else self.original
-        )
+        twin = memo[id(self)] = object.__new__(Attachment)
+        model, planned = memo[id(self.model)], copy.deepcopy(self.planned, memo)
+        vars(twin).update(vars(self), model=model, planned=planned, _inside=False)
+        if isinstance(self.original, MethodType):
+            twin.original = MethodType(self.original.__func__, model)
+        planned._plain = twin.its_own
         return twin
 
 

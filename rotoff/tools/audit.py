@@ -20,10 +20,9 @@ from ..planning.options import Options
 from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
-from .estimate import estimated
 from .foreign_settings import ForeignSettings, read_foreign
-from .planned_steps import MARGIN, TABLE_HEAD, PlannedStep, PlannedSteps, bound_lines
-from .question import HOST_BANDWIDTH, Question, batch_of, options_of, with_options
+from .planned_steps import MARGIN, PlannedStep, PlannedSteps, steps_table
+from .question import HOST_BANDWIDTH, Question, batch_of
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class Audit:
         else:
             less = percent(best.step_time / now.step_time - 1)
             says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({less})"
-        lines = [says, *self.notes, *self.possible.notes, "", TABLE_HEAD, str(replace(now, name=f"now: {now.name}"))]
-        lines += [*(str(row) for row in self.possible if row.setting), *bound_lines(self.possible)]
+        rows = [replace(now, name=f"now: {now.name}"), *(row for row in self.possible if row.setting)]
+        lines = [says, *self.notes, *self.possible.notes, "", *steps_table(self.possible, rows)]
         if best.setting:
             lines += ["", best.to_paste]
         return "\n".join(lines)
@@ -108,15 +107,14 @@ def audit(
     read, target = read_foreign(settings), find(device)
     masters = read.master_weights if master_weights is None else master_weights
     how = optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters
-    question = Question(target, "joint", None, *how)
-    asked = with_options(model, Options(stages, backward_from, forms).chosen)
+    question = Question(target, Options(stages, backward_from, forms), "joint", None, *how)
     with without_gc(), Bar("auditing") as bar:
         bar(0.0, "tracing the model")
         with _autocast(read):
-            profile = estimated(asked, sample, kwargs, target)
+            profile = question.estimated(model, sample, kwargs)
         now = question.whole(profile)[0].of(read.setting)
         small = replace(target, memory_bytes=math.ceil(now.peak_bytes / (1 - MARGIN)) + 1)
-        possible = replace(question, device=small).answer(profile, None, options_of(asked), bar)
+        possible = replace(question, device=small).answer(model, profile, None, bar)
     return Audit(read, now, possible, target.name, tuple(_notes(read, batch_of(sample, kwargs), optimizer)))
 
 

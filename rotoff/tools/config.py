@@ -11,7 +11,6 @@ from torch import nn
 
 from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
-from ..io.cache import Cache
 from ..io.settings_file import load_settings
 from ..planning.options import Options, check_flag, named_device
 from ..planning.request import check_limits, check_options
@@ -46,7 +45,6 @@ class RotoffConfig:
     backward_from: str | int | list[str | int] | None = None
     forms: bool = True
     host_directory: str | None = None
-    cache_directory: str | bool | None = True
     process_group: bool | None = None
     updates: str | None = None
     check: bool = False
@@ -68,7 +66,6 @@ class RotoffConfig:
         check_options(self.mode, self.mem_slots, self.policy, {**self.options, **asked})
         if self.device is not None:
             named_device(self.device)
-        Cache.of(self.cache_directory)
         stages: Any = self.stages
         if isinstance(stages, (list, tuple)):  # names, which are compared with the model's
             if not stages or not all(isinstance(name, str) for name in stages):

@@ -12,6 +12,7 @@ from torch import nn
 from ..checkpointable import Checkpointable, refuse_planned
 from ..core.backward_from import read_backward_from
 from ..core.chain import Chain
+from ..errors import OptionError
 from ..planning.inputs import chain_input, read_sample, refuse_lazy
 from ..planning.options import Options, check_module
 from ..planning.stages import stages_of
@@ -45,12 +46,23 @@ def estimated(
     kwargs: dict[str, Any],
     device: Device,
     shard: Callable[[nn.Module], object] | None = None,
+    options: Options = Options(),  # noqa: B008 - it is frozen
 ) -> Estimate:
-    """The estimated profile of `model`, a `Checkpointable` or a plain module, on `device`. shard: shards a copy."""
+    """The estimated profile of `model`, a `Checkpointable` or a plain module with `options`, on `device`. shard: shards
+    a copy.
+
+    Raises:
+        OptionError: also for options of a `Checkpointable`, which has its own.
+    """
     check_module(model)
-    inner, options = (model._model, model._options) if isinstance(model, Checkpointable) else (model, Options())
-    args, kwargs = read_sample(inner, args, kwargs)
+    inner = model
+    if isinstance(model, Checkpointable):
+        if options.chosen:
+            raise OptionError(f"the model is a Checkpointable; give {next(iter(options.chosen))} to it alone")
+        inner, options = model._model, model._options
     refuse_planned(inner)  # rotoff.attach replaces the model's own forward
+    options.check(inner)
+    args, kwargs = read_sample(inner, args, kwargs)
     stages, names = stages_of(inner, options.stages), read_backward_from(options.backward_from)
     args, kwargs = chain_input(inner, args, kwargs)
     refuse_lazy(inner)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..core.backward_from import BackwardFrom
-from ..core.modes import whole_number
+from ..core.modes import as_tuple, whole_number
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
 from ..io.progress import Bar
@@ -24,7 +24,7 @@ from ..solver.bounds import largest_operation
 from .mesh import Mesh, check_positive
 from .plan import plan
 from .planned_steps import PlannedSteps, resident_parts
-from .question import HOST_BANDWIDTH, Question, options_of, with_options
+from .question import HOST_BANDWIDTH, Question
 from .size_search import MOST, searched, works
 
 
@@ -64,16 +64,15 @@ class _Answer(NamedTuple):
     proven: bool = True
 
 
-def _answer(question: Question, built: Any, n: int, options: dict[str, Any], step_time: float | None) -> _Answer:
+def _answer(question: Question, built: Any, n: int, step_time: float | None) -> _Answer:
     """Whether size n works, of which `built` is the model and its sample."""
     model, args, kwargs = read_built(built, f"build({n})")
-    model = with_options(model, options)
     try:
         profile = question.estimated(model, args, kwargs)
     except MeasureError as error:
         cure = "if the model takes no such size, give the largest that it takes as most="
         raise MeasureError(f"size {n}: {error}; {cure}") from error
-    planned = cache(partial(question.answer, profile, None, options_of(model)))
+    planned = cache(partial(question.answer, model, profile))
     least, resident = question.least_bytes(profile)
     limit, taken = question.mem_limit, sum(resident.values())
     room = question.usable if limit is None else min(limit, question.usable - taken)
@@ -147,14 +146,14 @@ def largest(
     """
     _check_sizes(build, step, most)
     how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link)
-    question, answers = Question(find(device), "joint", mem_limit, *how), dict[int, _Answer]()
+    question = Question(find(device), Options(stages, backward_from, forms), "joint", mem_limit, *how)
     _check_step_time(step_time)
-    options = Options(stages, backward_from, forms).chosen
+    answers = dict[int, _Answer]()
     with Bar("searching") as bar:
 
         def ask(times: int) -> dict[str, float]:
             bar(0.0, f"size {(n := times * step)}")
-            answers[times] = _answer(question, build(n), n, options, step_time)
+            answers[times] = _answer(question, build(n), n, step_time)
             return answers[times].margins
 
         tried = {n: works(margins) for n, margins in sorted(searched(ask, most // step).items())}
@@ -218,10 +217,7 @@ def first_device(
     _check_step_time(step_time)
     if refused := sorted({"modes", "pipeline", "device"} & {*options}):
         raise OptionError(f"{refused[0]} is no argument of first_device, which plans in mode joint; use rotoff.plan")
-    devices = (devices,) if isinstance(devices, (str, Device)) else devices
-    if not isinstance(devices, Iterable):
-        raise OptionError(f"devices is {devices!r}; give names or Devices, such as rotoff.devices()")
-    targets = [find(device) for device in devices]
+    targets = [find(device) for device in as_tuple(devices)]
     if not targets:
         raise OptionError("devices is empty; give at least one, such as rotoff.devices()")
     reasons, least = [], []

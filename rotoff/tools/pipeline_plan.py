@@ -11,14 +11,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..core.figures import overhead, percent
+from ..core.figures import overhead, percent, table
 from ..core.modes import whole_number
 from ..core.parameters import ParameterGroup
 from ..core.pipeline import most_in_flight, orders
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError, LimitError, OptionError
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
-from .estimate import estimated
 from .question import Question
 
 SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
@@ -82,19 +81,14 @@ class PlannedPipeline:
         lines = [
             f"{self.schedule}, {self.micro_batches} micro-batches on {len(self)} x {self.device} (times are estimates):"
             f" {self.step_time:.4g} s a step, {over} over keeping everything, {self.bubble:.1%} bubbles",
-            f"{'rank':>4} {'in flight':>9} {'resident':>11} {'limit':>11} {'peak':>11} {'keep all':>11}"
-            f" {'smallest':>11} {'host':>11}",
         ]
+        head = "rank", "in flight", "resident", "limit", "peak", "keep all", "smallest", "host"
+        ranks = []
         for n, row in enumerate(self.rows):
             sizes = (row.resident_bytes, row.mem_limit, row.peak_bytes, row.keep_all_bytes, row.min_mem_limit)
-            told = " ".join(f"{format_bytes(size):>11}" for size in (*sizes, row.host_bytes))
-            lines.append(f"{n:>4} {row.in_flight:>9} {told}")
-        lines.append("limit of each rank: seconds a step")
-        lines += [
-            f"{format_bytes(limit):>11} {'does not fit' if seconds is None else f'{seconds:.4g}'}"
-            for limit, seconds in self.table
-        ]
-        return "\n".join(lines)
+            ranks.append((str(n), str(row.in_flight), *map(format_bytes, (*sizes, row.host_bytes))))
+        limits = [(format_bytes(limit), "does not fit" if s is None else f"{s:.4g}") for limit, s in self.table]
+        return "\n".join([*lines, *table(head, ranks, ()), *table(("limit of each rank", "step s"), limits, ())])
 
 
 def planned_pipeline(
@@ -118,7 +112,7 @@ def planned_pipeline(
     whole_number(ranks_per_link, "ranks_per_link")
     args, named = tree_map(lambda leaf: _first(leaf, micro_batches), (sample, kwargs))
     device, usable, mem_limit = question.device, question.usable, question.mem_limit
-    profile = estimated(model, args, named, device)
+    profile = question.estimated(model, args, named)
     chain = profile.chains[-1].charging_first_runs  # where nothing stays on the device past the next stage
     beside = chain.input_bytes - profile.batch_bytes
     chain = replace(chain, input_bytes=profile.batch_bytes)

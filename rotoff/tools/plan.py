@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,7 +21,7 @@ from ..profile.estimate.devices import Device, find
 from .mesh import Mesh
 from .pipeline_plan import PlannedPipeline, planned_pipeline, refuse_alone
 from .planned_steps import PlannedSteps
-from .question import HOST_BANDWIDTH, Question, growth_of, options_of, with_options
+from .question import HOST_BANDWIDTH, Question
 
 
 def plan(
@@ -45,7 +44,7 @@ def plan(
     ranks_per_link: int = 1,
     mesh: str | None = None,
     link: float | None = None,
-    cache_directory: str | os.PathLike[str] | bool | None = None,
+    cache_directory: Any = None,
     **kwargs: Any,
 ) -> PlannedSteps | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
@@ -67,23 +66,22 @@ def plan(
         mesh: ranks that share the training, "fsdp=8" or "fsdp=8,tp=2", each with such a device and this sample. PyTorch
             shards: ``fully_shard`` the model's blocks, modules with a number as their name, and a model of transformers
             its tensor parallel plan. Rows are for each rank, and plain PyTorch is FSDP2. link: B/s that a rank can send
-            to the others (default: the device's ``interconnect``). cache_directory: nothing is kept.
+            to the others (default: the device's ``interconnect``). cache_directory: not used; nothing is kept.
 
     Raises:
         OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
         LimitError: if `mem_limit` is no number of bytes, or nothing fits. MeasureError: if nothing can be estimated.
     """
     how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
-    asked = Question(find(device), modes, mem_limit, *how)
+    asked = Question(find(device), Options(stages, backward_from, forms), modes, mem_limit, *how)
     _check(model, kwargs)
-    model = with_options(model, Options(stages, backward_from, forms).chosen)
     if pipeline is not None:
         return planned_pipeline(model, sample, kwargs, asked, pipeline, microbatches, schedule, chunks, ranks_per_link)
     refuse_alone(microbatches=microbatches, chunks=chunks, ranks_per_link=ranks_per_link)
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         bar(0.0, "tracing the model")
         profile = asked.estimated(model, sample, kwargs)
-        return asked.answer(profile, growth_of(model, sample, kwargs, asked, profile), options_of(model), bar)
+        return asked.answer(model, profile, asked.growth(model, sample, kwargs, profile), bar)
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:

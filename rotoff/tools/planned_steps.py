@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..core.chain import Chain
-from ..core.figures import overhead, percent
+from ..core.figures import overhead, percent, table
 from ..core.sizes import format_bytes
-from ..io.json_file import save_json
+from ..io.files import save_json
 
 WAYS_ON = (
     "take a device with more memory, a smaller batch, an optimizer with fewer states, parameters in bfloat16, or"
@@ -51,10 +51,12 @@ class PlannedStep:
         without = " (no clipping, GradScaler or accumulation)" if "updates='during'" in self.setting else ""
         return f"to paste: {self.setting}{without}"
 
-    def __str__(self) -> str:
-        sizes = f"{format_bytes(self.peak_bytes):>11} {format_bytes(self.host_bytes):>11}"
-        times = f"{self.step_time:>9.4g} {percent(self.overhead):>9} {self.largest_batch or '-':>8}"
-        return f"{self.name:<41} {'yes' if self.fits else 'NO':>4} {sizes} {times}  {self.moves}".rstrip()
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As a row of the table."""
+        sizes = "yes" if self.fits else "NO", format_bytes(self.peak_bytes), format_bytes(self.host_bytes)
+        times = f"{self.step_time:.4g}", percent(self.overhead), str(self.largest_batch or "-")
+        return (self.name, *sizes, *times, self.moves)
 
 
 @dataclass(frozen=True)
@@ -74,15 +76,12 @@ class PlannedMesh:
 
     def __str__(self) -> str:
         rows = [
-            f"{name:<41} {calls:>4} {format_bytes(nbytes):>11} {'':>11} {seconds:>9.4g}"
+            (name, str(calls), format_bytes(nbytes), f"{seconds:.4g}")
             for name, (calls, nbytes, seconds) in self.sent.items()
         ]
-        head = f"{f'collectives, at {format_bytes(self.link)}/s':<41} {'':>4} {'sent':>11} {'':>11} {'s':>9}"
-        waits = f"{'of these, plain PyTorch waits for':<69} {self.waits:>9.4g}"
-        return "\n".join([head, *rows, waits, "rotoff runs a device_limit with FSDP2 on CPUs alone so far"])
-
-
-TABLE_HEAD = f"{'':<41} {'fits':>4} {'peak':>11} {'host':>11} {'step s':>9} {'overhead':>9} {'batch':>8}  moves"
+        rows.append(("of these, plain PyTorch waits for", "", "", f"{self.waits:.4g}"))
+        head = f"collectives, at {format_bytes(self.link)}/s", "", "sent", "s"
+        return "\n".join([*table(head, rows), "rotoff runs a device_limit with FSDP2 on CPUs alone so far"])
 
 
 @dataclass(frozen=True)
@@ -193,7 +192,7 @@ class PlannedSteps:
         asked = f" within a mem_limit of {format_bytes(self.mem_limit)}" if self.asked else ""
         where = self.device if self.mesh is None else f"each of {self.mesh.ranks} {self.device} ({self.mesh.axes})"
         head = f"{self.chain.name or 'model'} on {where}{asked}: {resident_parts(self.resident_bytes)}"
-        lines = [self.verdict, head, *self.notes, "", TABLE_HEAD, *map(str, self.steps), *bound_lines(self)]
+        lines = [self.verdict, head, *self.notes, "", *steps_table(self, self.steps)]
         lines += [] if self.mesh is None else ["", str(self.mesh)]
         least = ", ".join(f"{mode} {format_bytes(nbytes)}" for mode, nbytes in self.min_mem_limits.items())
         lines += ["", f"smallest mem_limit: {least}"]
@@ -204,13 +203,13 @@ class PlannedSteps:
         return "\n".join(lines)
 
 
-def bound_lines(found: PlannedSteps) -> list[str]:
-    """The last line of the table, if there is a bound."""
-    if found.bound_time is None:
-        return []
-    plain = found.steps[0].step_time
-    over = percent(overhead(found.bound_time, plain))
-    return [f"{'no plan is faster than':<69} {found.bound_time:>9.4g} {over:>9}"]
+def steps_table(found: PlannedSteps, rows: Iterable[PlannedStep]) -> list[str]:
+    """Lines of a table of `rows`, and of the time that no plan beats."""
+    cells = [row.cells for row in rows]
+    if found.bound_time is not None:
+        over = percent(overhead(found.bound_time, found.steps[0].step_time))
+        cells.append(("no plan is faster than", "", "", "", f"{found.bound_time:.4g}", over, "", ""))
+    return table(("", "fits", "peak", "host", "step s", "overhead", "batch", "moves"), cells, (0, 7))
 
 
 def usable_bytes(device_bytes: int) -> int:

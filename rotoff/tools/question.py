@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from ..core.sequence import MODES
 from ..core.sizes import as_size, format_bytes, parse_bytes
 from ..core.steady_step import WHEN
 from ..errors import InfeasibleError, LimitError, MeasureError, OptionError
-from ..planning.options import check_flag
+from ..planning.options import Options, check_flag
 from ..planning.request import Request
 from ..planning.step_planner import keeping_all, least_limit, least_time, make_plan
 from ..profile.estimate.devices import Device
@@ -39,13 +38,14 @@ Noted = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Question:
-    """Arguments of `rotoff.plan`; see there. mem_limit: None if none was given.
+    """Arguments of `rotoff.plan`; see there. cut: how a model that is no `Checkpointable` is cut into stages.
 
     Raises:
         OptionError, LimitError: for an invalid one.
     """
 
     device: Device
+    cut: Options
     modes: Any = MODES
     mem_limit: Any = None
     optimizer: str = "adam"
@@ -73,15 +73,15 @@ class Question:
     def estimated(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
         """The estimated profile of `model` on a rank."""
         with self.ranks.started() as shard:
-            return estimated(model, args, kwargs, self.device, shard)
+            return estimated(model, args, kwargs, self.device, shard, self.cut)
 
     def whole(self, profile: Estimate, growth: Growth | None = None) -> tuple[WholeDevice, dict[str, int]]:
         """What training a model of this profile takes on the device, and its resident bytes by name."""
         how = self.optimizer, self.host_bandwidth, self.master_weights
         return whole_device(profile, self.device, self.usable, *how, growth)
 
-    def request(self, limit: int, mode: str = "joint", **how: Any) -> Request:
-        return Request(limit, mode, self.mem_slots, {"refine": EFFORT}, **how)
+    def request(self, limit: int, mode: str = "joint") -> Request:
+        return Request(limit, mode, self.mem_slots, {"refine": EFFORT})
 
     def room(self, resident: Mapping[str, int]) -> int:
         """Bytes that a step may allocate."""
@@ -101,24 +101,47 @@ class Question:
             least = min(least, least_limit(profile, self.request(self.usable)) + stay)
         return least, resident
 
+    def growth(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], profile: Estimate
+    ) -> Growth | None:
+        """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits.
+        None if the sample has no batch, or the model does something else there."""
+        leaves, rebuild = flatten((args, kwargs))
+        if not (batch := batch_of(args, kwargs)):
+            return None
+        count = max(2 * batch, batch * self.usable // max(1, min_mem_limit(profile.chain, "joint")))
+
+        def larger(many: int) -> Estimate:
+            def resized(t: Any) -> Any:
+                if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
+                    return t
+                return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+
+            return self.estimated(model, *rebuild([resized(leaf) for leaf in leaves]))
+
+        try:
+            return Growth.of(larger, profile, batch, count)
+        except MeasureError:
+            return None
+
     def answer(
         self,
+        model: nn.Module,
         profile: Estimate,
         growth: Growth | None = None,
-        options: Mapping[str, Any] = MappingProxyType({}),
         note: Noted = lambda *_: None,
     ) -> PlannedSteps:
         """The table.
 
         Args:
-            growth: how costs grow with the batch, if that is known. options: of `Checkpointable`, for the setting.
-            note: is told what is done next.
+            growth: how costs grow with the batch, if that is known. note: is told what is done next.
 
         Raises:
             LimitError: if no `mem_limit` was asked for, and nothing fits the device.
         """
         whole, resident = self.whole(profile, growth)
-        options = {**options, **self.ranks.options}
+        cut = model._options if isinstance(model, Checkpointable) else self.cut
+        options = {**cut.chosen, **self.ranks.options}
         limit, asked = self.room(resident), self.mem_limit is not None
         own: list[PlannedStep] = []
         make = whole.of_step(profile, limit, growth) if asked else whole
@@ -168,7 +191,7 @@ class Question:
             rows.append(
                 make.within_mem_limit(
                     f"rotoff, mem_limit{name}",
-                    profile.chains.index(plan.found),
+                    profile.chains.index(plan.tape_chain),
                     plan.sequence,
                     largest_batch=most,
                     setting=attaching(repr(as_size(limit)), {**said, **options}),
@@ -198,53 +221,11 @@ class Question:
         )
 
 
-def with_options(model: nn.Module, options: Mapping[str, Any]) -> nn.Module:
-    """`model` as a `Checkpointable` with `options`; itself if there are none.
-
-    Raises:
-        OptionError: if it is a `Checkpointable` already.
-    """
-    if options and isinstance(model, Checkpointable):
-        raise OptionError(f"the model is a Checkpointable; give {next(iter(options))} to it alone")
-    return Checkpointable(model, **options) if options else model
-
-
-def options_of(model: nn.Module) -> dict[str, Any]:
-    """The options of a `Checkpointable` that a plan depends on."""
-    return model._options.chosen if isinstance(model, Checkpointable) else {}
-
-
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """The first dimension of the first tensor, if there is one."""
     tensors = (t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
     first = next(tensors, None)
     return None if first is None or not first.dim() else first.shape[0]
-
-
-def growth_of(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], question: Question, profile: Estimate
-) -> Growth | None:
-    """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits. None
-    if the sample has no batch, or the model does something else there."""
-    leaves, rebuild = flatten((args, kwargs))
-    if not (batch := batch_of(args, kwargs)):
-        return None
-    step = min_mem_limit(profile.chain, "joint")
-    count = max(2 * batch, batch * question.usable // max(1, step))
-
-    def larger(many: int) -> Estimate:
-        def resized(t: Any) -> Any:
-            if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
-                return t
-            return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
-
-        args, kwargs = rebuild([resized(leaf) for leaf in leaves])
-        return question.estimated(model, args, kwargs)
-
-    try:
-        return Growth.of(larger, profile, batch, count)
-    except MeasureError:
-        return None
 
 
 def _most(request: Request, grown: Growth, with_batch: bool, last: int) -> int | None:

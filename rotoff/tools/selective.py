@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from ..checkpointable import Checkpointable
 from ..core.figures import percent
 from ..core.sizes import format_bytes, parse_bytes
 from ..errors import InfeasibleError, OptionError, nearest
-from ..planning.distributed import from_everyone
+from ..planning.agreement import from_everyone
 from ..profile.checkpointed import Block, CheckpointedStep
 from ..profile.estimate.devices import Device, find
 from ..profile.tape_chain import CALL, slope
@@ -33,6 +33,7 @@ from .estimate import estimated
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Kept = frozenset[int]  # numbers of operations
+Content = tuple[torch.Tensor, torch.Tensor, int]  # a tensor, what it held, and its version
 
 
 class SelectivePolicy(dict[str, Callable[[], Contexts]]):
@@ -90,7 +91,7 @@ def selective_policy(
     if device is not None:
         profile = estimated(model, sample, kwargs, find(device))
     else:
-        wrapped = wrapped or Checkpointable(model, cache_directory=None)
+        wrapped = wrapped or Checkpointable(model)
         profile = (wrapped.measure(*sample, **kwargs) if sample or kwargs else wrapped).profile
     limit = parse_bytes(wrapped.mem_limit if mem_limit is None and wrapped is not None else mem_limit)
     choice = _Choice(profile, blocks)
@@ -232,8 +233,8 @@ def _context_fn(kept: frozenset[tuple[str, int]], writes: bool) -> Callable[[], 
         contexts = create_selective_checkpoint_contexts(policy) if kept else (nullcontext(), nullcontext())
         if not writes:
             return contexts
-        written = _Written(contexts[0])
-        return written, _AsBefore(written, contexts[1])
+        written = _Written()
+        return _both(written, contexts[0]), _as_before(written.before, contexts[1])
 
     return context_fn
 
@@ -243,22 +244,14 @@ class _Written(EagerMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, within: AbstractContextManager[Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._within, self._own = within, set[int]()
-        self.before: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._own = set[int]()
+        self.before: dict[int, Content] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
-
-    def __enter__(self) -> Any:
-        super().__enter__()
-        return self._within.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._within.__exit__(*error)
-        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for n, name in kind_of(func).writes if isinstance(func, torch._ops.OpOverload) else ():
@@ -271,22 +264,21 @@ class _Written(EagerMode):
         return results
 
 
-class _AsBefore:
+@contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+@contextmanager
+def _as_before(before: Mapping[int, Content], within: AbstractContextManager[Any]) -> Iterator[None]:
     """While a block runs again, what it overwrites is as it was before."""
-
-    def __init__(self, written: _Written, within: AbstractContextManager[Any]) -> None:
-        self._written, self._within = written, within
-
-    def __enter__(self) -> None:
-        before = self._written.before.values()
-        with torch.no_grad(), ExitStack() as stack:
-            for t, content, version in before:
-                stack.callback(put_back_tensor, t, t.detach().clone(), version_of(t))
-                put_back_tensor(t, content, version)
-            self._after = stack.pop_all()
-        self._within.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._within.__exit__(*error)
-        with torch.no_grad():
-            self._after.close()
+    after = [(t, t.detach().clone(), version_of(t)) for t, _, _ in before.values()]
+    for content in before.values():
+        put_back_tensor(*content)
+    try:
+        with within:
+            yield
+    finally:
+        for content in after:
+            put_back_tensor(*content)

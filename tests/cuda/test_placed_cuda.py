@@ -136,7 +136,7 @@ def placed(
 ) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, Any, int]:
     """A model planned within a share of its room, its optimizer, its batch and its limit."""
     model, x = made(name)
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     assert all(p.device.type == "cpu" for p in model.parameters())
     optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
     limit = place(wrapped, [optimizer], share, updates=updates)
@@ -167,6 +167,7 @@ def compare(name: str, share: float, updates: str, how: Any, make: Any, record: 
 
 @pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
 @pytest.mark.parametrize("name", ["language", "adapted", "first frozen", "writes", *sorted(set(ALL) - NOT_THERE)])
+@pytest.mark.grid(every=3)
 def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
     compare(name, share, updates, usual, OPTIMIZERS["AdamW"], record_property)
 
@@ -198,6 +199,7 @@ def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Reco
 
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.grid(every=3)
 def test_optimizers(optimizer: str, updates: str, record_property: Record) -> None:
     compare("language", 0.5, updates, usual, OPTIMIZERS[optimizer], record_property)
 
@@ -205,6 +207,7 @@ def test_optimizers(optimizer: str, updates: str, record_property: Record) -> No
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("frozen", [0, 5])
+@pytest.mark.grid(every=3)
 def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: str, record_property: Record) -> None:
     """All that the device holds, of whole steps with their updates. Forwards without gradients take what they can of
     the limit."""
@@ -213,7 +216,7 @@ def test_no_step_holds_more_than_predicted(frozen: int, share: float, updates: s
     others = torch.cuda.memory_allocated()
     model, x = nn.Sequential(*[Residual(128) for _ in range(8)]), torch.randn(64, 128, device=CUDA)
     model[:frozen].requires_grad_(False)
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     limit = place(wrapped, [optimizer], share, updates=updates)
     gc.collect()
@@ -249,12 +252,13 @@ def turns(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("updates", ["after", "during"])
 @pytest.mark.parametrize("share", [0.0, 0.3])
 @pytest.mark.parametrize(("again", "cut"), [({1}, -1), ({5}, -1), ({0, 3}, -1), ({0}, -1), (set(), 1), (set(), 3)])
+@pytest.mark.grid(every=4)
 def test_steps_off_their_course(again: set[int], cut: int, share: float, updates: str, record_property: Record) -> None:
     """Calls that the plan does not know find the parameters on the device, and their gradients those on the host."""
     torch.manual_seed(0)
     model, x = Does(turns, layers=linears(6), again=set(), cut=-1), torch.randn(16, 32).to(CUDA)
     plain, twin = plain_twin(model, OPTIMIZERS["AdamW"])
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
     place(wrapped, [optimizer], share, updates=updates)
     results = []
@@ -274,7 +278,7 @@ def test_steps_off_their_course(again: set[int], cut: int, share: float, updates
 
 def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:
     model, x = made("language")
-    wrapped = rotoff.Checkpointable(model, device="cuda", cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     assert all(t.device == CUDA for t in (*model.parameters(), *model.buffers()))
@@ -292,7 +296,7 @@ def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None
 def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
     model, x = made("language")
     model.to(CUDA)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     assert all(p.device == CUDA for p in model.parameters())
@@ -312,7 +316,7 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
     plain, x = nn.Sequential(*layers).requires_grad_(False).eval(), torch.randn(16, 64, device=CUDA)
     net = copy.deepcopy(plain)
     plain.to(CUDA)
-    model = rotoff.Checkpointable(net, device="cuda", cache_directory=None)
+    model = rotoff.Checkpointable(net, device="cuda")
     model.compute_sequence(device_limit=limit, refine=False)
     for n in range(3):
         with torch.no_grad():
@@ -324,3 +328,24 @@ def test_a_frozen_model_needs_no_optimizer(limit: str) -> None:
             assert torch.equal(*(given.grad for given in inputs))
     here = sum(p.is_cuda for p in net.parameters())
     assert here == 24 if limit == "1 GiB" else here < 24
+
+
+class Clamped(nn.Linear):
+    """Bounds its weights whenever it runs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_a_forward_without_gradients_may_write_its_parameters() -> None:
+    plain, x = nn.Sequential(*(Clamped(64, 64) for _ in range(4))), torch.randn(16, 64, device=CUDA)
+    net = copy.deepcopy(plain)
+    model = rotoff.Checkpointable(net, device="cuda").measure(x)
+    place(model, [torch.optim.AdamW(net.parameters())], 0.0)
+    with torch.no_grad():
+        for one in (*net, *plain):
+            one.weight.mul_(100)
+        assert torch.equal(model(x), plain.to(CUDA)(x))
+    assert all(map(torch.equal, (p.to(CUDA) for p in net.parameters()), plain.parameters()))

@@ -41,6 +41,7 @@ def on_the_device(batch: Any, times: int) -> Any:
 
 
 @pytest.mark.parametrize(("name", "times"), CASES)
+@pytest.mark.grid(every=4)
 def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_property: Any) -> None:
     stages, batch = fresh(name)
     module = nn.Sequential(*stages, Does(lambda net, x: x.float().square().mean())).cuda()
@@ -51,7 +52,7 @@ def test_bytes_of_the_device_above_the_limit(name: str, times: int, record_prope
         model(x).backward()
 
     step(module)  # gradients and workspaces are there
-    model = rotoff.Checkpointable(module, cache_directory=None).measure(x)
+    model = rotoff.Checkpointable(module).measure(x)
     most = model.keep_all_memory
     for mode, share in itertools.product(MODES, (0, 0.5, 1)):
         least = model.min_mem_limit(mode)

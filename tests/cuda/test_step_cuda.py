@@ -166,7 +166,7 @@ def test_off_the_planned_course_what_lies_on_the_host_stays_there(mode: str) -> 
         Does(sometimes_seeded, up=nn.Linear(32, 64), down=nn.Linear(64, 32), seeded=False) for _ in range(6)
     ]).cuda()  # fmt: skip
     x, count = torch.randn(256, 32, device="cuda"), torch.ones(1)
-    model = rotoff.Checkpointable(module, stages=[*module], cache_directory=None)
+    model = rotoff.Checkpointable(module, stages=[*module])
 
     def gradients_of(run: nn.Module) -> list[torch.Tensor]:
         run.zero_grad()
@@ -188,7 +188,7 @@ def test_auto_takes_what_is_free_where_the_steps_run(monkeypatch: pytest.MonkeyP
     """A device that has so little free that the steps must recompute, and a model that still has to move there from a
     host with even less: no step runs out of memory, and none has the allocator try again."""
     module, x = large()
-    measured = rotoff.Checkpointable(module, cache_directory=None).measure(x)
+    measured = rotoff.Checkpointable(module).measure(x)
     everything = measured.keep_all_memory
     measured.close()
     with_zero_gradients(module.cpu())
@@ -202,7 +202,7 @@ def test_auto_takes_what_is_free_where_the_steps_run(monkeypatch: pytest.MonkeyP
     room = torch.cuda.memory_reserved() + free
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _=None: (room - torch.cuda.memory_reserved(), total))
     torch.cuda.set_per_process_memory_fraction(room / total)
-    model = rotoff.Checkpointable(module, device="cuda", cache_directory=None)
+    model = rotoff.Checkpointable(module, device="cuda")
     try:
         model.compute_sequence("auto")
         before = torch.cuda.memory_stats()
@@ -221,7 +221,7 @@ def test_an_allocator_that_has_to_try_again_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module, x = large()
-    model = rotoff.Checkpointable(module, cache_directory=None).measure(x)
+    model = rotoff.Checkpointable(module).measure(x)
     model.compute_sequence(int(model.keep_all_memory * 0.6))
     statistics, more = torch.cuda.memory_stats_as_nested_dict, [0]
     monkeypatch.setattr(
@@ -324,7 +324,7 @@ def test_the_first_step_with_replays_keeps_to_its_bytes_where_cudnn_benchmarks()
         blocks = [nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Tanh()) for _ in range(4)]
         model = nn.Sequential(nn.Conv2d(3, WIDTH, 3, padding=1), *blocks).cuda()
         x = torch.randn(BATCH, 3, SIDE, SIDE, device="cuda")
-        wrapped = rotoff.Checkpointable(model, stages=[*model], forms=False, cache_directory=None).measure(x)
+        wrapped = rotoff.Checkpointable(model, stages=[*model], forms=False).measure(x)
         with_sequence(wrapped, run_twice(len(wrapped.chain)))
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -340,7 +340,7 @@ def test_a_replay_makes_the_host_wait_for_cudnns_own_dropout_alone(recurrent: bo
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh()) for _ in range(10)]
     model = nn.Sequential(*blocks, *([dropping(64)] if recurrent else []), nn.Linear(64, 64)).cuda()
     x = torch.randn(16, 8, 64, device="cuda")
-    wrapped = rotoff.Checkpointable(model, forms=False, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model, forms=False).measure(x)
     with_sequence(wrapped, run_twice(len(wrapped.chain)))
     gradient = torch.ones(16, 8, 64, device="cuda")
     wrapped(x).backward(gradient)

@@ -1,15 +1,16 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and paths that options name."""
 
 from __future__ import annotations
 
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rotoff
-from rotoff.io.atomic_write import write_whole
+from rotoff.io.files import write_whole
 
 CHAIN = rotoff.Chain((rotoff.Stage(forward_time=1.0, backward_time=2.0),), 1.0, 1.0)
 
@@ -71,3 +72,13 @@ def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught:
         write_whole(path, "text")
     assert caught.value.filename == str(path)
+
+
+BAD_DIRECTORIES: list[Any] = ["a\0b", "~nobody-here", "~nobody-here/file", "half a pair \ud800", b"file"]
+
+
+@pytest.mark.parametrize("given", BAD_DIRECTORIES, ids=repr)
+def test_what_names_no_directory(given: Any) -> None:
+    nn = pytest.importorskip("torch.nn")
+    with pytest.raises(rotoff.OptionError, match="host_directory is .*; give the path of a directory"):
+        rotoff.Checkpointable(nn.Linear(2, 2), host_directory=given)

@@ -163,9 +163,9 @@ def test_a_planned_step_is_refused_within_a_capture_and_the_plain_one_is_not(
     measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]), torch.randn(64, 8)
-    model = Checkpointable(plain, cache_directory=None).measure(x)
+    model = Checkpointable(plain).measure(x)
     everything, least = model.keep_all_memory, model.min_mem_limit()
-    model = model if measured else Checkpointable(plain, cache_directory=None)
+    model = model if measured else Checkpointable(plain)
     model.compute_sequence(least)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -251,7 +251,7 @@ def test_within_what_hooks_all_modules_a_step_is_the_plain_models(name: str) -> 
 
 
 def test_a_profiler_after_a_first_forward_without_backward_sees_its_steps() -> None:
-    model = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), cache_directory=None)
+    model = Checkpointable(nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
     model.compute_sequence("1 MiB")
     model(torch.randn(4, 8))
     with torch.profiler.profile() as profiler:
@@ -377,7 +377,7 @@ def test_a_lazy_model_trains_as_the_plain_one(
         for part in one.modules():
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
-    model, run = pair[1], Checkpointable(pair[1], cache_directory=None)
+    model, run = pair[1], Checkpointable(pair[1])
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in pair]
     asked = {"device_limit": "1 MiB", "optimizer": optimizers[1]} if placed else {"mem_limit": "1 MiB"}
     with pytest.raises(MeasureError, match="a lazy module.*run the plain model once"):

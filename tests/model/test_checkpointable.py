@@ -155,7 +155,7 @@ def test_measuring_changes_nothing_even_between_a_forward_and_its_backward() -> 
     torch.manual_seed(0)
     student = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
     model = Does(teach, teacher=nn.Linear(16, 16).requires_grad_(False), norm=nn.BatchNorm1d(16), student=student)
-    plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model, cache_directory=None)
+    plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model)
     x = torch.randn(32, 16)
     y = x.clone()
     wrapped.measure(x).compute_sequence(smallest(wrapped, "remat"), mode="remat")
@@ -168,6 +168,17 @@ def test_measuring_changes_nothing_even_between_a_forward_and_its_backward() -> 
         assert same([p.grad for p in model.student.parameters()], [p.grad for p in plain.student.parameters()])
         assert torch.equal(x, y) and same([*model.state_dict().values()], [*plain.state_dict().values()])
     wrapped.close()
+
+
+def test_figures_are_of_the_last_measurement_and_not_of_a_step_of_training_before_it() -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    before = wrapped.keep_all_memory
+    wrapped.compute_sequence(wrapped.min_mem_limit())
+    block, model[1] = model[1], nn.Identity()
+    wrapped(batch()).sum().backward()  # is recorded, since its operations are others
+    model[1] = block
+    assert wrapped.measure(batch()).keep_all_memory == before
 
 
 def test_auto_takes_what_is_free() -> None:

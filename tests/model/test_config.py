@@ -34,7 +34,6 @@ def test_every_argument_of_the_class_and_of_its_plan_is_a_field() -> None:
 @pytest.mark.parametrize("suffix", ["yaml", "yml", "json"])
 def test_a_file_trains_as_the_arguments_do(suffix: str, tmp_path: Path) -> None:
     said = {"mem_limit": "500 KiB", "mode": "remat", "stages": 3, "options": {"refine": False}}
-    said |= {"cache_directory": False}
     path = tmp_path / f"train.{suffix}"
     if suffix == "json":
         path.write_text(json.dumps(said))
@@ -108,7 +107,6 @@ def test_what_is_no_optimizer_is_refused(optimizer: object) -> None:
         ("in_flight: 0", "in_flight is 0"),
         ("updates: never", "updates is 'never'; give 'during' or 'after'"),
         ("process_group: maybe", "process_group is 'maybe'; give true or false"),
-        ("cache_directory: 5", "cache_directory is 5; give a directory"),
         ("stages: [1, 2]", r"stages is \[1, 2\]; give a number of stages, or names of modules"),
         ("options: fast", "options is 'fast'; give names and values"),
         ("{mode: joint, mode: remat}", "mode is given twice"),

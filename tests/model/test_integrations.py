@@ -452,7 +452,7 @@ def test_lightning(tmp_path: Path, lightning: Any, how: str) -> None:
 def test_lightning_fits_a_module_again_by_the_plan_that_it_has(
     tmp_path: Path, lightning: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module, callback = lit(lightning), for_lightning("75%", refine=False, cache_directory=None)
+    module, callback = lit(lightning), for_lightning("75%", refine=False)
     fit(lightning, module, tmp_path, callback)
     planned = callback.planned
     with caplog.at_level("INFO", logger="rotoff"):

@@ -171,7 +171,7 @@ def picking() -> nn.Module:
 def test_values_that_data_made_a_little_larger_than_measured_still_leave_the_device() -> None:
     torch.manual_seed(0)
     model, x = picking(), torch.randn(256, 8)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
+    run = rotoff.Checkpointable(model).measure(x, torch.tensor(0.0))
     limit = run.min_mem_limit("offload")
     run.compute_sequence(limit, mode="offload", refine=False)
     for parameter in model.parameters():
@@ -185,7 +185,7 @@ def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(mon
     torch.manual_seed(0)
     model, x = picking(), torch.randn(256, 8)
     twin = copy.deepcopy(model)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x, torch.tensor(0.0))
+    run = rotoff.Checkpointable(model).measure(x, torch.tensor(0.0))
     run.compute_sequence(run.min_mem_limit("offload"), mode="offload", refine=False)
     run(x, torch.tensor(0.0)).backward()
     model.zero_grad()

@@ -30,7 +30,7 @@ def refused(wrapped: rotoff.Checkpointable, limit: int, mode: str) -> int:
 @pytest.mark.grid(every=8)
 def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None:
     model, batch = made(name)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, check=check).measure(batch())
+    wrapped = rotoff.Checkpointable(model, check=check).measure(batch())
     for mode in MODES:
         least = wrapped.min_mem_limit(mode)
         for limit in {1, least // 2 or 1, least - 1} - {0, least}:
@@ -45,13 +45,13 @@ def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None
 
 def test_it_is_of_what_was_measured_last() -> None:
     model, _ = dropping()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(torch.randn(64, 32))
+    wrapped = rotoff.Checkpointable(model).measure(torch.randn(64, 32))
     large = wrapped.min_mem_limit("remat")
     assert wrapped.measure(torch.randn(16, 32)).min_mem_limit("remat") < large
 
 
 def test_a_host_limit_that_binds_is_what_the_error_names() -> None:
-    wrapped = rotoff.Checkpointable(dropping()[0], cache_directory=None).measure(torch.randn(64, 32))
+    wrapped = rotoff.Checkpointable(dropping()[0]).measure(torch.randn(64, 32))
     least = wrapped.min_mem_limit("offload")
     with pytest.raises(
         rotoff.InfeasibleError, match="on the device and host_limit=5; without a host_limit the training step"
@@ -64,7 +64,7 @@ ROOM = "1 TiB"
 
 
 def in_room(model: nn.Module, **options: Any) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, cache_directory=None, **options).compute_sequence(ROOM)
+    return rotoff.Checkpointable(model, **options).compute_sequence(ROOM)
 
 
 def test_a_smaller_limit_is_planned_at_once() -> None:
@@ -91,7 +91,7 @@ def test_times_are_those_of_the_step_under_autocast_and_in_training() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 8))
     x = torch.randn(256, 64)
     with torch.autocast("cpu", torch.bfloat16):
-        probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).measure(x)
+        probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(x)
         wrapped = in_room(model)
         wrapped(x).sum().backward()
     expected = [stage.saved_bytes for stage in probe.chain.stages[:-1]]  # what follows the last differs

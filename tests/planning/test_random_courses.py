@@ -64,7 +64,7 @@ def test_a_followed_step_that_keeps_everything_frees_what_nothing_saves() -> Non
     torch.manual_seed(0)
     model, x = layer_drop(12, 0.0), torch.randn(8, 64, 64)
     model.layers[:9].requires_grad_(False)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    run = rotoff.Checkpointable(model).measure(x)
     run.compute_sequence(run.keep_all_memory)
     assert most(run, x, range(1)) <= run.get_expected_memory() == run.keep_all_memory
     run.close()
@@ -75,7 +75,7 @@ def test_a_second_backward_holds_what_the_plan_charges() -> None:
     plain, x = layer_drop(6, 0.3), torch.randn(8, 64, 64)
     plain.layers[:3].requires_grad_(False)
     model = copy.deepcopy(plain)
-    run = rotoff.Checkpointable(model, cache_directory=None, check=True)
+    run = rotoff.Checkpointable(model, check=True)
     torch.manual_seed(1)
     run.measure(x)
     run.compute_sequence(run.keep_all_memory)

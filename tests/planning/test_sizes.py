@@ -238,7 +238,7 @@ def searches() -> Iterator[mock.Mock]:
 
 def limited(model: nn.Module, updates: str, **options: Any) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, int]:
     """The model with half of the memory that it needs at its largest size."""
-    wrapped, optimizer = rotoff.Checkpointable(model, cache_directory=None), adamw(model.parameters())[0]
+    wrapped, optimizer = rotoff.Checkpointable(model), adamw(model.parameters())[0]
     torch.manual_seed(3)
     wrapped.measure(batches()[0], repeats=1).compute_sequence(device_limit="1 TiB", optimizer=optimizer)
     limit = wrapped.keep_all_memory // 2
@@ -292,7 +292,7 @@ def test_the_largest_batch_is_planned_before_training(searches: mock.Mock) -> No
     largest, *smaller = batches()
     model = language()
     wrapped, optimizer = (
-        rotoff.Checkpointable(model, cache_directory=None).measure(smaller[0]),
+        rotoff.Checkpointable(model).measure(smaller[0]),
         adamw(model.parameters())[0],
     )
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer, up_to=largest)

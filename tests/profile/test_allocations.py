@@ -37,6 +37,14 @@ def test_garbage_collection_is_off_within_a_log() -> None:
     assert sum(event.size for event in log) == 0
 
 
+def test_a_log_has_no_regions_of_the_callers() -> None:
+    """One that begins in a log and ends in the next would write into memory that the profiler has freed."""
+    with Log() as log, torch.autograd.profiler.record_function("of the caller"):
+        torch.ones(1)
+    names = {event.name() for event in log.kineto_results.events()}
+    assert "aten::ones" in names and "of the caller" not in names
+
+
 def reporting(monkeypatch: pytest.MonkeyPatch, *logs: list[Event]) -> None:
     """A device cuda:0 that is not there, whose allocator reports these events, one list each time."""
     left = list(logs)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from allocated import peak_bytes
-from models import ALL, fresh
+from models import ALL, Does, fresh, many, up_and_down
 from planned_steps import Loss, smallest, step_peak, with_sequence
 from random_programs import random_sequence
 from thoroughness import seeds
@@ -33,23 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from grid import models
 
 MODES = "remat", "offload", "joint"
-TIMES = 16  # larger than the models' own batches
-
-
-def many(name: str) -> tuple[torch.nn.Module, Any]:
-    """The model `name`, and a way to draw a batch `TIMES` as large as its own."""
-    model, batch = fresh(name)
-
-    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(parts).detach().requires_grad_(parts[0].requires_grad)
-
-    def draw() -> Any:
-        batches = [batch() for _ in range(TIMES)]
-        if isinstance(batches[0], tuple):
-            return tuple(joined(list(parts)) for parts in zip(*batches, strict=True))
-        return joined(batches)
-
-    return model, draw
 
 
 def casting() -> torch.autocast:
@@ -112,244 +95,168 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
 # -- models and what is particular about them
 
 
-class Overwriting(nn.Module):
-    """Changes the batch in place: through a view of it, and before it is used."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        blocks = (nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x[1:].mul_(2)
-        return self.blocks(x)
+Parts = dict[str, Callable[[], nn.Module]]
 
 
-class Hooked(nn.Module):
-    """Each result has a hook of the model's own, which makes another gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-            if x.requires_grad:
-                x.register_hook(lambda gradient: gradient * 1.5)
-        return x
-
-
-class ForNothing(nn.Module):
-    """Computes for nothing, of tables and of values that other stages have made."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        angles = torch.outer(torch.arange(128.0), torch.arange(32.0))
-        table, shift = angles.cos(), (0.1 * angles).sin()
-        for n, block in enumerate(self.blocks):
-            x = block(x + shift).tanh()
-            if n == 1:
-                (x.mean() * table).sum()
-                del table
-        return x.square().mean()
-
-
-class Means(nn.Module):
-    """The gradients of its means are parts of one storage; a gradient of what it makes of its input is computed."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(4))
-        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x, means = x[:, None], []
-        x.requires_grad_()
-        for up, down in zip(self.up, self.down, strict=True):
-            wide = up(x).sin()
-            x = (x + down(wide)).tanh()
-            means.append(x.mean())
-        return x.square().mean() + sum(means)
-
-
-class Frozen(Means):
-    """Its first layers are frozen, and a hook lets gradients through them, as adapters on a frozen model need."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Linear(32, 32).requires_grad_(False)
-        self.table.register_forward_hook(lambda module, given, output: output.requires_grad_())
-        self.up[:2].requires_grad_(False)
-        self.down[:2].requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.table(x))
-
-
-class Beside(Means):
-    """An encoder without gradients belongs to no stage, and runs after the first stage has begun. In each of its layers
-    a dropout does nothing, and another one draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 32)
-        self.encoder = nn.ModuleList(Added() for _ in range(3)).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, y = self.first(x), x
-        for layer in self.encoder:
-            wide = nn.functional.dropout(nn.functional.gelu(layer.up(y)), 0.0)
-            y = y + nn.functional.dropout(layer.down(wide), 0.1)
-            del wide
-        return super().forward(first + y)
-
-
-class Added(nn.Module):
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-class Checkpoints(nn.Module):
-    """Which note the state of the generator, and recompute."""
-
-    def __init__(self, width: int = 32) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n, block in enumerate(self.blocks):
-            x = checkpoint(block, x, use_reentrant=n % 2 == 0)
-        return x.square().mean()
-
-
-class Narrow(nn.Module):
-    """Autocast within the model keeps the cast of each weight until its region ends, whatever a plan drops."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with casting():
-            for block in self.blocks:
-                x = x + block(x)
-        return x.float().square().mean()
-
-
-class Returning(nn.Module):
-    """Uses a block again in the same region of autocast and outside of it; the sum of the gradients of its casts
-    waits between the first two."""
-
-    def __init__(self, width: int = 48) -> None:
-        super().__init__()
-        self.first, self.again = (
-            nn.Sequential(nn.Linear(width, 128), nn.GELU(), nn.Linear(128, width)) for _ in range(2)
-        )
-        self.last = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with casting():
-            y = self.first(x)
-        x = y.float() * 0.5 + x
-        with casting():
-            y = torch.tanh(self.again(torch.tanh(self.again(x))))
-        x = y.float() * 0.5 + x
-        x = self.last(self.again(self.first(x))) * 0.5 + x
-        return x.square().mean()
-
-
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = (nn.Linear(32, 32, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.gate(x).sigmoid() * self.up(x)).float()
-
-
-def linears(inside: int, outside: int, many: int = 6) -> nn.ModuleList:
+def linears(inside: int, outside: int, many: int) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(inside, outside) for _ in range(many))
 
 
-class Apart(nn.Module):
+def made(does: Callable[..., torch.Tensor], **parts: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: Does(does, **{name: make() for name, make in parts.items()})
+
+
+def overwrites(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Changes the batch in place: through a view of it, and before it is used."""
+    x[1:].mul_(2)
+    return net.blocks(x)
+
+
+def hooks(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Each result has a hook of the model's own, which makes another gradient."""
+    for layer in net.layers:
+        x = torch.tanh(layer(x))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 1.5)
+    return x
+
+
+def for_nothing(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Computes for nothing, of tables and of values that other stages have made."""
+    angles = torch.outer(torch.arange(128.0), torch.arange(32.0))
+    table, shift = angles.cos(), (0.1 * angles).sin()
+    for n, block in enumerate(net.layers):
+        x = block(x + shift).tanh()
+        if n == 1:
+            (x.mean() * table).sum()
+            del table
+    return x.square().mean()
+
+
+def means(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """The gradients of its means are parts of one storage; a gradient of what it makes of its input is computed."""
+    x, found = x[:, None], []
+    x.requires_grad_()
+    for up, down in zip(net.up, net.down, strict=True):
+        wide = up(x).sin()
+        x = (x + down(wide)).tanh()
+        found.append(x.mean())
+    return x.square().mean() + sum(found)
+
+
+MEANS: Parts = {"up": partial(linears, 32, 128, 4), "down": partial(linears, 128, 32, 4)}
+
+
+def frozen() -> nn.Module:
+    """Its first layers are frozen, and a hook lets gradients through them, as adapters on a frozen model need."""
+    net: Any = made(lambda net, x: means(net, net.table(x)), **MEANS, table=lambda: nn.Linear(32, 32))()
+    net.table.requires_grad_(False).register_forward_hook(lambda module, given, output: output.requires_grad_())
+    net.up[:2].requires_grad_(False)
+    net.down[:2].requires_grad_(False)
+    return net
+
+
+def beside(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """An encoder without gradients belongs to no stage, and runs after the first stage has begun. In each of its layers
+    a dropout does nothing, and another one draws."""
+    first, y = net.first(x), x
+    for layer in net.encoder:
+        wide = F.dropout(F.gelu(layer[0](y)), 0.0)
+        y = y + F.dropout(layer[1](wide), 0.1)
+        del wide
+    return means(net, first + y)
+
+
+def encoder() -> nn.Module:
+    layers = (nn.ModuleList([nn.Linear(32, 128), nn.Linear(128, 32)]) for _ in range(3))
+    return nn.ModuleList(layers).requires_grad_(False)
+
+
+def checkpoints(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Which note the state of the generator, and recompute."""
+    for n, block in enumerate(net.blocks):
+        x = checkpoint(block, x, use_reentrant=n % 2 == 0)
+    return x.square().mean()
+
+
+def narrows(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Autocast within the model keeps the cast of each weight until its region ends, whatever a plan drops."""
+    with casting():
+        for block in net.blocks:
+            x = x + block(x)
+    return x.float().square().mean()
+
+
+def returns(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Uses a block again in the same region of autocast and outside of it; the sum of the gradients of its casts
+    waits between the first two."""
+    with casting():
+        y = net.first(x)
+    x = y.float() * 0.5 + x
+    with casting():
+        y = torch.tanh(net.again(torch.tanh(net.again(x))))
+    x = y.float() * 0.5 + x
+    return (net.last(net.again(net.first(x))) * 0.5 + x).square().mean()
+
+
+def gated() -> nn.Module:
+    return Does(
+        lambda net, x: net.down(net.gate(x).sigmoid() * net.up(x)).float(),
+        **{name: nn.Linear(32, 32, bias=False) for name in ("gate", "up", "down")},
+    )
+
+
+def apart(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Calls that read each other reach no output; a local variable holds their graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = linears(64, 256, 8), linears(256, 64, 8)
-        self.key, self.value = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for n in range(6):
-            if n == 2:
-                key, value = self.key(x), self.value(x)
-                unused = key * value + self.down[7](nn.functional.gelu(self.up[7](key * value)))  # noqa: F841
-                x = x + torch.tanh(self.value(x) * key) * value
-            x = x + self.down[n](nn.functional.gelu(self.up[n](x)))
-        return x.square().mean()
+    for n in range(6):
+        if n == 2:
+            key, value = net.key(x), net.value(x)
+            unused = key * value + net.down[7](F.gelu(net.up[7](key * value)))  # noqa: F841
+            x = x + torch.tanh(net.value(x) * key) * value
+        x = x + net.down[n](F.gelu(net.up[n](x)))
+    return x.square().mean()
 
 
-class Holding(nn.Module):
+APART: Parts = {
+    "up": partial(linears, 64, 256, 8), "down": partial(linears, 256, 64, 8),
+    "key": partial(nn.Linear, 64, 64), "value": partial(nn.Linear, 64, 64),
+}  # fmt: skip
+
+
+def holds(net: Any, x: torch.Tensor) -> torch.Tensor:
     """A local variable, of which autograd needs nothing, outlives its use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(30))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        big = x.repeat(1, 16) * 2.0
-        y = big.view(-1, 16, 64).sum(1)
-        for layer in self.layers:
-            y = torch.relu(layer(y))
-        return y.square().mean()
+    big = x.repeat(1, 16) * 2.0
+    y = big.view(-1, 16, 64).sum(1)
+    for layer in net.layers:
+        y = torch.relu(layer(y))
+    return y.square().mean()
 
 
-class FreedEarly(nn.Module):
+def frees_early(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Between two cuts goes a sum that no backward needs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
-        self.outer = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for inner, outer in zip(self.inner, self.outer, strict=True):
-            side = inner(torch.tanh(x))
-            x = outer(torch.tanh(x)) + side + x
-        return x.square().mean()
+    for inner, outer in zip(net.inner, net.outer, strict=True):
+        side = inner(torch.tanh(x))
+        x = outer(torch.tanh(x)) + side + x
+    return x.square().mean()
 
 
-class Experts(nn.Module):
+def by_expert(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Hands on values that lie by expert; what mixes them gives a gradient that lies by token, with experts inside."""
-
-    def __init__(self, width: int, experts: int = 4) -> None:
-        super().__init__()
-        self.first = nn.Parameter(0.1 * torch.randn(experts, width, 2 * width))
-        self.second = nn.Parameter(0.1 * torch.randn(experts, 2 * width, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = nn.functional.gelu(torch.einsum("btd,edf->betf", x, self.first))
-        return torch.einsum("betf,efd->betd", hidden, self.second)
+    hidden = F.gelu(torch.einsum("btd,edf->betf", x, net.first))
+    return torch.einsum("betf,efd->betd", hidden, net.second)
 
 
-class Mixed(nn.Module):
-    def __init__(self, width: int, experts: int = 4) -> None:
-        super().__init__()
-        self.shares = nn.Parameter(torch.rand(experts))
+def by_token(net: Any, x: torch.Tensor) -> torch.Tensor:
+    shares = net.shares.softmax(0).expand(x.shape[0], x.shape[2], -1)
+    return torch.einsum("betd,bte->btd", x, shares).tanh()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shares = self.shares.softmax(0).expand(x.shape[0], x.shape[2], -1)
-        return torch.einsum("betd,bte->btd", x, shares).tanh()
+
+def mixed() -> nn.Module:
+    def experts() -> list[nn.Module]:
+        first, second = (nn.Parameter(0.1 * torch.randn(4, *sizes)) for sizes in ((32, 64), (64, 32)))
+        return [Does(by_expert, first=first, second=second), Does(by_token, shares=nn.Parameter(torch.rand(4)))]
+
+    return nn.Sequential(nn.Linear(32, 32), *experts(), nn.Linear(32, 32), *experts())
 
 
 class Row(NamedTuple):
@@ -396,13 +303,9 @@ def tied(times: int) -> nn.Module:
     return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for _ in range(times)))
 
 
-def narrow(shared: bool = False, gated: bool = False) -> nn.Module:
-    model = Narrow()
-    if gated:
-        model.blocks = nn.ModuleList(Gated() for _ in range(5))
-    if shared:
-        model.blocks[3] = model.blocks[0]
-    return model
+def narrow(shared: bool = False, gates: bool = False) -> Any:
+    blocks = [gated() if gates else up_and_down(64, 128) for _ in range(4)]
+    return Does(narrows, blocks=nn.ModuleList([*blocks[:3], blocks[0] if shared else blocks[3]]))
 
 
 def pooled() -> nn.Module:
@@ -414,10 +317,6 @@ def translator() -> nn.Module:
     return nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
 
 
-def mixed() -> nn.Module:
-    return nn.Sequential(nn.Linear(32, 32), Experts(32), Mixed(32), nn.Linear(32, 32), Experts(32), Mixed(32))
-
-
 def off() -> torch.autocast:
     return torch.autocast("cpu", enabled=False)
 
@@ -426,22 +325,40 @@ CHANNELS = 8
 OF_128, EIGHT, ITSELF = draws(128, 32), {"stages": 8}, {"check": True}
 SKIPS = {"stages": 40, "forms": False}  # stages that end where blocks do: an output between finer ones is saved by none
 ROWS = {
-    "a batch that is overwritten": Row(Overwriting, draws(32, 64)),
-    "hooks": Row(Hooked, draws(256, 64)),
+    "a batch that is overwritten": Row(
+        made(
+            overwrites,
+            blocks=lambda: nn.Sequential(
+                *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in "four")
+            ),
+        ),
+        draws(32, 64),
+    ),
+    "hooks": Row(made(hooks, layers=partial(linears, 64, 64, 6)), draws(256, 64)),
     **{f"a layer {n} times": Row(partial(tied, n), draws(4, 256), close=1.05) for n in (2, 3, 6)},
-    "results for nothing": Row(ForNothing, OF_128, EIGHT),
-    "means": Row(Means, OF_128, EIGHT),
-    "frozen layers": Row(Frozen, OF_128, EIGHT),
-    "an encoder beside": Row(Beside, OF_128, EIGHT),
-    "its own checkpoints": Row(Checkpoints, draws(16, 32)),
+    "results for nothing": Row(made(for_nothing, layers=partial(linears, 32, 32, 5)), OF_128, EIGHT),
+    "means": Row(made(means, **MEANS), OF_128, EIGHT),
+    "frozen layers": Row(frozen, OF_128, EIGHT),
+    "an encoder beside": Row(made(beside, **MEANS, first=lambda: nn.Linear(32, 32), encoder=encoder), OF_128, EIGHT),
+    "its own checkpoints": Row(
+        made(checkpoints, blocks=lambda: nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in "four")),
+        draws(16, 32),
+    ),
     "casts": Row(narrow, draws(64, 64), EIGHT, close=1.05),
     "casts that are shared": Row(partial(narrow, shared=True), draws(64, 64), EIGHT),
-    "casts that wait": Row(Returning, draws(24, 48)),
-    "casts within a region that is off": Row(partial(narrow, gated=True), OF_128, around=off),
-    "casts within a region that is off, a first step": Row(partial(narrow, gated=True), OF_128, around=off, first=True),
-    "calls apart": Row(Apart, draws(512, 64), {"stages": 16, **ITSELF}),
-    "a local variable": Row(Holding, draws(2048, 64), over=1.03),
-    "a sum that goes early": Row(FreedEarly, draws(2048, 64), over=1.03),
+    "casts that wait": Row(
+        made(
+            returns, **dict.fromkeys(("first", "again"), partial(up_and_down, 48, 128)), last=lambda: nn.Linear(48, 48)
+        ),
+        draws(24, 48),
+    ),
+    "casts within a region that is off": Row(partial(narrow, gates=True), OF_128, around=off),
+    "casts within a region that is off, a first step": Row(partial(narrow, gates=True), OF_128, around=off, first=True),
+    "calls apart": Row(made(apart, **APART), draws(512, 64), {"stages": 16, **ITSELF}),
+    "a local variable": Row(made(holds, layers=partial(linears, 64, 64, 30)), draws(2048, 64), over=1.03),
+    "a sum that goes early": Row(
+        made(frees_early, **dict.fromkeys(("inner", "outer"), partial(linears, 64, 64, 16))), draws(2048, 64), over=1.03
+    ),
     "skips": Row(partial(models.UNet, 8, 2, 2), draws(8, 3, 64, 64), SKIPS, over=1.1),
     "a memory that all read": Row(
         translator, lambda: (torch.randn(8, 64, 64), torch.randn(8, 64, 64)), SKIPS, over=1.05
@@ -463,7 +380,7 @@ def check(
     torch.manual_seed(seed)
     model = row.make()
     plain = row.peak(copy.deepcopy(model))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, **row.options)
+    wrapped = rotoff.Checkpointable(model, **row.options)
     with row.around():
         loss = wrapped.compute_sequence(2 * plain)(*row.sample()) if row.first else wrapped.measure(*row.sample())
     if row.first:
@@ -513,8 +430,8 @@ def test_what_a_late_copy_holds_is_charged(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_replay_in_the_forward_leaves_no_cast_of_its_input() -> None:
-    model, x = Narrow(), torch.randn(64, 64)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None, stages=8).measure(x)
+    model, x = narrow(), torch.randn(64, 64)
+    wrapped = rotoff.Checkpointable(model, stages=8).measure(x)
     L = len(wrapped.chain)
     ops = [f"F_all {i}" for i in range(1, L)]
     n = L - 2

@@ -55,7 +55,17 @@ def on_standin(tmp_path_factory: pytest.TempPathFactory) -> Run:
     ids=["all", "expandable segments"],
 )
 def test_the_code_for_cuda_runs_on_the_stand_in(on_standin: Run, files: list[str], settings: dict[str, str]) -> None:
-    pytest_words = ["-m", "pytest", "-p", "standin", "-p", "no:cacheprovider", "-m", "cuda and not concurrent"]
+    """Of each grid a part; a GPU runs all of it (`scripts/gpu_check.sh`)."""
+    pytest_words = [
+        "-m",
+        "pytest",
+        "-p",
+        "standin",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "cuda and not concurrent and not slow",
+    ]
     where = ["-c", str(TESTS.parent / "pyproject.toml"), *(str(TESTS / "cuda" / name) for name in files)]
     done = on_standin(*pytest_words, *where, timeout=3600, **settings)
     assert " skipped" not in done.stdout.splitlines()[-1], done.stdout
@@ -69,7 +79,7 @@ def test_the_doctor_finds_nothing_failed(on_standin: Run, tmp_path: Path) -> Non
     out = tmp_path / "doctor.json"
     doctor = "import runpy, standin; runpy.run_module('rotoff', run_name='__main__')"
     command = ["-c", doctor, "doctor", "--seconds", "0", "-o", str(out)]
-    done = on_standin(*command, ROTOFF_HOST_MEMORY="100 MiB", ROTOFF_CACHE="off")
+    done = on_standin(*command, ROTOFF_HOST_MEMORY="100 MiB")
     data = json.loads(out.read_text())
     found = {check["check"]: check["figures"] for check in data["checks"]}
     assert (data["device"], data["complete"]) == ("cuda:0", True)
@@ -133,7 +143,7 @@ def net():
 plain = net().to("cuda:1")
 expected = trained(plain, torch.optim.AdamW(plain.parameters()))
 for mode in ("joint", "remat", "offload", "placed"):
-    model = rotoff.Checkpointable(net(), device="cuda:1", cache_directory=None).measure(x)
+    model = rotoff.Checkpointable(net(), device="cuda:1").measure(x)
     optimizer = torch.optim.AdamW(model.parameters())
     limit = {"device_limit": 1, "optimizer": optimizer} if mode == "placed" else {"mem_limit": 1, "mode": mode}
     try:

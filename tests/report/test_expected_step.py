@@ -24,7 +24,7 @@ from rotoff.core.figures import percent
 def model() -> rotoff.Checkpointable:
     torch.manual_seed(0)
     net = nn.Sequential(*[Residual(32) for _ in range(6)])
-    return rotoff.Checkpointable(net, cache_directory=None).measure(torch.randn(256, 32))
+    return rotoff.Checkpointable(net).measure(torch.randn(256, 32))
 
 
 def planned(model: rotoff.Checkpointable, how: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -98,32 +97,6 @@ def test_stages_are_shown_as_a_table() -> None:
     assert found.chain.stages[1].saved_bytes > 0
     two = rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2))
     assert "end where calls of 2 modules end" in two.strategy
-
-
-def test_use_cache_in_configuration_is_off_in_training_steps(caplog: pytest.LogCaptureFixture) -> None:
-    class Kept:
-        pass
-
-    class Remembers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.config = nn.Linear(3, 3), SimpleNamespace(use_cache=True)
-
-        def forward(self, x: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-            return self.linear(x).tanh(), Kept() if self.config.use_cache else None
-
-    model = Remembers()
-    wrapped = rotoff.Checkpointable(model).measure(torch.ones(2, 3)).compute_sequence("1 MiB")
-    wrapped.measure(torch.ones(4, 3))
-    assert len(wrapped.chain) > 0
-    assert model.config.use_cache is True
-    assert [record.message for record in caplog.records if "use_cache" in record.message] == [
-        "rotoff: training steps of Remembers run with use_cache=False, since no training step reads cached keys and"
-        " values; steps of plain PyTorch that keep them may round otherwise. For equal bits set use_cache to False in"
-        " the model's configuration, in plain runs, too"
-    ]
-    assert torch.equal(wrapped(torch.ones(2, 3))[0], model(torch.ones(2, 3))[0])
-    wrapped.close()
 
 
 @dataclasses.dataclass

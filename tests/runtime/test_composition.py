@@ -53,7 +53,7 @@ def test_compiled_stages(backend: str) -> None:
                 blocks[n] = torch.compile(block, backend=backend)
         return nn.Sequential(nn.Linear(16, 32), *blocks, nn.Linear(32, 8))
 
-    wrapped = rotoff.Checkpointable(made(), cache_directory=None)
+    wrapped = rotoff.Checkpointable(made())
     wrapped.measure(torch.randn(64, 16))
     assert wrapped.min_mem_limit() < (0.9 if backend == "eager" else 0.6) * wrapped.keep_all_memory
     bits_and_bytes(made(), lambda: torch.randn(64, 16), MODES, fresh=made)
@@ -66,7 +66,7 @@ def test_autocast_with_a_gradient_scaler() -> None:
         torch.randn(64, 16),
     )
     model, seen = copy.deepcopy(plain), []
-    wrapped = rotoff.Checkpointable(model, cache_directory=None)
+    wrapped = rotoff.Checkpointable(model)
     with torch.autocast("cpu", dtype=torch.float16):
         wrapped.measure(x)
     wrapped.compute_sequence(wrapped.min_mem_limit())
@@ -97,7 +97,7 @@ def test_casts_that_the_caller_has_while_the_loss_is_made_are_charged() -> None:
             loss = nn.functional.mse_loss(run(x).float(), torch.zeros(256, 64))
         loss.backward()
 
-    run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(1 << 40)
+    run = rotoff.Checkpointable(model).compute_sequence(1 << 40)
     step()
     run.compute_sequence(run.min_mem_limit(), refine=False)
     assert peak_bytes(step) <= run.get_expected_memory() <= run.mem_limit

@@ -183,7 +183,7 @@ def test_processes_of_a_host_share_what_is_free(monkeypatch: pytest.MonkeyPatch)
     assert room_for_plan(DEVICE) == 10 * MIB
     assert room_for_plan(torch.device("cpu")) is None  # whose host tier is a file
     blocks = [nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(4)]
-    wrapped = rotoff.Checkpointable(nn.Sequential(*blocks), cache_directory=None).measure(torch.randn(64, 16))
+    wrapped = rotoff.Checkpointable(nn.Sequential(*blocks)).measure(torch.randn(64, 16))
     with pytest.raises(rotoff.InfeasibleError, match="on the device and host_limit=10; without"):
         wrapped.compute_sequence(wrapped.min_mem_limit("offload"), mode="offload", host_limit=80)
 

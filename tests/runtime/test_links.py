@@ -124,7 +124,7 @@ class TestFileLink:
         link.wait(link.copy_out([some_bytes(10)], 0))  # at once
         assert threads() == others
         link.wait(link.copy_out([some_bytes(LARGE)], 0))
-        assert threads() == [*others, "rotoff-file-link"]
+        assert threads() == [*others, "rotoff-file-link_0"]
         assert len(descriptors()) == len(before) + 1
         link.close()
         assert (threads(), descriptors()) == (others, before)

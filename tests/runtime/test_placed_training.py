@@ -520,7 +520,7 @@ def test_gradients_that_no_given_optimizer_updates_are_the_callers(updates: str)
 def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
     """Its step runs without a plan, autograd adds to what is left of the gradients, and a planned step follows."""
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)])
-    model, x = rotoff.Checkpointable(copy.deepcopy(plain), cache_directory=None), torch.randn(512, 64)
+    model, x = rotoff.Checkpointable(copy.deepcopy(plain)), torch.randn(512, 64)
     twin, optimizers = adamw(list(plain.parameters())), adamw(list(model.parameters()))
     model.measure(x).compute_sequence(device_limit=2_600_000, optimizer=optimizers, updates="during")
     assert not model._plan.keeps_all
@@ -565,7 +565,7 @@ def test_a_step_that_another_took_the_place_of_is_right() -> None:
 def test_a_smaller_limit_after_updates_that_kept_everything() -> None:
     """What was on the host before them is not what the parameters are."""
     net, x = layers()
-    model = rotoff.Checkpointable(copy.deepcopy(net), cache_directory=None)
+    model = rotoff.Checkpointable(copy.deepcopy(net))
     optimizers = adamw(list(model.parameters()))
     model.compute_sequence(device_limit="1 TiB", optimizer=optimizers)  # nothing is measured yet
     pairs = [(net, net, adamw(list(net.parameters()))), (model, model, optimizers)]
@@ -641,7 +641,7 @@ def peaks(
     whether `measure` has shown what a step takes, or a step of the loop."""
     model, batch = drawn(name, SIZED)
     x = batch()
-    wrapped = rotoff.Checkpointable(model, cache_directory=None)
+    wrapped = rotoff.Checkpointable(model)
     output = model(x).detach()
     towards = torch.randn_like(output).flatten()
     order = sorted(range(output.dim()), key=output.stride, reverse=True)
@@ -714,7 +714,7 @@ def layers() -> tuple[nn.Module, torch.Tensor]:
 
 def small(**options: Any) -> tuple[rotoff.Checkpointable, list[Optimizer], torch.Tensor]:
     net, x = layers()
-    wrapped = rotoff.Checkpointable(net, cache_directory=None, **options).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(net, **options).measure(x, repeats=1)
     return wrapped, adamw(list(net.parameters())), x
 
 
@@ -800,7 +800,7 @@ def distorted(profile: TapeProfile, seed: int) -> TapeProfile:
 @pytest.mark.grid(every=4)
 def test_what_is_feasible_does_not_depend_on_times(name: str, updates: str) -> None:
     model, batch = drawn(name, SIZED)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(batch(), repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(batch(), repeats=1)
     optimizers = adamw([p for p in model.parameters() if p.requires_grad])
     options: dict[str, Any] = {"optimizer": optimizers, "refine": False, "updates": updates}
     measured, found = wrapped.compute_sequence(device_limit="1 TiB", **options).profile, list[int]()
@@ -1168,13 +1168,13 @@ def test_frozen_first_layers_lie_on_the_host() -> None:
     as all others."""
     model, batch = drawn("first frozen")
     x, optimizers = batch(), adamw(list(model.parameters()))
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x, repeats=1)
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
     limit = place(wrapped, optimizers, 0.0)
     added_up(wrapped, optimizers, x)
     with pytest.raises(rotoff.InfeasibleError):
         wrapped.compute_sequence(device_limit=limit, optimizer=optimizers, host_limit=0, refine=False)
     whole, _ = drawn("first frozen")
-    trained_whole = rotoff.Checkpointable(whole.requires_grad_(), cache_directory=None).measure(x, repeats=1)
+    trained_whole = rotoff.Checkpointable(whole.requires_grad_()).measure(x, repeats=1)
     assert limit <= place(trained_whole, adamw(list(whole.parameters())), 0.0) + x.nbytes
     model.requires_grad_()
     place(wrapped, optimizers, 0.0)
@@ -1190,7 +1190,7 @@ def test_states_of_parameters_that_were_frozen_lie_on_the_host(updates: str) -> 
     for _ in range(2):
         added_up(net, own, x)
     net[:3].requires_grad_(False)
-    model = rotoff.Checkpointable(net, cache_directory=None).measure(x, repeats=1)
+    model = rotoff.Checkpointable(net).measure(x, repeats=1)
     options: dict[str, Any] = {"optimizer": own, "refine": False, "updates": updates}
     model.compute_sequence(device_limit=int(1.2 * least(model, **options)), **options)
 
@@ -1249,7 +1249,7 @@ def test_a_frozen_model_needs_no_optimizer(use: Any) -> None:
     layers = [nn.Sequential(nn.Linear(32, 128), nn.BatchNorm1d(128), nn.GELU(), nn.Linear(128, 32)) for _ in range(6)]
     plain, x = nn.Sequential(*layers).requires_grad_(False), torch.randn(16, 32)
     net = copy.deepcopy(plain)
-    model = rotoff.Checkpointable(net, cache_directory=None).compute_sequence(device_limit="110 KiB", refine=False)
+    model = rotoff.Checkpointable(net).compute_sequence(device_limit="110 KiB", refine=False)
     for _ in range(3):
         assert same([torch.as_tensor(use(model, net, x))], [torch.as_tensor(use(plain, plain, x))])
     assert same(result(net, []), result(plain, []))
@@ -1259,7 +1259,7 @@ def test_a_frozen_model_needs_no_optimizer(use: Any) -> None:
 def test_a_frozen_model_keeps_its_limit() -> None:
     """Also where a plan would find no room; thawed, it asks for the optimizer."""
     net, x = nn.Sequential(*(nn.Linear(96, 96) for _ in range(8))).requires_grad_(False), torch.randn(8, 96)
-    model = rotoff.Checkpointable(net, cache_directory=None).compute_sequence(device_limit="20 KiB")
+    model = rotoff.Checkpointable(net).compute_sequence(device_limit="20 KiB")
     looked_up(model, net, x)
     assert peak_bytes(lambda: looked_up(model, net, x), before=lambda: own_again(net, [])) + x.nbytes <= 20 << 10
     with pytest.raises(rotoff.InfeasibleError, match="a forward without gradients needs at least") as refused:
@@ -1314,7 +1314,7 @@ def test_a_frozen_teacher_beside_its_student() -> None:
     """Each under a limit; in some steps the gradients of the student go through the teacher."""
     plain = nn.Sequential(*several(6, 64, 128)).requires_grad_(False).eval(), nn.Sequential(*several(4, 64, 128))
     twin, x = copy.deepcopy(plain), torch.randn(16, 64)
-    teacher, student = (rotoff.Checkpointable(net, cache_directory=None) for net in twin)
+    teacher, student = (rotoff.Checkpointable(net) for net in twin)
     own = [adamw(list(one.parameters())) for one in (plain[1], twin[1])]
     teacher.compute_sequence(device_limit="330 KiB", refine=False)
     student.compute_sequence(device_limit="500 KiB", optimizer=own[1], refine=False)

@@ -113,7 +113,7 @@ def test_a_step_within_its_smallest_limit_has_the_plain_bits(kind: str, mode: st
     model, trainable = drawn(kind)
     expected = trained(model, trainable, adamw(trainable))
     model, trainable = drawn(kind)
-    run = rotoff.Checkpointable(model, cache_directory=None, check=True).measure(torch.randn(ROWS, WIDTH))
+    run = rotoff.Checkpointable(model, check=True).measure(torch.randn(ROWS, WIDTH))
     run.compute_sequence(run.min_mem_limit(mode), mode, refine=False)
     assert all(map(torch.equal, expected, trained(run, trainable, adamw(trainable))))
 
@@ -125,7 +125,7 @@ def test_frozen_weights_stream_in_and_never_out(kind: str, updates: str) -> None
     expected = trained(model, trainable, adamw(trainable))
     model, trainable = drawn(kind)
     optimizer = adamw(trainable)
-    run = rotoff.Checkpointable(model, cache_directory=None)
+    run = rotoff.Checkpointable(model)
     run.compute_sequence(device_limit="1 TiB", optimizer=optimizer, updates=updates)
     losses = [step(run, optimizer, 0)]
     with pytest.raises(rotoff.InfeasibleError) as refused:

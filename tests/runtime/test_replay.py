@@ -46,7 +46,7 @@ def batch() -> torch.Tensor:
 
 
 def measured(model: nn.Module) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, cache_directory=None, check=True).measure(batch())
+    return rotoff.Checkpointable(model, check=True).measure(batch())
 
 
 def test_a_step_within_saved_tensor_hooks_of_the_caller() -> None:
@@ -127,7 +127,7 @@ def test_gradients_and_bytes(name: str, mode: str) -> None:
 
 def test_a_step_under_other_flags_has_a_plan_of_its_own() -> None:
     model, x = convolutions(within=False), torch.randn(2, 8, 12, 12)
-    wrapped = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    wrapped = rotoff.Checkpointable(model).measure(x)
     with native():
         most = wrapped.measure(x).min_mem_limit("remat")
     wrapped.measure(x).compute_sequence(most, mode="remat")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,26 +13,10 @@ import torch
 from allocated import peak_bytes
 from models import ALL, Does, fresh, linears, plain, same, train
 from planned_steps import smallest, step_peak, with_sequence
-from random_programs import random_sequence
 from step_by_step import works
-from thoroughness import seeds
 from torch import nn
 
 import rotoff
-
-
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid
-def test_any_legal_sequence_gives_the_bits_of_the_plain_model(name: str) -> None:
-    model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    for seed in seeds(8):
-        again, batch = fresh(name)
-        wrapped.load_state_dict(again.state_dict())
-        wrapped.zero_grad()
-        sequence = random_sequence(wrapped.chain, seed)
-        assert same(train(with_sequence(wrapped, sequence), batch), plain(name)), str(sequence)
-    wrapped.close()
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])
@@ -150,9 +136,30 @@ def test_a_profiler_shows_the_operations_of_the_plan() -> None:
     wrapped.close()
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_region_of_a_profile_is_open_after_a_backward(stopped: bool) -> None:
+    """The profiler would write into memory that it has freed, when such a one ends within another profile."""
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence((wrapped.min_mem_limit() + wrapped.keep_all_memory) // 2)
+
+    def stop(*_: object) -> None:
+        raise KeyError("of the caller")
+
+    handles = [part.register_full_backward_hook(stop) for part in model if stopped]
+    with torch.autograd.profiler.profile(use_cpu=True):
+        output = wrapped(batch()).sum()
+        with pytest.raises(KeyError) if stopped else nullcontext():
+            output.backward(retain_graph=True)
+    assert not any(type(thing) is torch.autograd.profiler.record_function for thing in gc.get_objects())
+    for handle in handles:
+        handle.remove()
+    wrapped.close()
+
+
 def limit_of(model: nn.Module, batch: Any) -> int:
     """A little above the smallest of a step of the loop."""
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None).compute_sequence(1 << 40)
+    probe = rotoff.Checkpointable(copy.deepcopy(model)).compute_sequence(1 << 40)
     train(probe, batch)
     least = probe.min_mem_limit()
     limit = least + (probe.keep_all_memory - least) // 5
@@ -214,10 +221,10 @@ def test_gradients_of_a_weight_that_autocast_casts_are_added_up_in_the_plain_ord
         return [p.grad for p in run.parameters()]
 
     plain = gradients(copy.deepcopy(model))
-    probe = rotoff.Checkpointable(copy.deepcopy(model), cache_directory=None)
+    probe = rotoff.Checkpointable(copy.deepcopy(model))
     with torch.autocast("cpu", torch.bfloat16):
         limit = (probe.measure(tokens).min_mem_limit() + probe.keep_all_memory) // 2
-    run = rotoff.Checkpointable(model, cache_directory=None).compute_sequence(limit)
+    run = rotoff.Checkpointable(model).compute_sequence(limit)
     for _ in range(3):
         assert all(map(torch.equal, gradients(run), plain))
     assert works(run.sequence)

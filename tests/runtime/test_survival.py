@@ -302,7 +302,7 @@ class Forked:
         self.model, self.x = nn.Sequential(*parts), torch.randn(32, 16)
         self.plain, self.done = copy.deepcopy(self.model), 0
         self.own = torch.optim.Adam(self.plain.parameters())
-        self.net = rotoff.Checkpointable(self.model, cache_directory=None).measure(self.x)
+        self.net = rotoff.Checkpointable(self.model).measure(self.x)
         self.optimizer = torch.optim.Adam(self.model.parameters())
         if placed:
             limit = {"device_limit": "120 KiB", "optimizer": self.optimizer, "updates": placed}
@@ -437,7 +437,7 @@ def test_an_error_within_a_checkpoint_reaches_the_caller(error: BaseException, r
     model, x = Pieces(*(nn.Linear(16, 16) for _ in range(4))), torch.randn(64, 16, requires_grad=True)
     model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
-    net = rotoff.Checkpointable(model, cache_directory=None).measure(x)
+    net = rotoff.Checkpointable(model).measure(x)
     net.compute_sequence(net.min_mem_limit("remat"), "remat", refine=False)
     raised.append(error)
     with pytest.raises(BaseException) as plainly:  # PyTorch's checkpoint makes a RuntimeError of a StopIteration

@@ -19,10 +19,8 @@ class Peak(NamedTuple):
     slack: int
 
 
-def step_peak(step: Callable[[], object], warm: int = 0) -> Peak:
-    """Of one `step`, after `warm` others: workspaces, gradients and caches come with the first ones."""
-    for _ in range(warm):
-        step()
+def step_peak(step: Callable[[], object]) -> Peak:
+    """Of one `step`: workspaces, gradients and caches come with earlier ones."""
     torch.cuda.synchronize()
     gc.collect()
     before = torch.cuda.memory_stats()

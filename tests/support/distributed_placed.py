@@ -112,7 +112,7 @@ class Trained:
             shard(block, **how)
         self.planned = None
         if updates is not None:
-            self.planned = rotoff.Checkpointable(net, process_group=True, cache_directory=None)
+            self.planned = rotoff.Checkpointable(net, process_group=True)
         self.model = shard(net if self.planned is None else self.planned, **how)
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.updates, self.seen = updates, list[torch.Tensor]()

@@ -90,7 +90,7 @@ def compared(
     """Whether a model trains within a limit as it does without one, and what planned it. group: None: each process has a
     plan of its own."""
     expected = train(make(), x)
-    planned = rotoff.Checkpointable(make(), process_group=group, cache_directory=None).measure(x)
+    planned = rotoff.Checkpointable(make(), process_group=group).measure(x)
     planned.compute_sequence((planned.min_mem_limit(mode) + planned.keep_all_memory) // 2, mode=mode)
     equal = all(torch.equal(a, b) for a, b in zip(train(planned, x), expected, strict=True))
     return equal, planned
@@ -126,5 +126,5 @@ def main(split: str, *modes: str) -> None:
 def saved_bytes(made: Any, x: torch.Tensor) -> int:
     """Of each block and the head, which are one stage each."""
     stages = [*made.blocks, made.head]
-    measured = rotoff.Checkpointable(made, process_group=True, stages=stages, cache_directory=None).measure(x)
+    measured = rotoff.Checkpointable(made, process_group=True, stages=stages).measure(x)
     return sum(stage.saved_bytes for stage in measured.chain.stages)

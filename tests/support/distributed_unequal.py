@@ -48,10 +48,10 @@ def run(name: str, few: int) -> None:
     x = tree_map(rows, whole)
     expected = [g.clone() for g in gradients(model, x)]
     again, _ = made(name)
-    both = rotoff.Checkpointable(again, process_group=True, cache_directory=None).measure(x)
+    both = rotoff.Checkpointable(again, process_group=True).measure(x)
     said: list[str] = []
     counts = dict.fromkeys(("refused", "kept", "worked"), 0)
-    alone = rotoff.Checkpointable(made(name)[0], cache_directory=None).measure(x)
+    alone = rotoff.Checkpointable(made(name)[0]).measure(x)
     for n, limit in enumerate(limits_of(alone, both)):
         mode = MODES[n % 3]
         # each process asks for another limit, and the tighter one holds

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import rotoff
-from rotoff.planning.tape_placed_planner import PlacedStepPlan, compiled
+from rotoff.planning.tape_placed_planner import compiled
 from rotoff.planning.tape_placed_runner import PlacedRunner
 
 
@@ -32,7 +32,7 @@ def force(model: Any, optimizers: Any, share: float, host: bool = False, updates
     low = rotoff.min_mem_limit(groups.chain, "joint", updates)
     high = rotoff.simulate(groups.chain, rotoff.keep_all(groups.chain, updates), updates=updates).peak_bytes
     sequence = rotoff.solve(groups.chain, int(low + share * (high - low)), refine=False, updates=updates)
-    runner.latest.plan = PlacedStepPlan(groups, compiled(groups, sequence, runner.request))
+    runner.latest.plan = compiled(runner.latest.profile, groups, sequence, runner.request)
 
 
 def least(model: rotoff.Checkpointable, **options: Any) -> int:
@@ -65,7 +65,7 @@ def twins(
 ) -> Pairs:
     """A model as it is and a copy under a plan: the model, what is called, and the optimizers."""
     model = copy.deepcopy(net)
-    run = rotoff.Checkpointable(model, cache_directory=None).measure(*batch, repeats=1)
+    run = rotoff.Checkpointable(model).measure(*batch, repeats=1)
     model.zero_grad()
     own, others = (make([p for p in one.parameters() if p.requires_grad]) for one in (model, net))
     plan(run, own, share, updates=updates)

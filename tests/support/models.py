@@ -267,3 +267,20 @@ def move_masks(model: nn.Module) -> None:
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+TIMES = 16  # larger than the models' own batches
+
+
+def many(name: str) -> tuple[nn.Sequential, Batch]:
+    """The model `name`, and a way to draw a batch `TIMES` as large as its own."""
+    model, batch = fresh(name)
+
+    def joined(*parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts).detach().requires_grad_(parts[0].requires_grad)
+
+    def draw() -> Any:
+        batches = [batch() for _ in range(TIMES)]
+        return tuple(map(joined, *batches)) if isinstance(batches[0], tuple) else joined(*batches)
+
+    return model, draw

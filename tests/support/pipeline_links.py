@@ -32,7 +32,7 @@ def bandwidth(*_: Any) -> tuple[float, float]:
 
 def attached(schedule: Any) -> rotoff.Checkpointable:
     """This rank's stage, with a limit in which not everything fits."""
-    return rotoff.attach_schedule(schedule, 200_000, host_limit="1 GB", refine=False, cache_directory=None)[0]
+    return rotoff.attach_schedule(schedule, 200_000, host_limit="1 GB", refine=False)[0]
 
 
 def main(name: str) -> None:

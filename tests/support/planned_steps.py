@@ -100,7 +100,7 @@ def bits_and_bytes(
                 return self.run(x)
 
     state = copy.deepcopy(plain.state_dict())
-    expected, wrapped = gradients(plain), rotoff.Checkpointable(net, cache_directory=None, **options)
+    expected, wrapped = gradients(plain), rotoff.Checkpointable(net, **options)
     with around():
         wrapped.measure(draw())
     for mode in modes:

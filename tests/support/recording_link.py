@@ -20,7 +20,7 @@ from order_checker import HOST, Clock, Recording, Span
 
 import rotoff
 from rotoff.runtime.links.base import Link, Range
-from rotoff.runtime.links.cuda import CudaStreams, StreamLink, StreamTicket
+from rotoff.runtime.links.cuda import CudaStreams, StreamLink
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
 from rotoff.runtime.links.pool import LinkPool
@@ -276,28 +276,3 @@ class LateFileLink(FileLink):
 def scribble(storage: torch.UntypedStorage) -> None:
     """Overwrite memory that nobody may use any more."""
     torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_RELEASED)
-
-
-class Forgetful(RecordingLink):
-    """Leaves the `n`-th wait for what comes in out, of `waits`. What goes out is held by its ticket until somebody has
-    waited, so no wait for that can be missed."""
-
-    def __init__(self, n: int = 0) -> None:
-        super().__init__(eagerness=0.0)
-        self.waits, self._n = 0, n
-        self._coming = set[int]()
-        self._forgotten: list[StreamTicket] = []  # alive, so that their end is not awaited in place of a wait
-
-    def copy_in(self, *copy: Any) -> StreamTicket:
-        ticket = super().copy_in(*copy)
-        self._coming.add(id(ticket))
-        return ticket
-
-    def wait(self, ticket: StreamTicket) -> None:
-        coming = id(ticket) in self._coming
-        self._coming.discard(id(ticket))
-        self.waits += coming
-        if coming and self.waits == self._n:
-            self._forgotten.append(ticket)
-        else:
-            super().wait(ticket)

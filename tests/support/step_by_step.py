@@ -186,7 +186,7 @@ def verdict(row: Row, mode: str) -> str:
     def train_it() -> str:
         net = fresh(row)
         # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
-        run = rotoff.Checkpointable(net, cache_directory=None, stages=row.stages, forms=mode == "joint")
+        run = rotoff.Checkpointable(net, stages=row.stages, forms=mode == "joint")
         seeded()
         args, kwargs = row.call(0)
         try:

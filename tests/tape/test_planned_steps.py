@@ -8,15 +8,13 @@ from typing import Any
 import pytest
 import torch
 from allocated import left_bytes, peak_bytes
-from models import ALL
+from models import ALL, TIMES, many
 from on_tape import TAPES
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from trunks import Block, Long, drawn
 
 import rotoff
-
-TIMES = 16  # larger than the models' own batches
 
 
 def train(run: Any, args: Any) -> torch.Tensor:
@@ -40,19 +38,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True))
 
 
-def drawn_batch(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model `name`, and a batch `TIMES` as large as its own."""
-    torch.manual_seed(0)
-    model, batch = ALL[name]()
-    parts = [batch() for _ in range(TIMES)]
-    several = [part if isinstance(part, tuple) else (part,) for part in parts]
-    joined = tuple(torch.cat(one).detach().requires_grad_(one[0].requires_grad) for one in zip(*several, strict=True))
-    return model, joined if not isinstance(parts[0], tuple) else (joined,)
-
-
 def within(net: nn.Module, args: Any, share: float, new_tape: Any, mode: str = "joint") -> rotoff.Checkpointable:
     """`net` within a limit that is a part of the way from the smallest to keeping everything, followed by `new_tape`."""
-    run = rotoff.Checkpointable(net, cache_directory=None).measure(*args)
+    run = rotoff.Checkpointable(net).measure(*args)
     least = run.min_mem_limit(mode)
     run._steps.new_tape = new_tape
     return run.compute_sequence(least + int(share * (run.keep_all_memory - least)), mode, refine=False)
@@ -60,7 +48,8 @@ def within(net: nn.Module, args: Any, share: float, new_tape: Any, mode: str = "
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_plain_step_is_foretold_to_the_byte_and_runs_as_it_is(name: str) -> None:
-    net, args = drawn_batch(name)
+    net, draw = many(name)
+    args = (draw(),)
     run = rotoff.Checkpointable(net, stages=20).compute_sequence(1 << 50)
     train(run, args)
     gradients(net)

@@ -4,6 +4,7 @@ the predicted bytes, and nothing of it in the caller's hands."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -87,7 +88,7 @@ class Given(PlacedRunner):
         return ways[0], self._solve(ways[0].chain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(self.model, args, kwargs)
+        return self.forward(partial(self.model, *args, **kwargs))
 
 
 def step(run: Any, optimizers: list[Optimizer], batch: Any, n: int) -> torch.Tensor:

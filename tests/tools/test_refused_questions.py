@@ -57,7 +57,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     *((rotoff.largest, {"build": sized, "step_time": wrong}, SECONDS) for wrong in (-1, "1 s", float("nan"), True)),
     (first_device, {"devices": ["T4"], "step_time": -1}, SECONDS),
     (first_device, {"devices": ["T4"], "modes": 3}, "modes is no argument of first_device, which plans in mode joint"),
-    (first_device, {"devices": 3}, "devices is 3; give names or Devices"),
+    (first_device, {"devices": 3}, "device is 3; known ones are"),
     (first_device, {"devices": []}, "devices is empty; give at least one"),
 ]
 

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ...accelerator import named
 from ...core.backward_from import LossAlone, output_named
 from ...errors import MeasureError
-from ...runtime.links.spill import Away, Spill
+from ...runtime.links.spill import Back, Spill
 from ...runtime.sharded import sharded
 from ...tape.contents import Content, Slot
 from ...tape.tape import Known
@@ -140,11 +140,9 @@ def fake_step(
 class _Nowhere(Spill):
     """Keeps how large storages were."""
 
-    def put(self, storage: torch.UntypedStorage) -> Away:
-        return Away(storage.device, storage.nbytes(), None, 0)
-
-    def get(self, away: Away) -> torch.UntypedStorage:
-        return torch.empty(away.nbytes, dtype=torch.uint8, device="meta").untyped_storage()
+    def put(self, storage: torch.UntypedStorage) -> Back:
+        nbytes = storage.nbytes()
+        return lambda: torch.empty(nbytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
 class FakeStep(RecordedStep):

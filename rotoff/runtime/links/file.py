@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 
@@ -24,19 +25,18 @@ from .host_file import HostFile, check_directory, choose_directory
 
 
 class FileTicket:
-    """One copy of a `FileLink`; it holds its tensors until somebody waits, and `running` until it has ended."""
+    """One copy of a `FileLink`; it holds its tensors until somebody waits. done: once it has ended."""
 
-    __slots__ = ("_after", "_tensors", "began", "ended", "failure", "offsets", "out", "process", "running")
+    __slots__ = ("_after", "_tensors", "began", "done", "ended", "failure", "offsets", "out", "process")
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket | None] = ()
     ) -> None:
         self._tensors = tuple(tensors)
         self._after = tuple(one for one in after if one is not None)
-        self.running = threading.Lock()
-        self.running.acquire()
         self.offsets = first_bytes(tensors, offset)
         self.out = out
+        self.done = _DONE
         self.failure: BaseException | None = None
         self.began = self.ended = 0.0  # on the host's clock
         self.process = os.getpid()
@@ -58,7 +58,6 @@ class FileTicket:
         finally:
             self._after = ()
             self.ended = time.perf_counter()
-            self.running.release()
 
     def span(self, zero: float) -> tuple[float, float]:
         """Seconds from `zero`, a reading of ``time.perf_counter``, to the copy's begin and end."""
@@ -67,8 +66,8 @@ class FileTicket:
     def join(self) -> None:
         """Block until the copy has ended; an interrupt gets through."""
         self.check_process()
-        with self.running:
-            self._tensors = ()
+        self.done.exception()  # none: `failure` has what it raised
+        self._tensors = ()
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +93,8 @@ class FileTicket:
 
 
 AT_ONCE = 1 << 18  # bytes up to which a copy takes less time than waking a thread
-_Tickets = queue.SimpleQueue["FileTicket | None"]
+_DONE = Future[None]()  # of copies that were made at once
+_DONE.set_result(None)
 
 
 class FileLink(Link):
@@ -178,51 +178,44 @@ class FileLink(Link):
 
 
 class _Worker:
-    """The thread that copies, its queue and its file; ended by `close`, with the link itself and at interpreter
-    exit."""
+    """The thread that copies, and its file; ended by `close`, with the link itself and at interpreter exit."""
 
     def __init__(self, directory: str | os.PathLike[str], nbytes: int) -> None:
         self.process = os.getpid()
         self.file = HostFile(check_directory(directory))
-        self._tickets: _Tickets = queue.SimpleQueue()
-        self._last: threading.Lock | None = None  # which the last queued copy holds until it has ended
+        self._copies = ThreadPoolExecutor(1, thread_name_prefix="rotoff-file-link")  # no thread until the first copy
+        self._last: Future[None] | None = None
         self._one = threading.Lock()  # held by the copy that runs
-        self._threads: list[threading.Thread] = []  # none until the first copy, then one
-        # Neither the thread nor the finalizer refers to this object, or an unused link could never be collected.
-        self._end = weakref.finalize(self, _end, self.process, self._tickets, self.file, self._threads)
+        self._end = weakref.finalize(self, _end, self.process, self._copies, self.file)
         self.file.reserve(nbytes)
 
     def submit(self, ticket: FileTicket) -> None:
         """Queue a copy; run it at once if it takes less time than waking the thread, and none is before it."""
-        idle = self._last is None or not self._last.locked()
+        idle = self._last is None or self._last.done()
         if idle and ticket.nbytes <= AT_ONCE and self._one.acquire(blocking=False):
             try:
                 ticket.run(self.file)
             finally:
                 self._one.release()
             return
-        self._last = ticket.running
-        if not self._threads:
-            thread = threading.Thread(
-                target=_serve, args=(self._tickets, self.file, self._one), name="rotoff-file-link", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:
-                raise ExecutionError(
-                    f"no thread for copies can be started ({error}); let the process have one more"
-                ) from error
-            self._threads.append(thread)
-        self._tickets.put(ticket)
+        try:
+            self._last = ticket.done = self._copies.submit(_run, ticket, self.file, self._one)
+        except RuntimeError as error:
+            raise ExecutionError(
+                f"no thread for copies can be started ({error}); let the process have one more"
+            ) from error
 
     def drain(self) -> None:
-        if self._threads:
-            last = FileTicket((), 0, out=True)
-            self._tickets.put(last)
-            last.join()
+        if self._last is not None:
+            self._copies.submit(int).result()  # the thread has let go of the last copy then
 
     def close(self) -> None:
         self._end()
+
+
+def _run(ticket: FileTicket, file: HostFile, one: threading.Lock) -> None:
+    with one:
+        ticket.run(file)
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -234,17 +227,8 @@ def _without_frames(error: BaseException) -> BaseException:
     return error
 
 
-def _serve(tickets: _Tickets, file: HostFile, one: threading.Lock) -> None:
-    while (ticket := tickets.get()) is not None:
-        with one:
-            ticket.run(file)
-        del ticket  # or the last one would live until the next comes
-
-
-def _end(process: int, tickets: _Tickets, file: HostFile, threads: list[threading.Thread]) -> None:
-    thread = threads.pop() if threads else None
-    if thread is not None and process == os.getpid():
-        tickets.put(None)
-        if thread is not threading.current_thread():  # the collector may run this on the thread itself
-            thread.join()
+def _end(process: int, copies: ThreadPoolExecutor, file: HostFile) -> None:
+    if process == os.getpid():
+        with suppress(RuntimeError):  # the collector may run this on the thread itself
+            copies.shutdown()
     file.close()

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import ExecutionError
-from ...io.paths import named_directory
+from ...io.files import named_directory
 
 # a file there is RAM, which offloading is meant to free
 IN_RAM = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
@@ -57,7 +57,7 @@ def check_directory(directory: str | os.PathLike[str]) -> Path:
     Raises:
         rotoff.ExecutionError: where it is not.
     """
-    path = named_directory(directory, "host_directory")
+    path = named_directory(directory)
     if not path.is_dir():
         raise ExecutionError(
             f"the offload directory {path} {'is no directory' if path.exists() else 'does not exist'}; {_CURE}"

@@ -205,7 +205,7 @@ def available_bytes() -> int | None:
     """
     if said := os.environ.get("ROTOFF_HOST_MEMORY"):
         return max(parse_bytes(said, "ROTOFF_HOST_MEMORY") - _pinned, 0)
-    figures = [_meminfo(), *_cgroup_room()]
+    figures = [meminfo("MemAvailable"), *_cgroup_room()]
     known = [figure for figure in figures if figure is not None]
     return max(int(min(known) * (1 - LEFT)), 0) if known else None
 
@@ -263,10 +263,11 @@ def _prefer(node: int | None, host: torch.Tensor) -> None:
         )
 
 
-def _meminfo() -> int | None:
+def meminfo(name: str) -> int | None:
+    """Bytes that the system reports under this name; None if it does not."""
     try:
         rows = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith("MemAvailable:"))
+        return next(int(row.split()[1]) * 1024 for row in rows if row.startswith(f"{name}:"))
     except (OSError, ValueError, IndexError, StopIteration):
         return None
 

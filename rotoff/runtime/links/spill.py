@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,15 +19,7 @@ logger = logging.getLogger("rotoff")
 GROWTH = 64 << 20  # bytes that the file gets at a time
 
 
-@dataclass(frozen=True)
-class Away:
-    """What was moved: `copy` on the host (or on the device, if that is all there is), or bytes of the file from
-    `offset` on."""
-
-    device: torch.device
-    nbytes: int
-    copy: torch.Tensor | None
-    offset: int
+Back = Callable[[], torch.UntypedStorage]  # brings a storage back to the device where it was
 
 
 class Spill:
@@ -42,17 +35,16 @@ class Spill:
         self._end = 0
         self._full = False
 
-    def put(self, storage: torch.UntypedStorage) -> Away:
+    def put(self, storage: torch.UntypedStorage) -> Back:
         """Copy a storage. If the disk has no room for it, it stays where it is, and the log says so once.
 
         Raises:
             rotoff.ExecutionError: if no directory is on a disk.
         """
-        nbytes = storage.nbytes()
-        if storage.device.type != "cpu":
-            return Away(storage.device, nbytes, bytes_of(storage).cpu(), 0)
-        if self._full or self.device.type != "cpu":
-            return Away(storage.device, nbytes, bytes_of(storage), 0)
+        nbytes, device = storage.nbytes(), storage.device
+        if device.type != "cpu" or self._full or self.device.type != "cpu":
+            copy = bytes_of(storage).cpu()  # if that is another device
+            return lambda: copy.to(device).untyped_storage()
         if self._file is None:
             chosen = choose_directory() if self._directory is None else check_directory(self._directory)
             self._file = HostFile(chosen)
@@ -68,16 +60,12 @@ class Spill:
                     error,
                 )
                 return self.put(storage)
-        away = Away(storage.device, nbytes, None, self._end)
-        self._file.write(memory_of(storage), away.offset)
-        self._end += nbytes
-        return away
+        begin, self._end = self._end, self._end + nbytes
+        self._file.write(memory_of(storage), begin)
+        return partial(self._read, begin, nbytes)
 
-    def get(self, away: Away) -> torch.UntypedStorage:
-        """Return a storage with these bytes, on the device where they were."""
-        if away.copy is not None:
-            return away.copy.to(away.device).untyped_storage()
-        storage = torch.UntypedStorage(away.nbytes)
+    def _read(self, begin: int, nbytes: int) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(nbytes)
         assert self._file is not None
-        self._file.read(memory_of(storage), away.offset)
+        self._file.read(memory_of(storage), begin)
         return storage

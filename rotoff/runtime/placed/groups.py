@@ -14,14 +14,13 @@ from torch.optim import Optimizer
 
 from ...core.sequence import Value, g, o, w
 from ...errors import ExecutionError
-from ...tensors.storage import local, rounded
+from ...tensors.storage import local
 from ..links.base import Link
 from ..sharded import Shard
 from .moving import move
 from .placed_plan import PlacedPlan
 from .tensor import (
-    ALIGNMENT,
-    FreshBytes,
+    HostBytes,
     PlacedGradient,
     PlacedParameter,
     PlacedState,
@@ -35,28 +34,24 @@ from .tensor import (
 
 
 class ParameterPlaces:
-    """The places of one parameter, its gradient and its optimizer state."""
+    """The places of one parameter, its gradient and its optimizer state.
+
+    Args:
+        sizes: of the parameter's bytes on the host, the gradient's and the state's. firsts: where they begin.
+    """
 
     def __init__(
-        self,
-        parameter: nn.Parameter,
-        shard: Shard | None,
-        state_bytes: int,
-        link: Link,
-        offset: int,
-        fresh: FreshBytes,
+        self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, sizes: Sequence[int], firsts: Sequence[int]
     ) -> None:
-        room = room_of(parameter if shard is None else shard.data)
         self.trained = parameter.requires_grad
         self.parameter = parameter
-        self.state_bytes = state_bytes
-        self.weight = PlacedParameter(parameter, shard, link, offset, room, fresh)
-        self.gradient = PlacedGradient(parameter, link, offset + room, room if self.trained else 0, fresh)
-        self._link, self._fresh = link, fresh
+        self.weight = PlacedParameter(parameter, shard, host, firsts[0], sizes[0])
+        self.gradient = PlacedGradient(parameter, host, firsts[1], sizes[1])
+        self.state_bytes = sizes[2]
+        self._next, self._end = firsts[2], firsts[2] + sizes[2]
+        self._host = host
         self._states: dict[str, PlacedState] = {}
         self._unplanned: set[str] = set()  # states that have no place
-        self._next = offset + room * (1 + self.trained)
-        self.end = self._next + state_bytes
 
     @property
     def together(self) -> bool:
@@ -73,10 +68,9 @@ class ParameterPlaces:
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or not placeable(local(tensor)):
                 continue
-            if (end := self._next + room_of(tensor)) <= self.end:
-                room = room_of(tensor)
-                self._states[key] = PlacedState(state or {}, key, self._link, self._next, room, self._fresh)
-                self._next = end
+            if self._next + (room := room_of(tensor)) <= self._end:
+                self._states[key] = PlacedState(state or {}, key, self._host, self._next, room)
+                self._next += room
             elif key not in self._unplanned:
                 self._unplanned.add(key)
                 warnings.warn(
@@ -101,7 +95,7 @@ class PlacedGroups:
     def __init__(self, link: Link, optimizers: Sequence[Optimizer], shards: Mapping[int, Shard]) -> None:
         self.link = link
         self.shards = shards
-        self.fresh = FreshBytes(link)
+        self._host = HostBytes(link)
         self.optimizers = tuple(optimizers)
         self.places: dict[int, ParameterPlaces] = {}
         self.step: Any = None
@@ -132,17 +126,13 @@ class PlacedGroups:
             if (known := self.places.get(id(parameter))) is None
             or (parameter.requires_grad, state) > (known.trained, known.state_bytes)
         ]
-        base = rounded(self.link.capacity, ALIGNMENT)  # so that each lies in bytes that were secured at once
         shards = [self.shards.get(id(parameter)) for parameter, _ in new]
         rooms = [room_of(p if shard is None else shard.data) for (p, _), shard in zip(new, shards, strict=True)]
-        pairs = zip(new, rooms, strict=True)
-        sizes = [size for (p, state), room in pairs for size in (room, room * p.requires_grad, state)]
-        *firsts, end = itertools.accumulate(sizes, initial=base)
-        if new:
-            self.link.reserve(end, [*zip(firsts, sizes, strict=True)])
-        for (parameter, state), shard in zip(new, shards, strict=True):
-            self.places[id(parameter)] = places = ParameterPlaces(parameter, shard, state, self.link, base, self.fresh)
-            base = places.end
+        sizes = [(room, room * p.requires_grad, state) for (p, state), room in zip(new, rooms, strict=True)]
+        firsts = iter(self._host.take([size for several in sizes for size in several]) if new else ())
+        for (parameter, _), shard, several in zip(new, shards, sizes, strict=True):
+            begins = [*itertools.islice(firsts, len(several))]
+            self.places[id(parameter)] = ParameterPlaces(parameter, shard, self._host, several, begins)
         self._plan = plan
 
     def rest(self, beginning: bool) -> None:

@@ -18,38 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import ExecutionError
 from .updates import parameters_of
 
-
-class Patches:
-    """Replaces attributes while any thread is inside.
-
-    Args:
-        places: (owner, name, function that makes the new value from the old one).
-    """
-
-    def __init__(self, *places: tuple[Any, str, Callable[[Any], Any]]) -> None:
-        self._places = places
-        self._before: list[Any] = []
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._count == 0:
-                self._before = [vars(owner).get(name) or getattr(owner, name) for owner, name, _ in self._places]
-                for (owner, name, wrapped), old in zip(self._places, self._before, strict=True):
-                    setattr(owner, name, wrapped(old))
-            self._count += 1
-
-    def __exit__(self, *_error: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                for (owner, name, _), old in zip(self._places, self._before, strict=True):
-                    setattr(owner, name, old)
-
-
 _guards: list[Guard] = []
 _closed: list[Guard] = []  # while there are marks of theirs
+_own: list[Any] = []  # what is in the places of `_PATCHES` without guards
+_lock = threading.RLock()  # a garbage collection may close another guard
 
 
 class Marks:
@@ -85,15 +57,19 @@ class Guard:
         self.keys = {id(p) for p in parameters}
         self.marks = Marks()
         self._optimizers = weakref.WeakSet(optimizers)
-        _guards.append(self)
-        _PATCHES.__enter__()
+        with _lock:
+            if not _guards:
+                _own[:] = [vars(owner)[name] for owner, name, _ in _PATCHES]
+                _put(refusing(own) for (*_, refusing), own in zip(_PATCHES, _own, strict=True))
+            _guards.append(self)
         _watch_steps()
 
     def close(self) -> None:
         """Allow clipping and scaling again; may be called twice."""
-        if self in _guards:
-            _guards.remove(self)
-            _PATCHES.__exit__()
+        with _lock:
+            if self in _guards:
+                _guards.remove(self)
+                _put([] if _guards else _own)
         self._optimizers.clear()
         if self.marks.awaited:  # the backward has updated the parameters; the step finds nothing to do
             self.marks.remove()
@@ -163,9 +139,15 @@ def _leaves(outputs: list[Any]) -> Iterator[Any]:
             todo += [of for of, _ in node.next_functions]
 
 
-_PATCHES = Patches(
+# owner, name, function that makes the new value from the old one
+_PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (clip_grad, "_clip_grads_with_norm_", _clipping),  # `clip_grad_norm_` calls it, wherever that was imported
     (clip_grad, "clip_grad_value_", _clipping),
     (nn.utils, "clip_grad_value_", _clipping),
     (torch.amp.GradScaler, "scale", _scaling),
-)
+]
+
+
+def _put(values: Iterable[Any]) -> None:
+    for (owner, name, _), value in zip(_PATCHES, values, strict=False):
+        setattr(owner, name, value)

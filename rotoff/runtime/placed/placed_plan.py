@@ -33,34 +33,24 @@ class PlacedPlan:
     resident: the values that the device holds between steps.
     on_both: those of which the host has a valid copy, too.
     moved: the groups whose parameters are moved within a step.
-    levels: the expected bytes of each operation.
     early: parameters that lie on the host between steps and are prefetched when a step begins.
     outside: parameters that stay on the device.
     during: whether groups are updated within the backward.
     room: bytes for parameters on the device, in a forward that saves nothing.
     on_host: whether the host's processor can run the optimizers.
+    waits: whether no step is planned yet.
     """
 
     groups: tuple[PlacedGroup, ...]
     resident: frozenset[Value]
     on_both: frozenset[Value]
     moved: frozenset[int]
-    levels: tuple[int, ...] = ()
     early: frozenset[Value] = frozenset()
     outside: tuple[nn.Parameter, ...] = ()
     during: bool = False
     room: int = 0
     on_host: bool = True
-
-    @property
-    def waits(self) -> bool:
-        """Whether no step is planned yet."""
-        return not self.levels
-
-    @property
-    def peak_bytes(self) -> int:
-        """The expected peak."""
-        return max(self.levels)
+    waits: bool = False
 
     @property
     def host_bytes(self) -> int:

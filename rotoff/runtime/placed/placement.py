@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -28,13 +28,6 @@ from .guard import Guard
 from .placed_plan import PlacedPlan
 from .tensor import PlacedTensor, offload, prefetch, settle
 from .updates import is_nested, parameters_of
-
-
-class OneStep(Protocol):
-    """A running step."""
-
-    def abandon(self) -> None:
-        """Abort it, and release all that it holds."""
 
 
 class Placement:
@@ -109,8 +102,8 @@ class Placement:
         self._groups.step = None
         self.updates.backward_failed(None)
 
-    def takes(self, step: OneStep) -> None:
-        """Note that `step` is running.
+    def takes(self, step: Any) -> None:
+        """Note that `step` is running; another one will `abandon` it.
 
         Raises:
             ExecutionError: if updates come during the backward, and there are gradients before it.
@@ -222,7 +215,7 @@ class Placement:
         brings back what its plan keeps on the device."""
         if self._groups.planned and not self.waits and self._groups.plan.host_bytes <= host_limit:
             nothing = frozenset[Value]()
-            plan = replace(self._groups.plan, resident=nothing, on_both=nothing, early=nothing, levels=(), room=0)
+            plan = replace(self._groups.plan, resident=nothing, on_both=nothing, early=nothing, waits=True, room=0)
             with torch.inference_mode(False), torch.no_grad():
                 self._groups.follow(plan)
                 self._groups.rest(beginning=False)

@@ -8,6 +8,7 @@ another tensor there, this one is used.
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from abc import ABC, abstractmethod
@@ -61,25 +62,30 @@ def unplaceable(state: Mapping[str, Any]) -> list[torch.Tensor]:
     return found
 
 
-class FreshBytes:
-    """Secures more host bytes for tensors whose own the caller keeps; each time as many as before, since the link maps
-    all of them anew. end: of those secured so far."""
+class HostBytes:
+    """The host bytes of a link, in which each placed tensor lies in one piece."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
-        self._next = self._secured = 0
-        self.end = 0
+        self.link = link
+        self._next = self._end = self._secured = 0  # of the fresh ones
 
-    def secure(self, nbytes: int) -> int:
-        """Secure so many; returns the first."""
-        if self._next + nbytes > self.end:
-            first, size = rounded(self._link.capacity, ALIGNMENT), max(nbytes, self._secured)
+    def take(self, sizes: Sequence[int]) -> list[int]:
+        """Secure pieces of these sizes; returns the first byte of each."""
+        *firsts, end = itertools.accumulate(sizes, initial=rounded(self.link.capacity, ALIGNMENT))
+        self.link.reserve(end, [*zip(firsts, sizes, strict=True)])
+        return firsts
+
+    def fresh(self, nbytes: int) -> int:
+        """Secure a piece for a tensor whose own the caller keeps; each time as many bytes as before, since the link
+        maps all of them anew."""
+        if self._next + nbytes > self._end:
+            size = max(nbytes, self._secured)
             try:
-                self._link.reserve(first + size, [(first, size)])
+                (self._next,) = self.take([size])
             except ExecutionError:
                 size = nbytes
-                self._link.reserve(first + size, [(first, size)])
-            self._next, self.end, self._secured = first, first + size, self._secured + size
+                (self._next,) = self.take([size])
+            self._end, self._secured = self._next + size, self._secured + size
         self._next += nbytes
         return self._next - nbytes
 
@@ -90,16 +96,15 @@ class PlacedTensor(ABC):
     device: its copy on the device, or None. host: the tensor over the link's host bytes, or None.
 
     Args:
-        link: to the host. offset, room: its bytes there. fresh: secures others there.
+        host: where it lies there. offset, room: its bytes.
     """
 
-    def __init__(self, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
+    def __init__(self, host: HostBytes, offset: int, room: int) -> None:
         self.device: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
-        self._link = link
+        self._bytes, self._link = host, host.link
         self._offset = offset
         self._room = room
-        self._fresh = fresh
         self._left: list[tuple[int, torch.Tensor]] = []  # bytes that the caller has kept a tensor over
         self._address = 0  # of `host`
         self._valid = False  # whether the host's bytes are those of `device`
@@ -172,7 +177,7 @@ class PlacedTensor(ABC):
         if self.host is None or not _is_kept(self.host):
             return
         free = next((n for n, (_, tensor) in enumerate(self._left) if not _is_kept(tensor)), None)
-        offset = self._fresh.secure(self._room) if free is None else self._left.pop(free)[0]
+        offset = self._bytes.fresh(self._room) if free is None else self._left.pop(free)[0]
         self._left.append((self._offset, self.host))
         self._offset, self.host, self._out = offset, None, None
 
@@ -408,10 +413,8 @@ class PlacedParameter(PlacedTensor):
     made when the parameter leaves, since PyTorch takes the bytes first.
     """
 
-    def __init__(
-        self, parameter: nn.Parameter, shard: Shard | None, link: Link, offset: int, room: int, fresh: FreshBytes
-    ) -> None:
-        super().__init__(link, offset, room, fresh)
+    def __init__(self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, offset: int, room: int) -> None:
+        super().__init__(host, offset, room)
         self._parameter, self._shard = parameter, shard
         self.empty: torch.Tensor | None = None
 
@@ -457,8 +460,8 @@ class PlacedGradient(PlacedTensor):
     parameter: the caller does not see them within a step.
     """
 
-    def __init__(self, parameter: nn.Parameter, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
-        super().__init__(link, offset, room, fresh)
+    def __init__(self, parameter: nn.Parameter, host: HostBytes, offset: int, room: int) -> None:
+        super().__init__(host, offset, room)
         self._parameter = parameter
         self.apart: torch.Tensor | None = None
         self._marker: torch.Tensor | None = None  # see `mark`
@@ -576,8 +579,8 @@ class PlacedGradient(PlacedTensor):
 class PlacedState(PlacedTensor):
     """One tensor of an optimizer's state of a parameter."""
 
-    def __init__(self, state: dict[str, Any], key: str, link: Link, offset: int, room: int, fresh: FreshBytes) -> None:
-        super().__init__(link, offset, room, fresh)
+    def __init__(self, state: dict[str, Any], key: str, host: HostBytes, offset: int, room: int) -> None:
+        super().__init__(host, offset, room)
         self.state = state
         self._key = key
 

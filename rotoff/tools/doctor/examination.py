@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -24,12 +24,9 @@ CHECKS = tuple(check.__name__.replace("_", " ") for check in (*OF_DEVICE, *OF_TR
 MEASURING = "small model"  # without which those that train cannot run
 
 
-def examine(device: torch.device, seconds: float, told: Callable[[Report, Finding], None] = lambda *_: None) -> Report:
-    """Run all checks on `device`.
-
-    seconds: duration of the timed steps at each limit. told: called after each check with the report so far and the
-    check's finding.
-    """
+def examine(device: torch.device, seconds: float) -> Iterator[Report]:
+    """Run all checks on `device`, and yield the report after each. seconds: duration of the timed steps at each
+    limit."""
     report, begun = Report(str(device)), time.perf_counter()
     small = SmallModel(device, seconds, machine.cores())
     checks = [*(partial(check, device) for check in OF_DEVICE), *(partial(check, small) for check in OF_TRAINING)]
@@ -42,10 +39,9 @@ def examine(device: torch.device, seconds: float, told: Callable[[Report, Findin
             report.findings.append(replace(finding, check=name, seconds=time.perf_counter() - start))
             report.seconds = time.perf_counter() - begun
             report.complete = name == CHECKS[-1]
-            told(report, report.findings[-1])
+            yield report
     finally:
         small.close()
-    return report
 
 
 def _attempt(check: Callable[[], Finding]) -> Finding:

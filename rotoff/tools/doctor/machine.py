@@ -15,7 +15,7 @@ from ...accelerator import described, is_accelerator, memory_of
 from ...core.sizes import format_bytes
 from ...runtime.links.bandwidth import both_at_once, measure_bandwidth
 from ...runtime.links.host_file import HostFile, choose_directory, filesystem_of
-from ...runtime.links.pinned import SEGMENT_BYTES, Slab, available_bytes, pin
+from ...runtime.links.pinned import SEGMENT_BYTES, Slab, available_bytes, meminfo, pin
 from ...runtime.links.pool import LinkPool
 from ...version import __version__
 from .findings import ATTENTION, FAILED, Finding, judged
@@ -59,10 +59,11 @@ def load(_device: torch.device) -> Finding:
 
 def memory(device: torch.device) -> Finding:
     """Total and free memory of device and host. In the figures, host_room is what plans may use, None if unknown."""
-    figures: dict[str, Any] = {"host": _host_memory(), "host_room": available_bytes()}
-    host, room = figures["host"], figures["host_room"]
-    free_here = host.get("available") if room is None else room
-    said = f"host {format_bytes(free_here)} free of {format_bytes(host['total'])}" if host else "the host does not say"
+    total, available, room = meminfo("MemTotal"), meminfo("MemAvailable"), available_bytes()
+    host = {} if total is None or available is None else {"total": total, "available": available}
+    figures: dict[str, Any] = {"host": host, "host_room": room}
+    free_here = available if room is None else room
+    said = f"host {format_bytes(free_here or 0)} free of {format_bytes(total or 0)}" if host else "host unknown"
     if not is_accelerator(device):
         return judged(figures, f"{said}; on a CPU this is the memory that a limit is about")
     free, total = memory_of(device)
@@ -175,15 +176,6 @@ def cores() -> int:
 
 def _rate(per_second: float) -> str:
     return f"{per_second / 1e9:.3g} GB/s"
-
-
-def _host_memory() -> dict[str, int]:
-    """Total and available bytes as the system reports them; empty if it does not."""
-    try:
-        rows = dict(row.split(":", 1) for row in Path("/proc/meminfo").read_text().splitlines())
-        return {name: 1024 * int(rows[f"Mem{name.title()}"].split()[0]) for name in ("total", "available")}
-    except (OSError, ValueError, KeyError, IndexError):
-        return {}
 
 
 def processor() -> str:

@@ -6,10 +6,10 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,16 +52,6 @@ SIZES = (Size(8, 1024, 16, 1024, 8), Size(8, 512, 8, 512, 8), Size(6, 256, 4, 12
 PLACED = Size(6, 128, 4, 64, 4)  # of steps under a `device_limit`
 
 
-class Block(nn.TransformerEncoderLayer):
-    """skipped: whether it does nothing."""
-
-    skipped = False
-
-    def forward(self, src: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """src: (batch, position, channel)."""
-        return src if self.skipped else super().forward(src)
-
-
 class MeanSquare(nn.Module):
     """A loss as the last stage, so that its bytes count as the model's."""
 
@@ -74,7 +64,7 @@ def made(size: Size) -> nn.Sequential:
     torch.manual_seed(SEED)
     ends = nn.Linear(size.width, size.width), nn.Linear(size.width, size.width)
     how = size.width, size.heads, 4 * size.width, 0.1, "gelu"
-    blocks = (Block(*how, batch_first=True, norm_first=True) for _ in range(size.layers))
+    blocks = (nn.TransformerEncoderLayer(*how, batch_first=True, norm_first=True) for _ in range(size.layers))
     return nn.Sequential(ends[0], *blocks, ends[1], MeanSquare())
 
 
@@ -101,7 +91,7 @@ class SmallModel:
         return next(fitting, SIZES[-1])
 
     @cached_property
-    def model(self) -> nn.Module:
+    def model(self) -> nn.Sequential:
         model = made(self.size).to(self.device)
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
@@ -116,7 +106,7 @@ class SmallModel:
     def planned(self) -> Checkpointable:
         """The measured model."""
         self.step(self.model)  # so that libraries allocate their workspaces
-        return Checkpointable(self.model, cache_directory=None).measure(self.batch)
+        return Checkpointable(self.model).measure(self.batch)
 
     @cached_property
     def repeated(self) -> dict[str, Any]:
@@ -146,8 +136,8 @@ class SmallModel:
         start = time.perf_counter()
         while len(pairs) < 1 + PAIRS or time.perf_counter() - start < self.seconds:
             order = (self.model, self.planned) if len(pairs) % 2 else (self.planned, self.model)
-            seconds = {id(run): self.timed(run) for run in order}
-            pairs.append((seconds[id(self.model)], seconds[id(self.planned)]))
+            took = {run: seconds(self.device, partial(self.step, run)) for run in order}
+            pairs.append((took[self.model], took[self.planned]))
         del pairs[0]  # a warm-up
         predicted = self.planned.get_expected_makespan()
         expected = predicted / self.planned._figures.keep_all_time
@@ -170,14 +160,6 @@ class SmallModel:
         torch.manual_seed(SEED)
         run(batch).backward()
 
-    def timed(self, run: nn.Module) -> float:
-        """Seconds of a step."""
-        finish(self.device)
-        start = time.perf_counter()
-        self.step(run)
-        finish(self.device)
-        return time.perf_counter() - start
-
     def gradients(self, run: nn.Module) -> list[torch.Tensor]:
         """The gradients of one step."""
         found = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -188,12 +170,11 @@ class SmallModel:
     @contextmanager
     def off_course(self) -> Iterator[None]:
         """Skip a block within."""
-        block = next(part for part in self.model.modules() if isinstance(part, Block))
-        block.skipped = True
+        block, self.model[1] = self.model[1], nn.Identity()
         try:
             yield
         finally:
-            block.skipped = False
+            self.model[1] = block
 
     def trained(self, updates: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """The parameters of a model of size `PLACED` after three AdamW steps, and figures: `step`, the seconds of the
@@ -203,9 +184,7 @@ class SmallModel:
         size, model = PLACED, made(PLACED)
         batch = torch.randn(size.batch, size.context, size.width).to(self.device)
         run: Any = (
-            model.to(self.device)
-            if updates is None
-            else Checkpointable(model, device=self.device, cache_directory=None).measure(batch)
+            model.to(self.device) if updates is None else Checkpointable(model, device=self.device).measure(batch)
         )
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         figures: dict[str, Any] = {"updates": updates}
@@ -220,16 +199,9 @@ class SmallModel:
             figures["predicted_update"] = sum(group.update_time for group in run.chain.parameters or ())
         for n in range(3):
             torch.manual_seed(n)
-            finish(self.device)
-            begin = time.perf_counter()
-            run(batch).backward()
-            finish(self.device)
-            middle = time.perf_counter()
-            optimizer.step()
-            optimizer.zero_grad()
-            finish(self.device)
-            end = time.perf_counter()
-        figures |= {"step": end - begin, "update": end - middle}
+            step = seconds(self.device, lambda: run(batch).backward())
+            update = seconds(self.device, lambda: (optimizer.step(), optimizer.zero_grad()))
+        figures |= {"step": step + update, "update": update}
         found = [p.detach().cpu().clone() for p in model.parameters()]
         if updates is not None:
             run.close()
@@ -261,11 +233,13 @@ def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> 
 def speed(device: torch.device) -> float:
     """Floating-point operations per second of a product of float32 matrices."""
     a = torch.randn(1024, 1024, device=device)
-    least = float("inf")
-    for _ in range(4):
-        finish(device)
-        start = time.perf_counter()
-        _ = a @ a
-        finish(device)
-        least = min(least, time.perf_counter() - start)
-    return 2 * 1024**3 / least
+    return 2 * 1024**3 / min(seconds(device, lambda: a @ a) for _ in range(4))
+
+
+def seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of `run` on a device that has nothing else to do."""
+    finish(device)
+    start = time.perf_counter()
+    run()
+    finish(device)
+    return time.perf_counter() - start
