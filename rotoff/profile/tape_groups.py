@@ -173,11 +173,6 @@ class TapeGroups:
         )
 
 
-def without_gradients(profile: TapeProfile) -> TapeProfile:
-    """Return the profile of a step whose parameters' gradients count as those of groups."""
-    return replace(profile, trace=profile.trace.without_gradients())
-
-
 def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:
     kept, stage = [0] * (len(found.chain) + 1), len(found.chain)
     for event in trace.backward:
@@ -234,7 +229,7 @@ def groups_of(
     """Group the parameters of each stage, or of the stages that share them; or the shards that are gathered at once.
 
     Args:
-        found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
+        found: a chain of the profile `without_gradients`. host: whether the host may update a group. outside: ids of
             parameters that stay on the device, beyond those that must.
     """
     device, block = profile.device, block_bytes(profile.device)

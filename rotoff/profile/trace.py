@@ -11,7 +11,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Number
-from typing import Any
 
 import torch
 
@@ -128,10 +127,6 @@ class Trace:
             found.append(key)
         return found
 
-    def without_gradients(self) -> Trace:
-        """Return this of a step whose parameters' gradients count as those of groups."""
-        return replace(self, backward=tuple(event for event in self.backward if not event.kept))
-
     def timed_by(self, other: Trace) -> Trace:
         """Return this with the shorter of the two times of each operation; `other` is the same step again."""
         ran = (replace(op, seconds=min(op.seconds, one.seconds)) for op, one in zip(self.ran, other.ran, strict=True))
@@ -220,17 +215,14 @@ def _draws(op: Operation) -> bool:
 
 def _numbers(op: Operation) -> int:
     """Return the bytes of the numbers that an operation takes as tensors, which the compiled tape keeps."""
-    given = zip(op.operator._schema.arguments, op.args, strict=False)
-    return sum(number_bytes(x) for one, x in given if isinstance(x, Number) and _is_tensor(one))
+    taken = (isinstance(argument.type, torch.TensorType) for argument in op.operator._schema.arguments)
+    given = zip(op.args, taken, strict=False)
+    return sum(number_bytes(x) for x, as_tensor in given if as_tensor and isinstance(x, Number))
 
 
 def number_bytes(number: Number) -> int:
     """Return the bytes of a number as a tensor."""
     return 16 if isinstance(number, complex) else 8
-
-
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(argument.type, torch.TensorType)
 
 
 def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[int], list[int]]:

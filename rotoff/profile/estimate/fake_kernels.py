@@ -87,7 +87,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
             return tree_map_only(torch.Tensor, lambda t: t if type(t) is FakeTensor else FakeTensor(self, t, CPU), made)
         inside, self._inside = self._inside, True
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         finally:
             self._inside = inside
 
