@@ -165,8 +165,6 @@ def trace_of(step: RecordedStep) -> Trace:
     # what FSDP still has gathered when the backward begins
     stays = {n for n, within in _there_at(step, END, READ) if GATHERED in within}
     peaks, gathered = _peaks(step, many, stays)
-    if step.lingers:
-        peaks, gathered = [sum(both) for both in zip(peaks, gathered, strict=True)], [0] * many
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):
@@ -227,7 +225,7 @@ def number_bytes(number: Number) -> int:
 
 def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[int], list[int]]:
     """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then, but
-    for what `stays`."""
+    for what `stays`; all in one where it lingers."""
     peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     for n, event in enumerate(step.log):
@@ -244,7 +242,7 @@ def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[
             if name.isdigit() and int(name) < many:
                 peaks[int(name)] = max(peaks[int(name)], level - start)
                 found[int(name)] = max(found[int(name)], sum(gathered.values()))
-    return peaks, found
+    return ([sum(both) for both in zip(peaks, found, strict=True)], [0] * many) if step.lingers else (peaks, found)
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
