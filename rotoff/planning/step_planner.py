@@ -31,6 +31,7 @@ from .request import Request
 
 logger = logging.getLogger("rotoff")
 ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
+FEW = 10  # slots of the dynamic program for the smallest limit, where seconds are of no interest
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
 LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
@@ -149,7 +150,7 @@ def least_limit(profile: TapeProfile, request: Request) -> int:
     """Return the smallest limit that a request can have, whatever its own is."""
     options = {name: value for name, value in request.options.items() if name != "host_limit"}
     own = request.policy is not None
-    quick = replace(request, mem_limit=1, options=options if own else {**options, "refine": False})
+    quick = replace(request, mem_limit=1, mem_slots=FEW, options=options if own else {**options, "refine": False})
     parts = (request.mode,) if own else _parts(request.mode)
     plans = (p for part in parts for found in profile.chains for p in _proposed(profile, found, quick, part))
     least = min((plan.peak for plan in plans), default=None)
@@ -210,7 +211,9 @@ def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
         first = _fastest(profile, request, [(request.mode, _quick(request, request.mem_limit), profile.chains)])
         tries[0] = (request.mode, request, profile.chains if first is None else [first.tape_chain])
     if request.policy is None:
-        tries += [(part, _quick(request, 1), profile.chains) for part in _parts(request.mode)]
+        least = _quick(request, 1)
+        several = (least, replace(least, mem_slots=FEW))  # the second as for `least_limit`
+        tries += [(part, one, profile.chains) for one in several for part in _parts(request.mode)]
     return _fastest(profile, request, tries)
 
 

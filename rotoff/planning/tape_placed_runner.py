@@ -20,7 +20,7 @@ from ..errors import ExecutionError, InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.recorded_step import RecordedStep
-from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan, without_gradients
+from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan
 from ..profile.tape_profile import TapeProfile
 from ..runtime.links.pool import new_link
 from ..runtime.links.spill import Spill
@@ -129,7 +129,7 @@ class PlacedRunner(StepRunner):
         probe = OptimizerProbe(self.optimizers, self.device, self._times)
         return [
             groups_of(course.profile, found, course.reads, self.model, probe, host, self._staying, self._shards)
-            for found in without_gradients(course.profile).chains
+            for found in course.profile.without_gradients().chains
             for host in ((False, True) if self.device.type == "cpu" else (True,))
         ]
 

@@ -173,11 +173,6 @@ class TapeGroups:
         )
 
 
-def without_gradients(profile: TapeProfile) -> TapeProfile:
-    """Return the profile of a step whose parameters' gradients count as those of groups."""
-    return replace(profile, trace=profile.trace.without_gradients(), common=(), plain=None)
-
-
 def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:
     kept, stage = [0] * (len(found.chain) + 1), len(found.chain)
     for event in trace.backward:
@@ -197,18 +192,15 @@ def _late(profile: TapeProfile, found: TapeChain, arriving: tuple[int, ...]) -> 
 def _group_of(
     part: list[nn.Parameter],
     stages: tuple[int, ...],
-    needs: bool,
-    updated: bool,
-    state_bytes: int,
     probe: OptimizerProbe,
     host: bool,
     block: int,
     found: TapeChain,
     shards: Shards | None,
 ) -> ParameterGroup:
-    """Return the costs of parameters that are placed together. needs: whether they need gradients. updated: whether
-    the optimizer has them. host: whether it may update them there. block: bytes of the allocator. Shards always lie on
-    the host, and their gradients in one tensor."""
+    """Return the costs of parameters that are placed together. host: whether it may update them. block: bytes of the
+    allocator. Shards always lie on the host, and their gradients in one tensor."""
+    needs = any(p.requires_grad for p in part)
     nbytes = sum(rounded(room_of(p), block) for p in part)
     if shards is not None:
         nbytes = rounded(sum(shards.of[id(p)].data.nbytes for p in part if p.requires_grad), block)
@@ -216,10 +208,10 @@ def _group_of(
         stages=stages,
         bytes=nbytes if shards is None else 0,
         grad_bytes=nbytes if needs else 0,
-        state_bytes=state_bytes if needs else 0,  # those of frozen parameters lie on the host
+        state_bytes=sum(map(probe.state_bytes, part)) if needs else 0,  # those of frozen parameters lie on the host
         update_time=probe.update_time(part) if needs else 0.0,
         host_update_time=probe.host_update_time(part) if host and needs else None,
-        update_transient_bytes=probe.update_bytes(part) if updated else 0,
+        update_transient_bytes=probe.update_bytes(part) if any(map(probe.updates, part)) else 0,
         name=found.chain.stage(stages[0]).name,
     )
 
@@ -237,18 +229,22 @@ def groups_of(
     """Group the parameters of each stage, or of the stages that share them; or the shards that are gathered at once.
 
     Args:
-        found: a chain of the profile, `without_gradients`. host: whether the host may update a group. outside: ids of
+        found: a chain of the profile `without_gradients`. host: whether the host may update a group. outside: ids of
             parameters that stay on the device, beyond those that must.
     """
     device, block = profile.device, block_bytes(profile.device)
     every, movable = movable_of(model, reads.staying | {*outside}, shards)
     whole = sum(map(room_of, movable))
     costs, placed, on_host = [], [], []
-    for stages, needs, updated, part in _parts(movable, reads, found, probe, whole, shards):
+    if shards is None:
+        parts = parts_of(movable, reads, found.layout.begins, probe, whole)
+    else:
+        parts = _shards_of(movable, found, shards)
+    for stages, part in parts:
         states = tuple(map(probe.state_bytes, part))
-        costs.append(_group_of(part, stages, needs, updated, sum(states), probe, host, block, found, shards))
+        costs.append(_group_of(part, stages, probe, host, block, found, shards))
         placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
-        here = updated and not is_accelerator(device)
+        here = any(map(probe.updates, part)) and not is_accelerator(device)
         taken = [probe.update_bytes([p]) if here else 0 for p in part]
         on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
     grouped = {id(p) for group in placed for p in group.parameters}
@@ -281,43 +277,34 @@ def groups_of(
     )
 
 
-def _parts(
-    movable: list[nn.Parameter],
-    reads: Reads,
-    found: TapeChain,
-    probe: OptimizerProbe,
-    whole: int,
-    shards: Shards | None,
-) -> list[tuple[tuple[int, ...], bool, bool, list[nn.Parameter]]]:
-    """Return the stages that read the parameters of each group, whether some of them need a gradient, whether some are
-    updated, and the parameters. whole: bytes of all. Shards of a unit are one group; of a unit without stages of its
-    own, the root, gradients come when the backward ends."""
-    ran, begins = found.trace.ran, found.layout.begins
-    if shards is None:
-        members = sorted(members_of(movable, reads, begins, probe).items(), key=lambda one: one[0])
-        return [(*of, part) for of, several in members for part in in_parts(several, map(room_of, several), whole)]
-    parts, placed = [], {*map(id, movable)}
-    names = [name for name in shards.units if name]
-    for name, several in shards.units.items():
-        inner = [other for other in names if other.startswith(f"{name}.")]
-        own = (op for op in ran if name and is_within(op, [name]) and not is_within(op, inner))
-        stages = tuple(sorted({bisect_right(begins, op.at) for op in own})) or (1,)
-        part = [shard.parameter for shard in several if id(shard.parameter) in placed]
-        if part:
-            parts.append((stages, any(p.requires_grad for p in part), any(map(probe.updates, part)), part))
-    return sorted(parts, key=lambda one: one[0])
-
-
-def members_of(
-    movable: Iterable[nn.Parameter], reads: Reads, begins: tuple[int, ...], probe: OptimizerProbe
-) -> dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]]:
-    """Return parameters by the stages that read them, whether they need a gradient, and whether they are updated."""
+def parts_of(
+    movable: Iterable[nn.Parameter], reads: Reads, begins: tuple[int, ...], probe: OptimizerProbe, whole: int
+) -> list[tuple[tuple[int, ...], list[nn.Parameter]]]:
+    """Return the parameters of each group, with the stages that read them: either all of them need a gradient or none,
+    and are updated or not. whole: bytes of all."""
     members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
     for p in movable:
         if id(p) in reads.at:
             stages = tuple(sorted({bisect_right(begins, position) for position in reads.at[id(p)]}))
             members.setdefault((stages, p.requires_grad, probe.updates(p)), []).append(p)
-    return members
+    found = sorted(members.items(), key=lambda one: one[0])
+    return [(of[0], part) for of, some in found for part in in_parts(some, map(room_of, some), whole)]
+
+
+def _shards_of(
+    movable: list[nn.Parameter], found: TapeChain, shards: Shards
+) -> list[tuple[tuple[int, ...], list[nn.Parameter]]]:
+    """Return the same of shards: those of a unit are one group. Of a unit without stages of its own, the root,
+    gradients come when the backward ends."""
+    parts, placed = [], {*map(id, movable)}
+    names = [name for name in shards.units if name]
+    for name, several in shards.units.items():
+        inner = [other for other in names if other.startswith(f"{name}.")]
+        own = (op for op in found.trace.ran if name and is_within(op, [name]) and not is_within(op, inner))
+        stages = tuple(sorted({bisect_right(found.layout.begins, op.at) for op in own})) or (1,)
+        if part := [shard.parameter for shard in several if id(shard.parameter) in placed]:
+            parts.append((stages, part))
+    return sorted(parts, key=lambda one: one[0])
 
 
 def waiting_plan(model: nn.Module, probe: OptimizerProbe, shards: Shards | None = None) -> PlacedPlan:

@@ -89,6 +89,11 @@ class TapeProfile:
         """The first of the chains."""
         return self.chains[0].chain
 
+    def without_gradients(self) -> TapeProfile:
+        """Return this of a step whose parameters' gradients count as those of groups."""
+        backward = tuple(event for event in self.trace.backward if not event.kept)
+        return replace(self, trace=replace(self.trace, backward=backward), common=(), plain=None)
+
     def timed_by(self, other: Trace) -> TapeProfile:
         """Return this with the shorter time of each operation of its trace and of `other`, the same step again."""
         return replace(self, trace=self.trace.timed_by(other))

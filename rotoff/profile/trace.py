@@ -11,7 +11,6 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Number
-from typing import Any
 
 import torch
 
@@ -128,10 +127,6 @@ class Trace:
             found.append(key)
         return found
 
-    def without_gradients(self) -> Trace:
-        """Return this of a step whose parameters' gradients count as those of groups."""
-        return replace(self, backward=tuple(event for event in self.backward if not event.kept))
-
     def timed_by(self, other: Trace) -> Trace:
         """Return this with the shorter of the two times of each operation; `other` is the same step again."""
         ran = (replace(op, seconds=min(op.seconds, one.seconds)) for op, one in zip(self.ran, other.ran, strict=True))
@@ -170,8 +165,6 @@ def trace_of(step: RecordedStep) -> Trace:
     # what FSDP still has gathered when the backward begins
     stays = {n for n, within in _there_at(step, END, READ) if GATHERED in within}
     peaks, gathered = _peaks(step, many, stays)
-    if step.lingers:
-        peaks, gathered = [sum(both) for both in zip(peaks, gathered, strict=True)], [0] * many
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):
@@ -220,8 +213,9 @@ def _draws(op: Operation) -> bool:
 
 def _numbers(op: Operation) -> int:
     """Return the bytes of the numbers that an operation takes as tensors, which the compiled tape keeps."""
-    given = zip(op.operator._schema.arguments, op.args, strict=False)
-    return sum(number_bytes(x) for one, x in given if isinstance(x, Number) and _is_tensor(one))
+    taken = (isinstance(argument.type, torch.TensorType) for argument in op.operator._schema.arguments)
+    given = zip(op.args, taken, strict=False)
+    return sum(number_bytes(x) for x, as_tensor in given if as_tensor and isinstance(x, Number))
 
 
 def number_bytes(number: Number) -> int:
@@ -229,13 +223,9 @@ def number_bytes(number: Number) -> int:
     return 16 if isinstance(number, complex) else 8
 
 
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(argument.type, torch.TensorType)
-
-
 def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[int], list[int]]:
     """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then, but
-    for what `stays`."""
+    for what `stays`; all in one where it lingers."""
     peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     for n, event in enumerate(step.log):
@@ -252,7 +242,7 @@ def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[
             if name.isdigit() and int(name) < many:
                 peaks[int(name)] = max(peaks[int(name)], level - start)
                 found[int(name)] = max(found[int(name)], sum(gathered.values()))
-    return peaks, found
+    return ([sum(both) for both in zip(peaks, found, strict=True)], [0] * many) if step.lingers else (peaks, found)
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:

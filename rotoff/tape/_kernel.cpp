@@ -8,6 +8,12 @@
 
 #include "_tape.h"
 
+// While it lives, this thread runs Python.
+struct WithPython {
+  PyGILState_STATE state = PyGILState_Ensure();
+  ~WithPython() { PyGILState_Release(state); }
+};
+
 // Of libtorch_python; its headers need all of Python's.
 PyObject* THPVariable_Wrap(const at::TensorBase& t);
 PyObject* THPStorage_Wrap(c10::Storage storage);
@@ -19,15 +25,13 @@ struct __attribute__((visibility("default"))) python_error : std::exception {
   python_error() = default;
   python_error(const python_error& other)
       : type(other.type), value(other.value), traceback(other.traceback), message(other.message) {
-    const auto gil = PyGILState_Ensure();
+    WithPython python;
     for (auto* object : {type, value, traceback}) Py_IncRef(object);
-    PyGILState_Release(gil);
   }
   ~python_error() override {
     if (!type && !value && !traceback) return;
-    const auto gil = PyGILState_Ensure();
+    WithPython python;
     for (auto* object : {type, value, traceback}) Py_DecRef(object);
-    PyGILState_Release(gil);
   }
   const char* what() const noexcept override { return message.c_str(); }
 };
@@ -190,11 +194,6 @@ int content_set_held(PyObject* self, PyObject* storage, void*) try {
   return -1;
 }
 
-int content_set_lent(PyObject* self, PyObject* copies, void*) {
-  PyContent::of(self)->lent = static_cast<int>(PyLong_AsLong(copies));
-  return PyErr_Occurred() ? -1 : 0;
-}
-
 // An object each time that Python asks for it: they are equal if the content is the same.
 Py_hash_t content_hash(PyObject* self) { return reinterpret_cast<Py_hash_t>(PyContent::of(self).get()) >> 4; }
 
@@ -237,11 +236,7 @@ PyObject* known_new(PyTypeObject*, PyObject* args, PyObject*) try {
 
 // Tells that the forward has come to the position ahead, from within an operation, which runs without Python's lock.
 void come_to(PyObject* self) {
-  const auto gil = PyGILState_Ensure();
-  struct Done {
-    PyGILState_STATE gil;
-    ~Done() { PyGILState_Release(gil); }
-  } done{gil};
+  WithPython python;
   Owned told{PyObject_GetAttrString(self, "on_ahead")};
   if (told && Owned{PyObject_CallFunctionObjArgs(told.get(), self, nullptr)}) return;
   python_error error;
@@ -407,13 +402,6 @@ PyObject* tape_begins(PyObject* self, PyObject*) {
   return found.release();
 }
 
-int tape_set_ahead(PyObject* self, PyObject* position, void*) try {
-  tape_in(self).ahead = integer(position);
-  return 0;
-} catch (...) {
-  translated();
-  return -1;
-}
 PyObject* tape_keep(PyObject* self, PyObject*) { return Py_NewRef(PyTape::of(self).keep.get()); }
 int tape_set_keep(PyObject* self, PyObject* keep, void*) {
   PyTape::of(self).keep.reset(Py_NewRef(keep));
@@ -427,9 +415,11 @@ PyObject* getter(PyObject* self, void*) {
   return method<function>(self, nullptr);
 }
 
-// Fields of `self`: a number that Python reads, and changes by `set`; a flag that it changes.
-#define NUMBER(name, value, set) \
-  { name, [](PyObject* self, void*) { return as_number(value); }, set, nullptr, nullptr }
+// Fields of `self`: a number that Python reads, one that it changes, a flag that it changes.
+#define NUMBER(name, value) { name, [](PyObject* self, void*) { return as_number(value); }, nullptr, nullptr, nullptr }
+#define COUNT(name, value)                                                   \
+  { name, [](PyObject* self, void*) { return as_number(value); },            \
+    [](PyObject* self, PyObject* n, void*) { return value = PyLong_AsLong(n), PyErr_Occurred() ? -1 : 0; }, nullptr, nullptr }
 #define FLAG(name, value)                                                      \
   { name, [](PyObject* self, void*) { return PyBool_FromLong(value); },        \
     [](PyObject* self, PyObject* on, void*) { return value = on == Py_True, 0; }, nullptr, nullptr }
@@ -442,12 +432,12 @@ PyMethodDef content_methods[] = {
     {},
 };
 PyGetSetDef content_fields[] = {
-    NUMBER("op", PyContent::of(self)->op, nullptr),
-    NUMBER("out", PyContent::of(self)->out, nullptr),
-    NUMBER("stage", PyContent::of(self)->stage, nullptr),
-    NUMBER("nbytes", PyContent::of(self)->nbytes, nullptr),
+    NUMBER("op", PyContent::of(self)->op),
+    NUMBER("out", PyContent::of(self)->out),
+    NUMBER("stage", PyContent::of(self)->stage),
+    NUMBER("nbytes", PyContent::of(self)->nbytes),
     {"held", getter<content_held>, content_set_held, nullptr, nullptr},
-    NUMBER("lent", PyContent::of(self)->lent, content_set_lent),
+    COUNT("lent", PyContent::of(self)->lent),
     {},
 };
 PyMethodDef tape_methods[] = {
@@ -469,16 +459,16 @@ PyMethodDef tape_methods[] = {
     {},
 };
 PyGetSetDef tape_fields[] = {
-    NUMBER("stage", tape_in(self).stage, nullptr),
-    NUMBER("position", tape_in(self).position, nullptr),
-    NUMBER("ahead", tape_in(self).ahead, tape_set_ahead),
+    NUMBER("stage", tape_in(self).stage),
+    NUMBER("position", tape_in(self).position),
+    COUNT("ahead", tape_in(self).ahead),
     {"begins", getter<tape_begins>, nullptr, nullptr, nullptr},
-    NUMBER("key", tape_in(self).key, nullptr),
+    NUMBER("key", tape_in(self).key),
     {"keep", getter<tape_keep>, tape_set_keep, nullptr, nullptr},
     FLAG("paused", tape_in(self).paused),
     FLAG("in_python", tape_in(self).in_python),
-    NUMBER("noted", tape_in(self).operations.size(), nullptr),
-    NUMBER("replayed", tape_in(self).replayed, nullptr),
+    NUMBER("noted", tape_in(self).operations.size()),
+    NUMBER("replayed", tape_in(self).replayed),
     {},
 };
 
@@ -522,11 +512,7 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernel", nullptr, -1, functio
 }  // namespace
 
 int64_t rotoff::checksum(const Storage& storage) {
-  const auto gil = PyGILState_Ensure();
-  struct Done {
-    PyGILState_STATE gil;
-    ~Done() { PyGILState_Release(gil); }
-  } done{gil};
+  WithPython python;
   auto argument = checked(wrapped(storage));
   auto sum = checked(PyObject_CallFunctionObjArgs(checksum_in_python, argument.get(), nullptr));
   return PyLong_AsLongLong(sum.get());

@@ -27,30 +27,21 @@ def _precision(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any]
     return partial(_C._get_fp32_precision_getter, backend, op), partial(_put_precision, backend, op)
 
 
+def _named(getter: str, setter: str, *names: str) -> list[tuple[Callable[[], Any], Callable[..., object]]]:
+    return [(getattr(_C, getter.format(name)), getattr(_C, setter.format(name))) for name in names]
+
+
+_REDUCED = "_get_cublas_allow_{}_reduced_precision_reduction", "_set_cublas_allow_{}_reduced_precision_reduction"
 # What chooses kernels below autograd: getter, setter. Autocast, modes and transforms have acted above.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.is_grad_enabled, _C._set_grad_enabled),  # oneDNN's LSTM makes another result without
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_C._get_nnpack_enabled, _C._set_nnpack_enabled),
-    (_C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
-    (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
-    (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
-    (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
-    (
-        _C._get_cublas_allow_fp16_reduced_precision_reduction,
-        lambda both: _C._set_cublas_allow_fp16_reduced_precision_reduction(*both),
-    ),
-    (
-        _C._get_cublas_allow_bf16_reduced_precision_reduction,
-        lambda both: _C._set_cublas_allow_bf16_reduced_precision_reduction(*both),
-    ),
-    (_C._get_cublas_allow_fp16_accumulation, _C._set_cublas_allow_fp16_accumulation),
-    (_C._get_blas_preferred_backend, _C._set_blas_preferred_backend),
+    *_named("_get_{}", "_set_{}", "nnpack_enabled", "mkldnn_enabled", "cudnn_enabled"),
+    *_named("_get_{}", "_set_{}", "cudnn_benchmark", "cudnn_deterministic"),
+    *((get, lambda both, put=put: put(*both)) for get, put in _named(*_REDUCED, "fp16", "bf16")),
+    *_named("_get_{}", "_set_{}", "cublas_allow_fp16_accumulation", "blas_preferred_backend"),
     *(_precision(*one) for one in product((*accelerator.ACCELERATORS, "mkldnn"), ("conv", "rnn", "matmul"))),
-    (_C._get_flash_sdp_enabled, _C._set_sdp_use_flash),
-    (_C._get_mem_efficient_sdp_enabled, _C._set_sdp_use_mem_efficient),
-    (_C._get_math_sdp_enabled, _C._set_sdp_use_math),
-    (_C._get_cudnn_sdp_enabled, _C._set_sdp_use_cudnn),
+    *_named("_get_{}_sdp_enabled", "_set_sdp_use_{}", "flash", "mem_efficient", "math", "cudnn"),
     (
         lambda: (_C._get_deterministic_algorithms(), _C._get_deterministic_algorithms_warn_only()),
         lambda both: _C._set_deterministic_algorithms(both[0], warn_only=both[1]),

@@ -33,25 +33,16 @@ def tensor_leaves(value: Any) -> list[torch.Tensor]:
 def flatten(value: Any) -> tuple[list[torch.Tensor], Callable[[list[torch.Tensor]], Any]]:
     """Return the tensors in `value` (a tensor, or tuples, lists and dicts of them), and a function that rebuilds
     `value` with other tensors in their places."""
-    if isinstance(value, torch.Tensor):  # nearly always
-        return [value], _only
-    if type(value) in (tuple, list) and all(isinstance(leaf, torch.Tensor) for leaf in value):
-        return list(value), type(value)
-    found, spec = pytree.tree_flatten(value)
-    places = [n for n, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
-    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in found]  # holds no tensor alive
+    rest = pytree.tree_map_only(torch.Tensor, lambda _: _PLACE, value)  # holds no tensor alive
 
     def rebuild(tensors: list[torch.Tensor]) -> Any:
-        filled = list(constants)
-        for n, tensor in zip(places, tensors, strict=True):
-            filled[n] = tensor
-        return pytree.tree_unflatten(filled, spec)
+        left = iter(tensors)
+        return pytree.tree_map(lambda leaf: next(left) if leaf is _PLACE else leaf, rest)
 
-    return [found[n] for n in places], rebuild
+    return tensor_leaves(value), rebuild
 
 
-def _only(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0]
+_PLACE = object()
 
 
 def look_into(value: Any) -> None:

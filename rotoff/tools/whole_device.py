@@ -18,7 +18,7 @@ from torch import nn
 
 from ..core.chain import Chain
 from ..core.figures import Figures
-from ..core.parameters import ParameterGroup, in_parts
+from ..core.parameters import ParameterGroup
 from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import as_size
@@ -31,7 +31,7 @@ from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.tape_chain import TapeChain
-from ..profile.tape_groups import TapeGroups, members_of, movable_of
+from ..profile.tape_groups import TapeGroups, movable_of, parts_of
 from ..profile.tape_profile import TapeProfile
 from ..runtime.placed.tensor import room_of
 from ..solver.anneal import Budget
@@ -286,13 +286,8 @@ def whole_device(
 
     reads = profile.step.reading
     _, movable = movable_of(profile.step.model, reads.staying, may=lambda p: p.numel() > 0)
-    members = members_of(movable, reads, profile.chains[0].layout.begins, probe)
-    whole = sum(room_of(p) for several in members.values() for p in several)
-    parts = [
-        (stages, part)
-        for (stages, _, _), several in sorted(members.items(), key=lambda one: one[0])
-        for part in in_parts(several, map(room_of, several), whole)
-    ]
+    whole = sum(room_of(p) for p in movable if id(p) in reads.at)
+    parts = parts_of(movable, reads, profile.chains[0].layout.begins, probe, whole)
     grouped = {id(p) for _, part in parts for p in part}
     outside = [p for p in every if id(p) not in grouped]
     beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in profile.step.model.buffers()}.values())

@@ -53,8 +53,8 @@ class Estimate(TapeProfile):
 
     @cached_property
     def moving(self) -> Estimate:
-        """The profile of steps whose gradients are those of groups of parameters: they are in no stage."""
-        return replace(self, trace=self.trace.without_gradients(), like=tuple(self.chains))
+        """The profile of steps whose gradients are those of groups of parameters, cut into the same stages."""
+        return replace(self, trace=self.without_gradients().trace, like=tuple(self.chains))
 
 
 def estimate_profile(

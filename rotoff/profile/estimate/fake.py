@@ -30,11 +30,10 @@ from ..allocations import Event
 from .collectives import Collective, collective
 from .cpu_temporaries import temporary_bytes
 from .devices import Device
-from .fake_kernels import QUERIES, FakeKernels
+from .fake_kernels import CPU, QUERIES, FakeKernels
 from .roofline import seconds_of
 
 T = TypeVar("T")
-_CPU = torch.device("cpu")
 
 
 def fake_copy(thing: T, mode: FakeTensorMode) -> T:
@@ -79,7 +78,7 @@ def _fake(tensor: torch.Tensor, mode: FakeTensorMode, memo: dict[int, Any]) -> t
     if tensor.layout != torch.strided:
         raise MeasureError(f"a tensor of layout {tensor.layout} cannot be estimated; use strided tensors")
     shape = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-    result: torch.Tensor = FakeTensor(mode, shape, _CPU)
+    result: torch.Tensor = FakeTensor(mode, shape, CPU)
     if isinstance(tensor, nn.Parameter):
         result = nn.Parameter(result, requires_grad=tensor.requires_grad)
     else:
@@ -230,7 +229,7 @@ def _engine_references() -> tuple[int, int, int]:
             return func(*args, **(kwargs or {}))
 
     with FakeKernels(), torch.enable_grad():
-        x = torch.empty(2, requires_grad=True, device=_CPU)
+        x = torch.empty(2, requires_grad=True, device=CPU)
         y = torch.stack([x.tanh().sin() * 2, x.cos().sin() * 2])
         with Watch():
             torch.autograd.grad(y, x, torch.empty_like(y))

@@ -9,17 +9,20 @@ both devices support them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 
-from ...tape.operators import kind_of
+from ...tape.operators import kind_of, tensors_of
 from ...tensors.eager_mode import EagerMode
 from ...tensors.tree import leaves
 
 _aten = torch.ops.aten
+CPU = torch.device("cpu")  # of all fake tensors
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 SMALL = 2**16  # elements
 QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
@@ -77,9 +80,14 @@ class FakeKernels(EagerMode, FakeTensorMode):
                 self._unknown[t.untyped_storage()._cdata] = t.untyped_storage()
 
     def _fake(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        given = tensors_of(args, kwargs)
+        if _makes_views(func) and all(type(t) is FakeTensor and t.constant is None for t in given):
+            with in_kernel_invocation_manager(self):  # all else that the mode does takes several times as long
+                made = func(*args, **kwargs)
+            return tree_map_only(torch.Tensor, lambda t: t if type(t) is FakeTensor else FakeTensor(self, t, CPU), made)
         inside, self._inside = self._inside, True
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
         finally:
             self._inside = inside
 
@@ -101,6 +109,13 @@ class FakeKernels(EagerMode, FakeTensorMode):
         result: Any = super().dispatch(func, types, (*given, *args[2:]), kwargs)
         with self:
             return torch.empty_strided(result.size(), result.stride(), dtype=wanted, device=result.device)
+
+
+@cache
+def _makes_views(func: Any) -> bool:
+    """Whether an operation makes views by a kernel of its own, and not by others."""
+    implicit = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return kind_of(func).view and not implicit
 
 
 def _mixed(weight: Any) -> bool:

@@ -34,9 +34,8 @@ from ..trace import number_bytes
 from .cuda_kernels import ADDS_MASK, device_variants
 from .devices import Device
 from .fake import FakeLog, fake_copy
-from .fake_kernels import QUERIES, FakeKernels
+from .fake_kernels import CPU, QUERIES, FakeKernels
 
-_CPU = torch.device("cpu")  # of all fake tensors
 _FACTORS = {torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor}  # for `x`, the backward needs the second argument
 
 
@@ -104,7 +103,7 @@ def fake_step(
     mode = FakeKernels(cuda)
     log = FakeLog(device)
     # a mode is slow, and only needed where the caller has another default
-    default = nullcontext() if torch.get_default_device() == _CPU else _CPU
+    default = nullcontext() if torch.get_default_device() == CPU else CPU
     with default, device_variants(device):
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
@@ -153,7 +152,7 @@ class FakeStep(RecordedStep):
     lingers = False
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: FakeLog) -> None:
-        super().__init__(Known(), model, _Nowhere(_CPU))
+        super().__init__(Known(), model, _Nowhere(CPU))
         self.model = model
         self._mode, self._births = mode, log
         self.log, self.collectives = log.told, log.collectives
@@ -222,7 +221,7 @@ class FakeStep(RecordedStep):
     def unpack(self, packed: Any) -> torch.Tensor:
         tensor = super().unpack(packed)
         if isinstance(packed, Slot) and tensor.is_meta:
-            tensor = FakeTensor(self._mode, tensor, _CPU)
+            tensor = FakeTensor(self._mode, tensor, CPU)
         return tensor
 
     def hold_shards(self) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from ..trace import Trace
@@ -42,10 +41,9 @@ class Growth:
     def at(self, count: int) -> Estimate:
         """The profile at a batch of `count`."""
         if count not in self._known:
-            one, other = self.profile, self.larger
-            line = partial(_on, share=(count - self.batch) / (self.count - self.batch))
-            batch_bytes = line(one.batch_bytes, other.batch_bytes)
-            self._known[count] = replace(other, trace=_between(one.trace, other.trace, line), batch_bytes=batch_bytes)
+            one, other = ((of.trace, of.batch_bytes) for of in (self.profile, self.larger))
+            trace, batch_bytes = _between(one, other, (count - self.batch) / (self.count - self.batch))
+            self._known[count] = replace(self.larger, trace=trace, batch_bytes=batch_bytes)
         return self._known[count]
 
 
@@ -60,24 +58,15 @@ def _shape(trace: Trace) -> object:
     return made, ran, trace.saved, [(event.size > 0, event.freed, event.reads) for event in trace.backward]
 
 
-def _between(one: Trace, other: Trace, line: Callable[[Any, Any], Any]) -> Trace:
-    def part(a: Any, b: Any, *names: str) -> Any:
-        return replace(a, **{name: line(getattr(a, name), getattr(b, name)) for name in names})
-
-    def parts(a: Iterable[Any], b: Iterable[Any], *names: str) -> tuple[Any, ...]:
-        return tuple(part(*pair, *names) for pair in zip(a, b, strict=True))
-
-    trace: Trace = replace(
-        part(one, other, "beside", "states"),
-        made=parts(one.made, other.made, "nbytes"),
-        ran=parts(one.ran, other.ran, "peak", "copies", "seconds"),
-        backward=parts(one.backward, other.backward, "size", "seconds"),
-    )
-    return trace
-
-
-def _on(a: Any, b: Any, share: float) -> Any:
-    """Return what is on the line through two numbers, whose sign they have."""
+def _between(a: Any, b: Any, share: float) -> Any:
+    """Return what is on the line through two values, which differ in numbers alone. A number keeps its sign."""
+    if a == b:
+        return a
+    if isinstance(a, tuple):
+        return tuple(_between(*pair, share) for pair in zip(a, b, strict=True))
+    if is_dataclass(a):
+        names = [field.name for field in fields(a)]
+        return replace(a, **{name: _between(getattr(a, name), getattr(b, name), share) for name in names})  # type: ignore[type-var]
     found = max(0.0, abs(a) + share * (abs(b) - abs(a)))
     found = round(found) if isinstance(a, int) else found
     return -found if a < 0 else found

@@ -8,13 +8,13 @@ without a formula there is assumed to be bound by memory: it reads every input o
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
 
 from ...accelerator import ACCELERATORS
+from ...tape.operators import kind_of
 from ...tensors.storage import pieces
 from ...tensors.tree import tensor_leaves
 from .devices import Device
@@ -44,32 +44,18 @@ def seconds_of(device: Device, func: Any, args: Any, kwargs: Any, result: Any) -
     if kind == "float32" and "tf32" in device.flops:
         in_tf32 = func.overloadpacket.__name__.startswith(_CONVOLUTIONS) or matmuls_in_tf32()
         kind = "tf32" if in_tf32 else kind
-    moved = _touched(outputs) + (0 if func in _WRITE_ONLY else _touched(inputs))
+    moved = _touched(outputs) + (0 if func.overloadpacket.__name__ in _WRITE_ONLY else _touched(inputs))
     seconds = operations / (device.peak(kind) * device.compute_efficiency)
     return max(seconds, moved / (device.memory_bandwidth * device.memory_efficiency)) + device.launch_time
 
 
-_aten = torch.ops.aten
-_WRITE_ONLY = frozenset(
-    {_aten.zero_.default, _aten.fill_.Scalar, _aten.zeros_like.default, _aten.ones_like.default,
-     _aten.full_like.default,
-     _aten.new_zeros.default, _aten.new_full.default, _aten.bernoulli_.float, _aten.empty_like.default}
-)  # fmt: skip
-_NOTHING = frozenset(
-    {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
-     _aten.new_empty_strided.default,
-     # views that their schemas do not declare
-     _aten._unsafe_view.default, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor_storage_offset,
-     _aten.set_.source_Tensor, _aten.set_.source_Storage}
-)  # fmt: skip
+# operators by name, whatever the overload
+_WRITE_ONLY = {"zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_full", "bernoulli_"}
+_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "set_"}
 
 
-@cache
 def _only_views(func: Any) -> bool:
-    returns = func._schema.returns
-    if func in _NOTHING:
-        return True
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return kind_of(func).view or func.overloadpacket.__name__ in _NOTHING
 
 
 def _touched(tensors: list[torch.Tensor]) -> int:
