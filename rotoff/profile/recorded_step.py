@@ -29,7 +29,7 @@ from ..tape.operators import tensors_of
 from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
-from ..tensors.modules import compiled, parts_of
+from ..tensors.modules import compiled, eagerly, parts_of
 from ..tensors.storage import local, stored
 from .allocations import Event, Log, check_allocator, region
 
@@ -101,16 +101,6 @@ class _AtEnd:
 def within_backward() -> bool:
     """Whether this is called within a backward, where no profiler may begin or end."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """`hook`, but not where PyTorch compiles a call of the module, as `torch.cond` does."""
-
-    def run(*args: Any) -> None:
-        if not torch.compiler.is_compiling():
-            hook(*args)
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -215,13 +205,13 @@ class RecordedStep(Verified):
         self._start()
         for module in self._names:
             if (call := module._compiled_call_impl) is None:
-                self._hooks.append(module.register_forward_pre_hook(_eager(self._called), prepend=True))
-                self._hooks.append(module.register_forward_hook(_eager(self._returned)))
+                self._hooks.append(module.register_forward_pre_hook(eagerly(self._called), prepend=True))
+                self._hooks.append(module.register_forward_hook(eagerly(self._returned)))
             else:
                 self._compiled.append((module, call))
                 module._compiled_call_impl = partial(self._call, module, call)  # its hooks are compiled, too
         # while its parameters are there
-        self._hooks += [module.register_forward_hook(_eager(self._left), prepend=True) for module in self._units]
+        self._hooks += [module.register_forward_hook(eagerly(self._left), prepend=True) for module in self._units]
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
         this = weakref.ref(self)  # or the parameters would keep a step whose graph is dropped
 

@@ -8,7 +8,8 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _PACKAGE = __name__.partition(".")[0]
-_RUNS_STEPS = "tape", "profile", "planning", "runtime"  # parts of the package; tools is also called by compiled code
+# parts of the package; compilers look into others, such as hooks of modules
+_RUNS_STEPS = "tape", "profile", "planning", "runtime", "tensors.storage"
 _told: list[Any] = []
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,16 @@ def compiled(module: nn.Module) -> bool:
 def parts_of(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules within one that is compiled, of which Python runs none; also itself, if it is scripted."""
     return (inner for inner in module.modules() if inner is not module or isinstance(module, torch.jit.ScriptModule))
+
+
+def eagerly(hook: Callable[..., None]) -> Callable[..., None]:
+    """`hook`, but not where PyTorch compiles a call of the module, as `torch.cond` does; there it looks into this."""
+
+    def run(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            hook(*args)
+
+    return run
 
 
 @lru_cache(maxsize=256)

@@ -26,6 +26,7 @@ class RotoffConfig:
     Args:
         mem_limit: as for `rotoff.attach`. None: "auto", unless device_limit is given.
         device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
+        cache_directory: not used, since nothing is kept on disk.
         process_group: True: all processes follow one plan; the callbacks decide this by themselves.
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
@@ -45,6 +46,7 @@ class RotoffConfig:
     backward_from: str | int | list[str | int] | None = None
     forms: bool = True
     host_directory: str | None = None
+    cache_directory: Any = None
     process_group: bool | None = None
     updates: str | None = None
     check: bool = False
