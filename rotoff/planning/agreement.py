@@ -213,15 +213,16 @@ def own_of(groups: TapeGroups) -> TapeGroups:
 
 def _largest_of(everyone: Several[Several[Chain]]) -> list[Chain]:
     """Return the chains with the largest costs, given those of each process."""
+    alike = list(zip(*everyone, strict=False))
     for what, many in (("stages", len), ("groups of parameters", lambda chain: len(chain.parameters))):
-        counts = [many(chains[0]) for chains in everyone]
-        if len(set(counts)) > 1:
+        counts = next((c for several in alike if len(set(c := [many(chain) for chain in several])) > 1), None)
+        if counts is not None:
             raise MeasureError(
                 f"the processes of the group have different numbers of {what} ({', '.join(map(str, counts))}), and one"
                 " plan cannot be for all; give all of them the same model and inputs of the same kind, or name the"
                 " stages by stages="
             )
-    return [_largest(several) for several in zip(*everyone, strict=False)]
+    return list(map(_largest, alike))
 
 
 def _largest(several: Several[Any]) -> Any:
@@ -339,7 +340,8 @@ def not_answering(error: BaseException, group: Any) -> ExecutionError:
     """What to raise if a collective has failed: it names the processes of the group that have ended, or else those that
     do not answer."""
     ended, late = list[str](), list[str]()
-    for peer in range(dist.get_world_size(group)):
+    asks = "cpu:" in dist.get_backend_config(group)
+    for peer in range(dist.get_world_size(group) if asks else 0):
         if peer == dist.get_rank(group):
             continue
         try:

@@ -26,6 +26,7 @@ from ..runtime.links.spill import Back, Spill
 from ..runtime.sharded import gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
 from ..tape.operators import tensors_of
+from ..tape.regions import OPERATORS
 from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
@@ -293,6 +294,8 @@ class RecordedStep(Verified):
         for t in tensors_of(args, kwargs or {}):  # views, too: they ask for the bytes
             if self.plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
                 self._reads.add((len(self.operations), key))
+                if func in OPERATORS:
+                    self._overwritten.add(key)  # as those of compiled modules, it stays
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -15,18 +15,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
+from zlib import crc32
 
 import torch
 from torch.utils import _python_dispatch
 
+from ..errors import ExecutionError
 from ..tensors.eager_mode import leave_alone
 
 _library = torch.library.Library("rotoff", "DEF")
-_library.define(
-    "compiled_region(int region, Tensor[] read, Tensor(a!)[] written, SymInt[] numbers) -> Tensor[]",
-    tags=(torch.Tag.nondeterministic_seeded,),
-)
-OPERATOR = torch.ops.rotoff.compiled_region.default
+_ARGUMENTS = "(Tensor[] read, Tensor(a!)[] written, SymInt[] numbers, int region, Tensor key) -> Tensor[]"
+_library.define(f"compiled_region{_ARGUMENTS}")
+_library.define(f"compiled_region.draws{_ARGUMENTS}", tags=(torch.Tag.nondeterministic_seeded,))
+OPERATORS = torch.ops.rotoff.compiled_region.default, torch.ops.rotoff.compiled_region.draws
 HIGHER_ORDER: Any = torch._ops._higher_order_ops.get("inductor_compiled_code")
 _OF_SIZES = frozenset(value for value in vars(operator).values() if callable(value))
 
@@ -39,7 +40,11 @@ class Region:
 
     def __init__(self, call: Any, graph: torch.fx.GraphModule | None) -> None:
         self.call = call
+        called = [] if graph is None else [node.target for node in graph.graph.nodes]
         self.written = None if graph is None else _written(graph)
+        self._operator = OPERATORS[any(torch.Tag.nondeterministic_seeded in getattr(one, "tags", ()) for one in called)]
+        self._code = "" if graph is None else graph.code
+        self._keys: dict[tuple[int, ...], torch.Tensor] = {}
 
     def __call__(self, inputs: list[Any], call: Callable[..., Any]) -> list[Any]:
         """Call the operator with this region; `call` as of `called`."""
@@ -48,8 +53,16 @@ class Region:
         written = [inputs[n] for n in self.written]
         read = [x for n, x in enumerate(inputs) if isinstance(x, torch.Tensor) and n not in self.written]
         inputs.clear()
-        made = iter(call(OPERATOR, (), (id(self), read, written, numbers)))
+        made = iter(call(self._operator, (), (read, written, numbers, id(self), self._key(tuple(numbers)))))
         return [next(made) if x is None else x[0] for x in _open.others]
+
+    def _key(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor without elements whose size tells graphs, and their numbers, apart: operations of a tape are
+        known by the sizes of what they read."""
+        if (found := self._keys.get(numbers)) is None:
+            with torch._C._DisableTorchDispatch():  # no tape notes it
+                found = self._keys[numbers] = torch.empty(0, crc32(f"{self._code}{numbers}".encode()))
+        return found
 
     def run(self, read: list[torch.Tensor], written: list[torch.Tensor], numbers: list[int]) -> list[torch.Tensor]:
         """Call the code with its arguments in order, and return the tensors that it makes."""
@@ -89,9 +102,14 @@ _regions: WeakValueDictionary[int, Region] = WeakValueDictionary()
 _of: WeakKeyDictionary[Any, Region] = WeakKeyDictionary()
 
 
-@torch.library.impl("rotoff::compiled_region", "CompositeExplicitAutograd", lib=_library)
-def _run(region: int, read: list[torch.Tensor], written: list[torch.Tensor], numbers: list[int]) -> list[torch.Tensor]:
+def _run(
+    read: list[torch.Tensor], written: list[torch.Tensor], numbers: list[int], region: int, key: torch.Tensor
+) -> list[torch.Tensor]:
     return _regions[region].run(read, written, numbers)
+
+
+for one in OPERATORS:
+    _library.impl(one, _run, "CompositeExplicitAutograd")
 
 
 def _call(operator: Any, types: tuple[()], args: tuple[Any, ...]) -> Any:
@@ -104,7 +122,13 @@ def called(func: Any, inputs: list[Any], *, call: Callable[..., Any] = _call, na
     if region is None:
         region = _of[func] = Region(func.compiled_callable, func.original_gm)
         _regions[id(region)] = region
-    if region.written is None or "torch._inductor.cudagraph_trees" in sys.modules:  # graphs own what they make
+    as_it_is = region.written is None or not all(isinstance(x, torch.Tensor) or type(x) is int for x in inputs)
+    if as_it_is or "torch._inductor.cudagraph_trees" in sys.modules:  # CUDA graphs own what they make
+        if any(isinstance(x, torch.Tensor) and x.numel() and not x.untyped_storage().nbytes() for x in inputs):
+            raise ExecutionError(
+                "a function that is compiled apart from its module reads parameters that the device does not have;"
+                " compile the module (module.compile()), whose parameters stay there, or give a mem_limit"
+            )
         made: list[Any] = func.compiled_callable(inputs)
         return made
     for regions in _open.tapes:
@@ -112,20 +136,30 @@ def called(func: Any, inputs: list[Any], *, call: Callable[..., Any] = _call, na
     return region(inputs, call)
 
 
+_lock = threading.Lock()
+_before: list[tuple[bool, bool]] = []  # of each tape that records, in any thread: the settings before the first
+
+
 @contextmanager
 def seen(regions: set[Region]) -> Iterator[None]:
     """Within, what is compiled calls its graphs as operators, as does what was compiled so before. regions: gets those
     that are called on this thread."""
     leave_alone()
-    config = sys.modules.get("torch._inductor.config")
+    config: Any = sys.modules.get("torch._inductor.config")
     if HIGHER_ORDER is None or config is None:
         yield
         return
-    before, _python_dispatch._is_in_torch_dispatch_mode = _python_dispatch._is_in_torch_dispatch_mode, True
+    with _lock:
+        _before.append((config.wrap_inductor_compiled_regions, _python_dispatch._is_in_torch_dispatch_mode))
+        config.wrap_inductor_compiled_regions = _python_dispatch._is_in_torch_dispatch_mode = True
     _open.tapes.append(regions)
     try:
-        with config.patch(wrap_inductor_compiled_regions=True):
-            yield
+        yield
     finally:
         _open.tapes.pop()
-        _python_dispatch._is_in_torch_dispatch_mode = before
+        with _lock:
+            if len(_before) == 1:
+                config.wrap_inductor_compiled_regions, _python_dispatch._is_in_torch_dispatch_mode = _before[0]
+            else:
+                _before[1] = _before[0]
+            del _before[0]

@@ -207,12 +207,12 @@ class Tape(EagerMode):
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._seen.__exit__(None, None, None)
         if self.is_mode:
             super().__exit__(*error)
         else:
             self._below.__exit__(*error)
             del self._below  # it has this tape
+        self._seen.__exit__(None, None, None)
         self.enter(0)
         for content in self._contents.values():
             read = self.operations[content.op].contents() if content.op != RESIDENT else ()

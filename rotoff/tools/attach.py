@@ -194,6 +194,8 @@ class Attachment:
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """An attachment for the model's deep copy, with the same request; it is measured and planned again."""
         twin = memo[id(self)] = object.__new__(Attachment)
+        if (group := self.planned._group) is not None:
+            memo[id(group)] = group
         model, planned = memo[id(self.model)], copy.deepcopy(self.planned, memo)
         vars(twin).update(vars(self), model=model, planned=planned, _inside=False)
         if isinstance(self.original, MethodType):

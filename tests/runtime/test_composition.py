@@ -37,8 +37,9 @@ def test_normalisations_with_parametrised_weights() -> None:
     bits_and_bytes(nn.Sequential(*parts), lambda: torch.randn(64, 16), MODES)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.grid
+@pytest.mark.parametrize(
+    "backend", ["inductor", *(pytest.param(one, marks=pytest.mark.slow) for one in ("eager", "aot_eager"))]
+)
 def test_compiled_stages(backend: str) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")

@@ -97,6 +97,26 @@ def test_a_compiled_graph_is_one_operation(new_tape: Any) -> None:
     assert run.tapes[0].noted == 6 and run.tapes[0].replayed
 
 
+def test_compiled_graphs_and_their_numbers_are_told_apart(new_tape: Any) -> None:
+    def narrow(x: torch.Tensor, size: int) -> tuple[Any, ...]:
+        return torch.ops.aten.sin.default(x), torch.ops.aten.cos.default(x)
+
+    def wide(x: torch.Tensor, size: int) -> tuple[Any, ...]:
+        return torch.ops.aten.sin.default(x), torch.ops.aten.repeat.default(x, [1, 8])
+
+    def key(graph: Any, size: Any) -> int:
+        called = InductorCompiledCallable(lambda inputs: graph(*inputs), torch.fx.symbolic_trace(graph))
+        called.__name__ = "graph"
+        with new_tape() as tape:
+            tape.enter(1)
+            inductor_compiled_code(called, [torch.ones(4, 8), size])
+            return int(tape.key)
+
+    assert key(narrow, 3) == key(narrow, 3)
+    assert len({key(narrow, 3), key(narrow, 4), key(wide, 3)}) == 3
+    assert key(narrow, 0.5) == key(narrow, 1.5)  # a graph with other numbers than these runs as it is
+
+
 Made = tuple[torch.Tensor, torch.Tensor]
 calls = 0
 

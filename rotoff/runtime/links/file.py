@@ -199,6 +199,8 @@ class _Worker:
                 self._one.release()
             return
         try:
+            if self._last is None:
+                self._copies.submit(int)  # what cannot start a thread stays in the queue: this may
             self._last = ticket.done = self._copies.submit(_run, ticket, self.file, self._one)
         except RuntimeError as error:
             raise ExecutionError(
