@@ -3,7 +3,10 @@ model."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import tempfile
+import types
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -485,3 +488,22 @@ def test_lightning_asks_which_module(tmp_path: Path, lightning: Any) -> None:
         fit(lightning, module, tmp_path, for_lightning("1 GiB"))
     with pytest.raises(OptionError, match="no submodule 'nets'"):
         fit(lightning, module, tmp_path, for_lightning("1 GiB", module="nets"))
+
+
+def test_axolotls_file_gives_the_callback_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its base class is a stand-in: axolotl is not among the tests' packages."""
+    torchvision_operators.declare()
+    expected = for_trainer("1 GiB", mode="remat")
+    base: Any = types.ModuleType("axolotl.integrations.base")
+    base.BasePlugin = object
+    for name in ("axolotl", "axolotl.integrations"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    plugin = importlib.import_module("rotoff.integrations.axolotl").RotoffPlugin()
+    assert plugin.get_input_args() == "rotoff.integrations.axolotl.RotoffArgs"
+    (found,) = plugin.add_callbacks_pre_trainer(
+        types.SimpleNamespace(rotoff={"mem_limit": "1 GiB", "mode": "remat"}), None
+    )
+    assert isinstance(found, type(expected)) and found._options == expected._options
+    with pytest.raises(OptionError, match="mem_limits"):
+        plugin.add_callbacks_pre_trainer(types.SimpleNamespace(rotoff={"mem_limits": "1 GiB"}), None)
