@@ -294,7 +294,8 @@ class Forked:
             self.net.compute_sequence(mode=mode, refine=False, **limit)
             assert any(op.of for op in self.net.sequence)
         else:
-            self.net.compute_sequence(smallest(self.net, mode), mode, refine=False)
+            least = "offload" if mode == "joint" else mode  # below it, joint may move nothing
+            self.net.compute_sequence(smallest(self.net, least), mode, refine=False)
 
     def loss(self, k: int) -> torch.Tensor:
         torch.manual_seed(k)
