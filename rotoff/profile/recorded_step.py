@@ -108,8 +108,9 @@ def within_backward() -> bool:
 class Reads:
     """Which operations of a step read parameters, which are given by id.
 
-    at: their positions. staying: those that have to stay on the device: that its operations overwrite, or that autocast
-    casts once for several operations. It keeps casts of leaf tensors alone, and what stands for a parameter is none.
+    at: their positions. staying: those that have to stay on the device: that its operations overwrite, that compiled
+    graphs read, or that autocast casts once for several operations. It keeps casts of leaf tensors alone, and what
+    stands for a parameter is none.
     """
 
     at: dict[int, frozenset[int]]
@@ -184,7 +185,7 @@ class RecordedStep(Verified):
         self._reads: set[tuple[int, int]] = set()
         # positions at which autograd has saved parameters that nothing has read since the operation before
         self._kept_at: set[tuple[int, int]] = set()
-        self._overwritten: set[int] = set()
+        self._staying: set[int] = set()
         self._casts: dict[Content, int] = {}
         self._uses: Counter[Content] = Counter()  # of casts
         self._profile: Log | None = None
@@ -295,7 +296,7 @@ class RecordedStep(Verified):
             if self.plain(t) and (key := self._own.get(t.untyped_storage()._cdata)) is not None:
                 self._reads.add((len(self.operations), key))
                 if func in OPERATORS:
-                    self._overwritten.add(key)  # as those of compiled modules, it stays
+                    self._staying.add(key)  # as the parameters of compiled modules
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -322,7 +323,7 @@ class RecordedStep(Verified):
     def _written(self, *of: Any) -> Any:  # type: ignore[override]
         written = super()._written(*of)
         found = (self._own.get(t.untyped_storage()._cdata) for _, t in written)
-        self._overwritten |= {key for key in found if key is not None}
+        self._staying |= {key for key in found if key is not None}
         if self.before_write is not None:
             with self.region(OWN), torch._C._DisableTorchDispatch():
                 for _, t in written:
@@ -530,7 +531,7 @@ class RecordedStep(Verified):
         last = len(self.positions) - 1
         for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
             at.setdefault(key, set()).add(position)
-        staying = self._overwritten | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
+        staying = self._staying | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
         return Reads({key: frozenset(some) for key, some in at.items()}, frozenset(staying))
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:

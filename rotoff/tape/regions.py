@@ -112,8 +112,8 @@ for one in OPERATORS:
     _library.impl(one, _run, "CompositeExplicitAutograd")
 
 
-def _call(operator: Any, types: tuple[()], args: tuple[Any, ...]) -> Any:
-    return operator(*args)
+def _call(func: Any, types: tuple[()], args: tuple[Any, ...]) -> Any:
+    return func(*args)
 
 
 def called(func: Any, inputs: list[Any], *, call: Callable[..., Any] = _call, name: str | None = None) -> list[Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch._higher_order_ops.wrap import InductorCompiledCallable, inductor_compiled_code
 from trunks import TABLE, Block, Trunk, along, drawn
 
+import rotoff
 from rotoff.runtime.links.spill import Spill
 from rotoff.runtime.tape_step import OFF_COURSE, TapeStep
 from rotoff.tape.verify import Known, Verified
@@ -115,6 +116,15 @@ def test_compiled_graphs_and_their_numbers_are_told_apart(new_tape: Any) -> None
     assert key(narrow, 3) == key(narrow, 3)
     assert len({key(narrow, 3), key(narrow, 4), key(wide, 3)}) == 3
     assert key(narrow, 0.5) == key(narrow, 1.5)  # a graph with other numbers than these runs as it is
+
+
+def test_a_compiled_graph_that_runs_as_it_is_reads_no_empty_parameter(new_tape: Any) -> None:
+    graph = torch.fx.symbolic_trace(lambda x, share: x * share)
+    called = InductorCompiledCallable(lambda inputs: graph(*inputs), graph)
+    called.__name__ = "graph"
+    (x := torch.ones(8)).untyped_storage().resize_(0)
+    with new_tape(), pytest.raises(rotoff.ExecutionError, match="compile the module"):
+        inductor_compiled_code(called, [x, 0.5])
 
 
 Made = tuple[torch.Tensor, torch.Tensor]
