@@ -89,7 +89,8 @@ class Log(profile):
     def events(self, device: torch.device) -> list[Event]:
         """Return what the allocator of `device` did, in order of time."""
         assert self.kineto_results is not None
-        return events_of(self.kineto_results.experimental_event_tree(), device)
+        with without_gc():  # which would look at the caller's objects again and again
+            return events_of(self.kineto_results.experimental_event_tree(), device)
 
 
 def events_of(roots: Iterable[Any], device: torch.device) -> list[Event]:

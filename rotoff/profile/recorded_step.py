@@ -389,7 +389,6 @@ class RecordedStep(Verified):
         """The backward has come to what a segment has saved: bring it back."""
         assert isinstance(self, RecordedStep)
         if self._recording:  # a backward within the forward is a part of this
-            self.fill(stage, self._from_host(stage))
             return
         if not self._queued:
             self._queued = True
@@ -400,7 +399,6 @@ class RecordedStep(Verified):
         for key in reduced:  # FSDP calls no hook of theirs
             self._accumulated(self._shards.pop(key))
         with self.region(OWN):
-            self.fill(stage, self._from_host(stage))
             self.fetch(stage)
             fetched = self.fetched.setdefault(stage, {})
             for slot in self.live(stage):
@@ -418,8 +416,9 @@ class RecordedStep(Verified):
             self._clock = self.moment()
         return tensor
 
-    def _from_host(self, stage: int) -> dict[Content, torch.UntypedStorage]:
-        return {c: self._away[c]() for c in self.saved_contents(stage) if c in self._away}
+    def storage_of(self, content: Content) -> torch.UntypedStorage | None:
+        back = self._away.get(content)
+        return super().storage_of(content) if back is None else back()
 
     def _ended(self) -> None:
         with self.region(END):

@@ -535,7 +535,7 @@ class Tape(EagerMode):
         todo, seen = list(wanted), set(wanted)
         while todo:
             content = todo.pop()
-            storage = None if content in anew else content.storage(self._recording)
+            storage = None if content in anew else self.storage_of(content)
             if storage is not None:
                 have[content] = storage
             elif content.maker == RESIDENT:
@@ -546,6 +546,10 @@ class Tape(EagerMode):
                 seen |= new
                 todo += new
         return have, numbers
+
+    def storage_of(self, content: Content) -> torch.UntypedStorage | None:
+        """Return the storage of a content that need not be made again; None if there is none."""
+        return content.storage(self._recording)
 
     def _run(self, number: int, have: dict[Content, torch.UntypedStorage], needed: set[Content]) -> None:
         """Run an operation again on what `have` has, and put there what it makes. needed: of what it reads, what must
