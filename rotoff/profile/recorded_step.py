@@ -168,6 +168,7 @@ class RecordedStep(Verified):
         self._compiled: list[tuple[nn.Module, Any]] = []
         self._units = list(sharded(model).values())
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
+        self._gradients: list[StorageWeakRef] = []  # of parameters, that the backward still has
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
@@ -488,11 +489,21 @@ class RecordedStep(Verified):
         names = gradient.__tensor_flatten__()[0] if is_wrapper(gradient) else ()  # type: ignore[attr-defined]
         for part in [getattr(gradient, name) for name in names] or [gradient]:
             if isinstance(part, torch.Tensor) and not is_wrapper(part):
-                with self.region(f"{GRADIENT} {self.address(part.untyped_storage())}"):
-                    pass
+                self._gradients.append(StorageWeakRef(part.untyped_storage()))
+        self._hand_over()
         if self.arrived is not None:
             with self.region(OWN), torch._C._DisableTorchDispatch(), torch.no_grad():
                 self.arrived(parameter)
+
+    def _hand_over(self) -> None:
+        """Note which gradients only parameters have by now: what the backward still reads may be a view of one."""
+        for reference in self._gradients[:]:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None or torch._C._storage_Use_Count(storage._cdata) <= 2:  # the gradient, and this
+                self._gradients.remove(reference)
+            if storage is not None and reference not in self._gradients:
+                with self.region(f"{GRADIENT} {self.address(storage)}"):
+                    pass
 
     @property
     def shown(self) -> bool:

@@ -259,6 +259,11 @@ def mixed() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 32), *experts(), nn.Linear(32, 32), *experts())
 
 
+def with_token(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of its token is a view of one that the backward still reads."""
+    return net.blocks(torch.cat([net.token.weight, net.first(x)]))
+
+
 class Row(NamedTuple):
     """A model and its arguments. options: of `Checkpointable`. over: the most that keeping everything is told to take,
     over the plain model's peak; close: the same of plans over their own. gradient: of the output, if that is not made
@@ -336,6 +341,15 @@ ROWS = {
     ),
     "hooks": Row(made(hooks, layers=partial(linears, 64, 64, 6)), draws(256, 64)),
     **{f"a layer {n} times": Row(partial(tied, n), draws(4, 256), close=1.05) for n in (2, 3, 6)},
+    "a token": Row(
+        made(
+            with_token,
+            token=lambda: nn.Embedding(1, 64),
+            first=lambda: nn.Linear(4096, 64),
+            blocks=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in "four")),
+        ),
+        draws(32, 4096),
+    ),
     "results for nothing": Row(made(for_nothing, layers=partial(linears, 32, 32, 5)), OF_128, EIGHT),
     "means": Row(made(means, **MEANS), OF_128, EIGHT),
     "frozen layers": Row(frozen, OF_128, EIGHT),
