@@ -166,13 +166,15 @@ class _Cut:
         )
 
 
-class _Backward:
+class StageBackwards:
     """grads: for each stage, the bytes of gradients when its backward begins. peaks: the most bytes that it holds, of
-    gradients and of what autograd saved in the stage. seconds: that it takes."""
+    gradients and of what autograd saved in the stage. arriving: the bytes that it makes of parameters' gradients.
+    staying: its peaks, if these and those before them stay in the step. seconds: that it takes."""
 
-    def __init__(self, trace: Trace, begins: Several[int], of_stage: list[int], stay: Collection[int]) -> None:
+    def __init__(self, trace: Trace, begins: Several[int], of_stage: Several[int], stay: Collection[int]) -> None:
         many = len(begins)
         self.grads, self.peaks, self.seconds = [0] * (many + 1), [0] * (many + 1), [0.0] * (many + 1)
+        self.arriving, self.staying = [0] * (many + 1), [0] * (many + 1)
         left = [0] * (many + 1)  # by stage, what autograd has saved and is still to be read
         # how often each is let go of in its own stage: once for each call of a module that has saved it
         own = Counter(
@@ -182,7 +184,7 @@ class _Backward:
         )
         for c in own:
             left[of_stage[c]] += trace.made[c].nbytes
-        stage, gradients = 0, 0  # stage 0: the loss
+        stage, gradients, arrived = 0, 0, 0  # stage 0: the loss
         for event in trace.backward:
             if stage:
                 self.seconds[stage] += event.seconds
@@ -192,6 +194,9 @@ class _Backward:
                     stage = new
                     self.grads[stage] = self.grads[stage] or gradients
             gradients += event.size
+            if event.kept and event.size > 0:
+                self.arriving[stage or many] += event.size
+            arrived -= min(0, event.size) if event.kept else 0
             if event.freed is not None:
                 c, at = event.freed
                 if c in own and bisect_right(begins, at) == of_stage[c]:
@@ -201,6 +206,7 @@ class _Backward:
                 self.grads[many] = max(self.grads[many], gradients)
                 continue
             self.peaks[stage] = max(self.peaks[stage], gradients + left[stage])
+            self.staying[stage] = max(self.staying[stage], gradients + arrived + left[stage])
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,15 @@ class TapeChain:
             most = max(most, held.nbytes + self.chain.grad_bytes(i))
             most = max([most, *(size(held.contents | one) + nbytes for one, nbytes in self._loss.items())])
         return most
+
+    def backwards(self, trace: Trace) -> StageBackwards:
+        """Return what the backwards of the stages hold in `trace`, the same step with the gradients of parameters."""
+        begins, last = self.layout.begins, self.handed[-1]
+        found = StageBackwards(
+            trace, begins, [bisect_right(begins, trace.ran[c.op].at) for c in trace.made], {*self.stay, *last}
+        )
+        found.staying[-1] += trace.size(last)
+        return found
 
     def held(self, sequence: Sequence) -> list[int | None]:
         """Return the bytes of all values on the device after each operation of `sequence`; None for ``B``."""
@@ -362,7 +377,7 @@ def chain_of(
     firsts = [bisect_right([op.at for op in trace.ran], at - 1) for at in begins]
     cut = _Cut(_Uses(trace), begins, far)
     many, handed, saved, stay = len(begins), cut.handed, cut.saved, cut.stay
-    backward = _Backward(trace, begins, cut.of_stage, {*stay, *handed[many]})
+    backward = StageBackwards(trace, begins, cut.of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
     costed, runs, contents = [], list[StageRun](), []

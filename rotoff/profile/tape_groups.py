@@ -14,7 +14,7 @@ from torch import nn
 from ..accelerator import block_bytes, is_accelerator
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import COMPUTES, FORWARDS, UPDATES, OpKind, Sequence, Value, w
+from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value, w
 from ..core.simulator import Machine
 from ..core.steady_step import at_rest, group_bytes
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
@@ -28,9 +28,8 @@ from ..tensors.storage import local, rounded, storage_key, stored
 from .checkpointed import plain_levels
 from .optimizer_probe import OptimizerProbe
 from .recorded_step import OWN, Reads, RecordedStep
-from .tape_chain import Held, TapeChain, is_within
+from .tape_chain import Held, StageBackwards, TapeChain, is_within
 from .tape_profile import TapeProfile
-from .trace import Trace
 
 
 class RecordedLent(PlacedTape, RecordedStep):
@@ -59,9 +58,8 @@ class TapeGroups:
     of its parameters takes, and with what the first one leaves behind. beside: bytes that the device holds throughout:
     what is outside, buffers, the caller's loss. marks: those of the gradients that are used up. update: bytes that the
     update of what is outside takes. whole: the bytes with which the plain model and its optimizers run; expected: those
-    of them that they take if no gradients are there when a step begins. arriving: by stage, the bytes that its backward
-    makes of gradients that stay; None if that is not known. late: by stage, those of them that come after its peak, as
-    those of shards do.
+    of them that they take if no gradients are there when a step begins. backwards: of the stages, with the
+    parameters' gradients; None if those are not known.
     """
 
     found: TapeChain
@@ -75,8 +73,7 @@ class TapeGroups:
     whole: int
     expected: int
     device: torch.device
-    arriving: tuple[int, ...] | None = None
-    late: tuple[int, ...] = ()
+    backwards: StageBackwards | None = None
 
     def constant(self, during: bool) -> int:
         """Bytes that the device holds throughout."""
@@ -124,10 +121,8 @@ class TapeGroups:
             else:
                 level = next(own) + event.parameter_memory
                 held.follow(machine, op)
-                if op.kind is OpKind.B:
-                    stage = op.stage
-                    level -= self.late[stage] if self.late else 0
-            level -= 0 if self.arriving is None else self._not_whole(stage, machine, self.arriving)
+                stage = op.stage if op.kind is OpKind.B else stage
+            level -= self._not_there(op, stage, machine)
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
                 level += checksum_room(returned, self.device) if ran == len(self.chain) else 0  # when the forward ends
@@ -136,13 +131,20 @@ class TapeGroups:
                 stays += self.chain.group(op.stage).grad_bytes
         return [*levels[:-1], levels[-1] + self.update]
 
-    def _not_whole(self, stage: int, machine: Machine, arriving: tuple[int, ...]) -> int:
-        """Return the bytes of gradients that the machine charges once the B of `stage` has run, and that are not there:
-        autograd keeps what the first reader of a parameter gives it among the step's other gradients."""
+    def _not_there(self, op: Op, stage: int, machine: Machine) -> int:
+        """Return the bytes of gradients that the machine charges in an operation once the B of `stage` has begun, and
+        that are not there: in that B, those that come after its peak; and what the first reader of a parameter gives
+        it, which autograd keeps among the step's other gradients."""
+        if (of := self.backwards) is None:
+            return 0
+        after, arrived = 0, sum(of.arriving[stage:])
+        if op.kind is OpKind.B:
+            peak = self.found.runs[stage - 1].backward_peaks[machine.form[stage]]
+            after = max(0, min(of.arriving[stage], arrived + peak - of.staying[stage]))
         begun = (self.chain.group(v.stage) for v in machine.device if v.of == "g")
-        late = sum(group.grad_bytes for group in begun if min(group.stages) < stage)
+        shared = sum(group.grad_bytes for group in begun if min(group.stages) < stage)
         charged = sum(group.grad_bytes for group in self.chain.parameters if max(group.stages) >= stage)
-        return max(0, min(late, charged - sum(arriving[stage:])))
+        return after + max(0, min(shared, charged - arrived))
 
     def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
         """Return where `sequence` has the parameters. Unless the device is a CPU, a
@@ -171,22 +173,6 @@ class TapeGroups:
             on_host=all(one.host_update_time is not None for one in self.chain.parameters if one.grad_bytes)
             or not apart,
         )
-
-
-def _arriving(trace: Trace, found: TapeChain) -> tuple[int, ...]:
-    kept, stage = [0] * (len(found.chain) + 1), len(found.chain)
-    for event in trace.backward:
-        if event.reads is not None:
-            stage = bisect_right(found.layout.begins, event.reads)
-        if event.kept and event.size > 0:
-            kept[stage] += event.size
-    return tuple(kept)
-
-
-def _late(profile: TapeProfile, found: TapeChain, arriving: tuple[int, ...]) -> tuple[int, ...]:
-    alike = next(one for one in profile.chains if one.layout.begins == found.layout.begins)
-    pairs = zip(arriving[1:], alike.runs, found.runs, strict=True)
-    return (0, *(max(0, n - one.backward_peaks[0] + other.backward_peaks[0]) for n, one, other in pairs))
 
 
 def _group_of(
@@ -259,7 +245,6 @@ def groups_of(
     updating += sum(one.nbytes for one in profile.trace.made if one.returned)
     events = tuple(event for event in profile.trace.backward if not event.kept or event.size > 0)
     with_gradients = plain_levels(replace(profile.trace, backward=events))[0]  # which stay
-    arriving = _arriving(profile.trace, found)
     return TapeGroups(
         found,
         replace(found.chain, parameters=tuple(costs)),
@@ -272,8 +257,7 @@ def groups_of(
         whole=max(resting + sum(one.grad_bytes for one in costs) + plain_levels(profile.trace)[0], updating),
         expected=max(resting - gradients + with_gradients, updating),
         device=device,
-        arriving=arriving,
-        late=() if shards is None else _late(profile, found, arriving),
+        backwards=found.backwards(profile.trace),
     )
 
 

@@ -24,13 +24,6 @@ KNOWN_FAULTS = {
 }
 
 SOMETIMES = {
-    **{
-        f"runtime/test_placed_training.py::test_the_predicted_peak_is_the_measured_one[shared-{updates}]": (
-            "a gradient that stays counts in the whole backward of the stage that makes it, which may be the largest"
-            " operation: 6 to 12 % too much"
-        )
-        for updates in ("after", "during")
-    },
     "model/test_distributed.py::test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_plan[fsdp]": (
         "FSDP2's gradients are freed when a thread of gloo has summed them up: under load the backward holds more of them,"
         " and moving what is saved does not lower the peak"
