@@ -16,8 +16,10 @@ from itertools import pairwise
 from typing import Any
 
 from ..core.chain import Chain, Form, LinkRates, Stage
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar
+from ..core.parameters import ParameterGroup
+from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value, a, abar
 from ..core.simulator import Machine, early_stops
+from ..core.steady_step import at_rest
 from ..runtime.execution_plan import Layout
 from .trace import Ran, Trace
 
@@ -226,33 +228,44 @@ class TapeChain:
     runs: list[StageRun]
 
     def levels(self, sequence: Sequence) -> list[int]:
-        """Return the most bytes that each operation of `sequence` holds. The chain charges each value by itself, and
-        the first run of a stage as any other. Here contents that several values share count once, and what the model's
-        code still has of earlier stages counts in first runs."""
-        machine, held, levels, ran = Machine(self.chain), Held(self), list[int](), 0
-        early, turned = early_stops(sequence), False
+        """Return the most bytes that each operation of `sequence` holds."""
+        return [level for _, level, _, _ in self.followed(sequence)]
+
+    def followed(
+        self, sequence: Sequence, parameters: Several[ParameterGroup] = ()
+    ) -> Iterator[tuple[Op, int, Machine, Held]]:
+        """Yield each operation of a sequence, the most bytes that it holds, and what is held once it has run.
+
+        The chain charges each value by itself, and the first run of a stage as any other. Here contents that several
+        values share count once, and what the model's code still has of earlier stages counts in first runs.
+        """
+        chain = replace(self.chain, parameters=tuple(parameters))
+        machine = Machine(chain, rest=at_rest(chain, sequence.ops, sequence.resident))
+        held, ran, turned = Held(self), 0, False
+        early = early_stops(sequence)
         for n, op in enumerate(sequence):
             turned |= machine.backward_phase and op.kind in COMPUTES
-            event = machine.step(op, n in early)
+            event, own = machine.step(op, n in early), not op.of and op.kind not in UPDATES
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
                 stays = self.contents(op.value, machine)
                 most = held.nbytes + self.runs[op.stage - 1].first_peak(stays, held.contents)
-                levels.append(self.chain.input_bytes + most)
+                level = self.chain.input_bytes + event.parameter_memory + most
             elif op.kind is OpKind.B:
-                levels.append(self.chain.input_bytes + self._backward_level(op.stage, machine.form[op.stage], held))
+                most = self._backward_level(op.stage, machine.form[op.stage], held)
+                level = self.chain.input_bytes + event.parameter_memory + most
             else:
-                new = op.value if op.kind in FORWARDS or op.kind is OpKind.PREFETCH else None
-                more = 0
-                if new is not None:
-                    more = machine.device[new] - self.trace.size(self.contents(new, machine) - held.contents)
+                level = event.memory - (held.charged - held.nbytes)
+                if own and (op.kind in FORWARDS or op.kind is OpKind.PREFETCH):
+                    new = self.contents(op.value, machine) - held.contents
+                    level += self.trace.size(new) - machine.device[op.value]
                 if ran and not turned:
-                    more -= self.runs[ran - 1].left_over(held.contents)
+                    level += self.runs[ran - 1].left_over(held.contents)
                 if machine.backward_phase and not turned:
-                    more += self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
-                levels.append(event.memory - (held.charged - held.nbytes) - more)
-            held.follow(machine, op)
-        return levels
+                    level -= self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
+            if own:
+                held.follow(machine, op)
+            yield op, level, machine, held
 
     def _backward_level(self, i: int, form: int, held: Held) -> int:
         """Return the most bytes in the backward of stage i. held: when it begins."""
@@ -274,13 +287,11 @@ class TapeChain:
 
     def held(self, sequence: Sequence) -> list[int | None]:
         """Return the bytes of all values on the device after each operation of `sequence`; None for ``B``."""
-        machine, held, found = Machine(self.chain), Held(self), list[int | None]()
-        early = early_stops(sequence)
-        for n, op in enumerate(sequence):
-            machine.step(op, n in early)
-            held.follow(machine, op)
-            found.append(None if op.kind is OpKind.B else self.trace.size(self.stay.union(held.contents)))
-        return found
+        size = self.trace.size
+        return [
+            None if op.kind is OpKind.B else size(self.stay.union(held.contents))
+            for op, _, _, held in self.followed(sequence)
+        ]
 
     @cached_property
     def _loss(self) -> dict[frozenset[int], int]:

@@ -14,7 +14,7 @@ from torch import nn
 from ..accelerator import block_bytes, is_accelerator
 from ..core.chain import Chain
 from ..core.parameters import ParameterGroup, in_parts
-from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, Value, w
+from ..core.sequence import FORWARDS, UPDATES, Op, OpKind, Sequence, Value, w
 from ..core.simulator import Machine
 from ..core.steady_step import at_rest, group_bytes
 from ..runtime.placed.placed_plan import PlacedGroup, PlacedPlan
@@ -28,7 +28,7 @@ from ..tensors.storage import local, rounded, storage_key, stored
 from .checkpointed import plain_levels
 from .optimizer_probe import OptimizerProbe
 from .recorded_step import OWN, Reads, RecordedStep
-from .tape_chain import Held, StageBackwards, TapeChain, is_within
+from .tape_chain import StageBackwards, TapeChain, is_within
 from .tape_profile import TapeProfile
 
 
@@ -95,37 +95,21 @@ class TapeGroups:
     def levels(self, sequence: Sequence, during: bool) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
         the backward, a gradient of which the host has no copy stays for the caller to read."""
-        found = self.found
-        moves = [op for op in sequence if not op.of and op.kind not in UPDATES]
-        own = iter(found.levels(replace(sequence, ops=tuple(moves), resident=[])))
-        machine = Machine(self.chain, rest=at_rest(self.chain, sequence.ops, sequence.resident))
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-        levels, ran, turned, stays = [], 0, False, self.constant(during)
-        updated = set[int]()
-        returned = max((one.nbytes for one in found.trace.made if one.returned), default=0)
-        stage = len(self.chain)
-        held = Held(found)
-        for op in sequence:
-            turned |= machine.backward_phase and op.kind in COMPUTES
-            event = machine.step(op)
-            if op.of or op.kind in UPDATES:
-                level = event.memory - held.charged + held.nbytes
-                if ran and not turned:
-                    level += found.runs[ran - 1].left_over(held.contents)
-                    level -= self.chain.grad_bytes(len(self.chain)) if machine.backward_phase else 0
-                if op.kind is OpKind.H:  # in the first step, the states of groups not updated yet do not exist
-                    again, first = self.on_host[op.stage - 1]
-                    missing = {v.stage for v in machine.device if v.of == "o"} - updated
-                    level += max(again, first - sum(self.chain.group(k).state_bytes for k in missing))
-                updated |= {op.stage} if op.kind in UPDATES else set()
-            else:
-                level = next(own) + event.parameter_memory
-                held.follow(machine, op)
-                stage = op.stage if op.kind is OpKind.B else stage
+        levels, stays, updated = list[int](), self.constant(during), set[int]()
+        ran, stage = False, len(self.chain)  # whether the forward has ended; the stage whose B has begun last
+        returned = max((one.nbytes for one in self.found.trace.made if one.returned), default=0)
+        for op, level, machine, _ in self.found.followed(sequence, self.chain.parameters):
+            if op.kind is OpKind.H:  # in the first step, the states of groups not updated yet do not exist
+                again, first = self.on_host[op.stage - 1]
+                missing = {v.stage for v in machine.device if v.of == "o"} - updated
+                level += max(again, first - sum(self.chain.group(k).state_bytes for k in missing))
+            updated |= {op.stage} if op.kind in UPDATES else set()
+            stage = op.stage if op.kind is OpKind.B else stage
             level -= self._not_there(op, stage, machine)
-            if op.kind in FORWARDS and op.stage > ran:
-                ran = op.stage
-                level += checksum_room(returned, self.device) if ran == len(self.chain) else 0  # when the forward ends
+            if op.kind in FORWARDS and op.stage == len(self.chain) and not ran:  # when the forward ends
+                ran = True
+                level += checksum_room(returned, self.device)
             levels.append(level + stays)
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
