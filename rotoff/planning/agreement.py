@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, TypeVar
 from zlib import crc32
 
@@ -113,42 +113,14 @@ def agree_on_rates(measure: Callable[[], LinkRates], group: Any) -> LinkRates:
     return reduce(LinkRates.at_most, from_everyone(measure, "measure the link", group))
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Common:
-    """The largest costs of all processes of `group`; the contents are those of this one.
-
-    own: the same, with the levels of this process. number: among those of the step.
-    """
-
-    own: Any
-    number: int
-    group: Any
-
-    def levels(self, sequence: Sequence, *how: Any) -> list[int]:
-        """Return the most bytes that each operation holds in any process. The first process asks; the others answer
-        in `decided`."""
-        self.own.levels(sequence, *how)  # if it is refused here, nobody is asked
-        _tell(self.group, ("levels", self.number, sequence.to_dict(), *how))
-        return self.common_levels(sequence, *how)
-
-    def common_levels(self, sequence: Sequence, *how: Any) -> list[int]:
-        everyone = from_everyone(lambda: self.own.levels(sequence, *how), "judge a plan", self.group)
-        return [max(one) for one in zip(*everyone, strict=True)]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CommonChain(_Common, TapeChain):
-    """A chain for plans that hold in all processes."""
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class CommonGroups(_Common, TapeGroups):
-    """Groups for plans that hold in all processes."""
-
-
-def _fields(of: Any, kind: Any) -> dict[str, Any]:
-    """Return what `of` has of the fields of a class, by name."""
-    return {one.name: getattr(of, one.name) for one in fields(kind)}
+def _levels_of_all(own: Any, number: int, group: Any, sequence: Sequence, *how: Any) -> list[int]:
+    """Return the most bytes that each operation holds in any process. The first process asks; the others answer in
+    `decided`. own: the chain, or the groups, of this one. number: among those of the step."""
+    if dist.get_rank(group) == 0:
+        own.levels(sequence, *how)  # if it is refused here, nobody is asked
+        _tell(group, ("levels", number, sequence.to_dict(), *how))
+    everyone = from_everyone(lambda: own.levels(sequence, *how), "judge a plan", group)
+    return [max(one) for one in zip(*everyone, strict=True)]
 
 
 def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
@@ -165,7 +137,7 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
     costs = _largest_of([chains for chains, _ in everyone])
     most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)
     common = [
-        CommonChain(**_fields(one, TapeChain) | {"chain": chain}, own=one, number=number, group=group)
+        replace(one, chain=chain, ask=partial(_levels_of_all, one, number, group))
         for number, (one, chain) in enumerate(zip(own, costs, strict=False))
     ]
     return replace(cut, plain=most, common=tuple(common))
@@ -201,14 +173,7 @@ def common_groups(make: Callable[[], list[TapeGroups]], group: Any) -> list[Tape
     chains = _largest_of([[chain for chain, _ in here] for here in everyone])
     most = [{name: max(one[name] for _, one in several) for name in costs} for several in zip(*everyone, strict=False)]
     own = [replace(one, chain=chain, **largest) for one, chain, largest in zip(ways, chains, most, strict=False)]
-    return [
-        CommonGroups(**_fields(one, TapeGroups), own=one, number=number, group=group) for number, one in enumerate(own)
-    ]
-
-
-def own_of(groups: TapeGroups) -> TapeGroups:
-    """Return the groups with the levels of this process."""
-    return groups.own if isinstance(groups, CommonGroups) else groups
+    return [replace(one, ask=partial(_levels_of_all, one, number, group)) for number, one in enumerate(own)]
 
 
 def _largest_of(everyone: Several[Several[Chain]]) -> list[Chain]:
@@ -259,7 +224,7 @@ def agree_on_plan(
     number, told, keeps_all, levels, peak = decided(decide, ways, group)
     found, sequence = ways[number], Sequence.from_dict(told)
     if isinstance(found, TapeGroups):
-        return compiled(profile, own_of(found), sequence, request, levels)
+        return compiled(profile, found, sequence, request, levels)
     execution = compile_sequence(found.chain, sequence, in_flight=request.in_flight)
     return StepPlan(profile, found, replace(execution, keeps_all=keeps_all), levels, peak)
 
@@ -297,7 +262,7 @@ def decided(decide: Callable[[], T], asked: Several[Any], group: Any) -> T:
             raise MeasureError(f"the first process of the group could not plan: {told[0]}")
         number, sequence, *how = told
         try:
-            asked[number].common_levels(Sequence.from_dict(sequence), *how)
+            asked[number].ask(Sequence.from_dict(sequence), *how)
         except Exception:  # the first process fails too, and says so
             continue
 

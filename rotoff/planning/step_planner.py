@@ -15,7 +15,7 @@ from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import Trace
 from ..core.sizes import NO_LIMIT, format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError
-from ..profile.tape_chain import TapeChain
+from ..profile.tape_chain import TapeChain, charged
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
 from ..report.expected_step import keep_all_step
@@ -287,17 +287,9 @@ def first_runs_over(sequence: Sequence, levels: Several[int], limit: int) -> dic
 
 def charging(chain: Chain, more: dict[int, int]) -> Chain:
     """Return `chain` with `more` bytes for forwards of these stages."""
-    stages = list(chain.stages)
-    for i, nbytes in more.items():
-        stage = stages[i - 1]
-        stages[i - 1] = replace(
-            stage,
-            forward_transient_bytes=stage.forward_transient_bytes + nbytes,
-            checkpoint_transient_bytes=(stage.checkpoint_transient_bytes or 0) + nbytes,
-            forms=tuple(
-                replace(form, forward_transient_bytes=form.forward_transient_bytes + nbytes) for form in stage.forms
-            ),
-        )
+    stages = (
+        charged(stage, [more.get(i, 0)] * (len(stage.forms) + 2)) for i, stage in enumerate(chain.stages, start=1)
+    )
     return replace(chain, stages=tuple(stages))
 
 

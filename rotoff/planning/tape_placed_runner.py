@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +35,7 @@ from ..solver.search import parse_host_limit
 from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
-from .agreement import agree_on_plan, alike_cut, common_groups, not_answering, own_of
+from .agreement import agree_on_plan, alike_cut, common_groups, not_answering
 from .inputs import signature
 from .request import Request
 from .step_courses import Call, Course, Recorded, StepRunner
@@ -110,7 +111,7 @@ class PlacedRunner(StepRunner):
     def _made(self, course: Course, request: Request) -> StepPlan:
         began, ways = time.perf_counter(), common_groups(partial(self.ways, course), self.group)
         if ways[0].whole <= request.mem_limit:
-            plan = keeping_all(course.profile, own_of(ways[0]))
+            plan = keeping_all(course.profile, replace(ways[0], ask=None))
         else:
             make = partial(self.choose, course.profile, ways, request)
             plan = agree_on_plan(course.profile, request, ways, make, self.group)

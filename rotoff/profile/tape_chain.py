@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, KeysView
+from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -211,12 +211,13 @@ class StageBackwards:
             self.staying[stage] = max(self.staying[stage], gradients + arrived + left[stage])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TapeChain:
     """A chain with what its values are made of.
 
     handed: for each i from 0 on, the contents of a_i. forms: for each stage, those of ā_i in each of its forms, the
-    whole one first. stay: those that stay on the device, which a_0 counts. runs: the stages.
+    whole one first. stay: those that stay on the device, which a_0 counts. runs: the stages. ask: returns the `levels`
+    of a plan that several processes follow.
     """
 
     chain: Chain
@@ -226,9 +227,12 @@ class TapeChain:
     forms: list[list[frozenset[int]]]
     stay: frozenset[int]
     runs: list[StageRun]
+    ask: Callable[..., list[int]] | None = None
 
     def levels(self, sequence: Sequence) -> list[int]:
         """Return the most bytes that each operation of `sequence` holds."""
+        if self.ask is not None:
+            return self.ask(sequence)
         return [level for _, level, _, _ in self.followed(sequence)]
 
     def followed(
@@ -310,28 +314,30 @@ class TapeChain:
         more than what a stage makes again."""
         stages = []
         for i, (stage, run) in enumerate(zip(self.chain.stages, self.runs, strict=True), start=1):
-
-            def more(stays: frozenset[int], transient: int, run: StageRun = run, i: int = i) -> int:
-                return max(transient, run.first_peak(stays, self.handed[i - 1]) - self.trace.size(stays))
-
-            forms = tuple(
-                replace(form, forward_transient_bytes=more(kept, form.forward_transient_bytes))
-                for form, kept in zip(stage.forms, self.forms[i - 1][1:], strict=True)
-            )
-            assert stage.checkpoint_transient_bytes is not None
-            stages.append(
-                replace(
-                    stage,
-                    forward_transient_bytes=more(self.forms[i - 1][0], stage.forward_transient_bytes),
-                    checkpoint_transient_bytes=more(self.handed[i], stage.checkpoint_transient_bytes),
-                    forms=forms,
-                )
-            )
+            known = [stage.forward_transient_bytes, *(form.forward_transient_bytes for form in stage.forms)]
+            known.append(stage.checkpoint_transient_bytes or 0)
+            kept = *self.forms[i - 1], self.handed[i]
+            first = [run.first_peak(stays, self.handed[i - 1]) - self.trace.size(stays) for stays in kept]
+            stages.append(charged(stage, [max(0, n - m) for n, m in zip(first, known, strict=True)]))
         return replace(self.chain, stages=tuple(stages))
 
     def contents(self, v: Value, machine: Machine) -> frozenset[int]:
         """Return what a value of an activation is made of."""
         return self.forms[v.stage - 1][machine.form[v.stage]] if v.saved else self.handed[v.stage]
+
+
+def charged(stage: Stage, more: Several[int]) -> Stage:
+    """Return a stage with so many bytes more in each of its forwards: with its forms, the whole one first, and without
+    one."""
+    return replace(
+        stage,
+        forward_transient_bytes=stage.forward_transient_bytes + more[0],
+        checkpoint_transient_bytes=(stage.checkpoint_transient_bytes or 0) + more[-1],
+        forms=tuple(
+            replace(form, forward_transient_bytes=form.forward_transient_bytes + nbytes)
+            for form, nbytes in zip(stage.forms, more[1:-1], strict=True)
+        ),
+    )
 
 
 class Held:

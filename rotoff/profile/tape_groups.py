@@ -49,7 +49,7 @@ class RecordedLent(PlacedTape, RecordedStep):
         return self
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TapeGroups:
     """The groups of a model's parameters, and what a step by a plan that moves them holds.
 
@@ -59,7 +59,7 @@ class TapeGroups:
     what is outside, buffers, the caller's loss. marks: those of the gradients that are used up. update: bytes that the
     update of what is outside takes. whole: the bytes with which the plain model and its optimizers run; expected: those
     of them that they take if no gradients are there when a step begins. backwards: of the stages, with the
-    parameters' gradients; None if those are not known.
+    parameters' gradients; None if those are not known. ask: as for `TapeChain`.
     """
 
     found: TapeChain
@@ -74,6 +74,7 @@ class TapeGroups:
     expected: int
     device: torch.device
     backwards: StageBackwards | None = None
+    ask: Callable[..., list[int]] | None = None
 
     def constant(self, during: bool) -> int:
         """Bytes that the device holds throughout."""
@@ -95,6 +96,8 @@ class TapeGroups:
     def levels(self, sequence: Sequence, during: bool) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
         the backward, a gradient of which the host has no copy stays for the caller to read."""
+        if self.ask is not None:
+            return self.ask(sequence, during)
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
         levels, stays, updated = list[int](), self.constant(during), set[int]()
         ran, stage = False, len(self.chain)  # whether the forward has ended; the stage whose B has begun last
