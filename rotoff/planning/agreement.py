@@ -47,16 +47,19 @@ APART = (
 
 
 def agree_on_limit(mem_limit: Callable[[], int], group: Any) -> int:
-    """The smallest result of `mem_limit` in any process, in bytes; that of this one without a group.
+    """The smallest result of `mem_limit` in any process, in bytes.
 
     Raises:
         LimitError: if it raises in another process. Whatever it raises here.
     """
-    return mem_limit() if group is None else min(from_everyone(mem_limit, "take the limit", group, LimitError))
+    return min(from_everyone(mem_limit, "take the limit", group, LimitError))
 
 
 def from_everyone(act: Callable[[], T], what: str, group: Any, error_type: type[RotoffError] = MeasureError) -> list[T]:
-    """The results of `act` in all processes; if it fails in one it raises in all, so that none waits forever."""
+    """The results of `act` in all processes; if it fails in one it raises in all, so that none waits forever. group:
+    None for this process alone."""
+    if group is None:
+        return [act()]
     failure: Exception | None = None
     mine: tuple[Any, str] = None, ""
     try:
@@ -88,8 +91,8 @@ def room_of(device: Any, group: Any = None) -> int | None:
 
 
 def everywhere(here: bool, group: Any) -> bool:
-    """Whether it is so in all processes. group: None for this one alone."""
-    return here if group is None else all(from_everyone(lambda: here, "plan", group))
+    """Whether it is so in all processes."""
+    return all(from_everyone(lambda: here, "plan", group))
 
 
 def together(run: Callable[[], T], what: str, group: Any) -> T:
@@ -98,8 +101,6 @@ def together(run: Callable[[], T], what: str, group: Any) -> T:
     Raises:
         MeasureError: if it raises in another process. Whatever it raises here.
     """
-    if group is None:
-        return run()
     found: list[T] = []
     from_everyone(lambda: found.append(run()), what, group)
     return found[0]
@@ -107,8 +108,6 @@ def together(run: Callable[[], T], what: str, group: Any) -> T:
 
 def agree_on_rates(measure: Callable[[], LinkRates], group: Any) -> LinkRates:
     """Return the smallest rates of any process's link, measured while all of them copy, as they do in training."""
-    if group is None:
-        return measure()
     everywhere(True, group)
     return reduce(LinkRates.at_most, from_everyone(measure, "measure the link", group))
 
@@ -232,15 +231,14 @@ def agree_on_plan(
 def agree_on_least(profile: TapeProfile, request: Request, group: Any) -> int:
     """Return the smallest limit that a request can have in all processes."""
 
-    def decide() -> int:
-        return least_limit(profile, request)
-
-    return decide() if group is None else decided(decide, profile.chains, group)
+    return decided(lambda: least_limit(profile, request), profile.chains, group)
 
 
 def decided(decide: Callable[[], T], asked: Several[Any], group: Any) -> T:
     """Return the first process's result of `decide`, which asks all processes for the levels of sequences: those of one
     in `asked`. Only one process solves, since the result of a timed search may vary."""
+    if group is None:
+        return decide()
     if dist.get_rank(group) == 0:
         try:
             found = decide()

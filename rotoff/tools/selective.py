@@ -95,8 +95,7 @@ def selective_policy(
         profile = (wrapped.measure(*sample, **kwargs) if sample or kwargs else wrapped).profile
     limit = parse_bytes(wrapped.mem_limit if mem_limit is None and wrapped is not None else mem_limit)
     choice = _Choice(profile, blocks)
-    if (group := None if wrapped is None else wrapped._group) is None:
-        return choice.policy(choice.within(limit))
+    group = None if wrapped is None else wrapped._group
     return choice.policy(from_everyone(lambda: choice.within(limit), "choose what blocks keep", group)[0])
 
 
