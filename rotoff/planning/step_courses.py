@@ -26,10 +26,10 @@ from ..profile.recorded_step import (
     ASIDE,
     BACK,
     BUSY,
+    OWN,
     Reads,
     RecordedStep,
-    aside,
-    mark_in_log,
+    in_log,
     stop_complete,
     within_backward,
 )
@@ -165,12 +165,14 @@ class _Aside(TapeStep):
 
     def advance(self, tape: Tape, stage: int) -> None:
         if not self._queued:
-            mark_in_log(ASIDE)
+            with in_log(ASIDE):
+                pass
         super().advance(tape, stage)
 
     def _end(self, tape: Tape) -> None:
         super()._end(tape)
-        mark_in_log(BACK)
+        with in_log(BACK):
+            pass
 
 
 class StepRunner:
@@ -383,7 +385,7 @@ class StepRunner:
         lending, step = self._lending(), _Aside(None, spill=self._spill(run))
         tape = self.new_tape(self.known) if lending is None else PlacedTape(self.known, lending)
         lent = nullcontext() if lending is None else lending.forward()
-        with aside(), lent, gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
+        with in_log(OWN), lent, gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             return self._watched(run())
 
     def settle(self) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,20 +62,9 @@ META = torch.device("meta")  # of fake tensors
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
-@contextmanager
-def aside() -> Iterator[None]:
-    """Within, a forward runs that does not belong to the step that is recorded."""
-    with ExitStack() as stack:
-        for step in OPEN:
-            stack.enter_context(step.region(OWN))
-        yield
-
-
-def mark_in_log(name: str) -> None:
-    """Mark a moment in the log of the step that is recorded."""
-    for step in OPEN:
-        with step.region(name):
-            pass
+def in_log(name: str) -> AbstractContextManager[object]:
+    """Within, the log of the step that is recorded, if there is one, is of the region `name`."""
+    return region(name) if BUSY.locked() else nullcontext()
 
 
 def stop_complete() -> None:

@@ -116,10 +116,11 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def memory_of(storage: torch.UntypedStorage) -> memoryview:
-    """Return the bytes of a storage of the CPU; unlike after ``tensor.numpy()`` it can be resized, as FSDP does, and is
-    none of NumPy's."""
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+def memory_of(data: torch.UntypedStorage | torch.Tensor) -> memoryview:
+    """Return the bytes of a storage of the CPU, or of a contiguous tensor; unlike after ``tensor.numpy()`` it can be
+    resized, as FSDP does, and is none of NumPy's."""
+    nbytes = data.nbytes if isinstance(data, torch.Tensor) else data.nbytes()
+    return memoryview((ctypes.c_char * nbytes).from_address(data.data_ptr())).cast("B")
 
 
 def rounded(nbytes: int, block: int) -> int:

@@ -7,7 +7,6 @@ kernel's page cache of the file is not the process's memory; the kernel frees it
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import threading
@@ -20,6 +19,7 @@ from contextlib import suppress
 import torch
 
 from ...errors import ExecutionError
+from ...tensors.storage import memory_of
 from .base import Link, Offset, Range, first_bytes
 from .host_file import HostFile, check_directory, choose_directory
 
@@ -83,9 +83,7 @@ class FileTicket:
 
     def _move(self, file: HostFile) -> None:
         for tensor, offset in zip(self._tensors, self.offsets, strict=True):
-            # not ``tensor.numpy()``, after which its storage cannot be resized
-            found = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-            (file.write if self.out else file.read)(memoryview(found).cast("B"), offset)
+            (file.write if self.out else file.read)(memory_of(tensor), offset)
 
     def host_ranges(self) -> list[tuple[int, int]]:
         """The first and the last host byte, exclusive, of each tensor; before anybody waits."""
