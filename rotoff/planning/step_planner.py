@@ -243,8 +243,6 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
     the next is for a chain that charges the stage with more; where bytes are left, for a larger limit. The last one is
     searched for."""
     chain, limit = found.chain, request.mem_limit + profile.batch_bytes
-    if any(op.gathered for op in found.trace.ran):  # each first run holds more
-        chain = found.charging_first_runs
     request, asked, raised = replace(request, mode=mode), limit, False
     searches = _searches(request)
     quick = _quick(request, request.mem_limit) if searches else request

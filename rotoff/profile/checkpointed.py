@@ -145,7 +145,7 @@ class CheckpointedStep:
             level -= self.trace.size(leave.pop(n, ()))
             if n in kept:
                 continue
-            most = max(most, level + op.peak + op.gathered)
+            most = max(most, level + op.peak)
             level += self.trace.size(op.makes)
             for c in op.makes:
                 if c not in stays and made[c].later is None:

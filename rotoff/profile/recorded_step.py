@@ -124,8 +124,6 @@ class RecordedStep(Verified):
             did. copies: bytes of each copy of what was overwritten.
     """
 
-    lingers = True  # whether threads hold tensors of collectives for a moment longer than FSDP2 does, as those of gloo
-
     def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
         super().__init__(known)
         self._patient = patient

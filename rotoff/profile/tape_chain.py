@@ -515,7 +515,7 @@ class StageRun:
         for number in range(self.first, self.end):
             op = self.trace.ran[number]
             level -= dies.get(number, 0)
-            most = max(most, level + op.peak + op.gathered)
+            most = max(most, level + op.peak)
             for c in op.makes:
                 if c in self.stay:
                     continue

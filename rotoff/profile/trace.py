@@ -46,10 +46,9 @@ class Ran:
     """An operation.
 
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
-    before it. copies: of what no operation made and it overwrites. factor, term: its key is that of the operation
-    before, times `factor`, plus `term`. at: its position. module: in whose call it runs. operator: its name.
-    draws: whether it draws random numbers. gathered: bytes of parameters that FSDP2 has gathered in the first run
-    alone; where it runs again, they are among the gradients.
+    before it, with what FSDP2 has gathered. copies: of what no operation made and it overwrites. factor, term: its key
+    is that of the operation before, times `factor`, plus `term`. at: its position. module: in whose call it runs.
+    operator: its name. draws: whether it draws random numbers.
     """
 
     reads: tuple[int, ...]
@@ -64,7 +63,6 @@ class Ran:
     module: str
     operator: str
     draws: bool
-    gathered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +162,7 @@ def trace_of(step: RecordedStep) -> Trace:
     )
     # what FSDP still has gathered when the backward begins
     stays = {n for n, within in _there_at(step, END, READ) if GATHERED in within}
-    peaks, gathered = _peaks(step, many, stays)
+    peaks = _peaks(step, many, stays)
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):
@@ -183,7 +181,6 @@ def trace_of(step: RecordedStep) -> Trace:
                 step.segments[bisect_right(firsts, n) - 1].module,
                 str(op.operator),
                 _draws(op),
-                gathered[n],
             )
         )
     saved = tuple(Saved(at, None if content is None else number.get(content)) for at, content in step.packed.items())
@@ -223,10 +220,10 @@ def number_bytes(number: Number) -> int:
     return 16 if isinstance(number, complex) else 8
 
 
-def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[int], list[int]]:
-    """Return the most bytes that each operation holds above those at its begin, and what FSDP has gathered by then, but
-    for what `stays`; all in one where it lingers."""
-    peaks, level, begins, found = [0] * many, 0, dict[str, int](), [0] * many
+def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> list[int]:
+    """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then but
+    for what `stays`: threads, as those of gloo, hold it for a moment longer than FSDP does."""
+    peaks, level, begins = [0] * many, 0, dict[str, int]()
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     for n, event in enumerate(step.log):
         if event.begins:
@@ -240,9 +237,8 @@ def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> tuple[list[
             gathered.pop(event.ptr, None)
         for name, start in begins.items() if event.size > 0 or event.begins else ():
             if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start)
-                found[int(name)] = max(found[int(name)], sum(gathered.values()))
-    return ([sum(both) for both in zip(peaks, found, strict=True)], [0] * many) if step.lingers else (peaks, found)
+                peaks[int(name)] = max(peaks[int(name)], level - start + sum(gathered.values()))
+    return peaks
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:

@@ -149,7 +149,6 @@ class FakeStep(RecordedStep):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     is_mode = True  # what fake tensors run is below
-    lingers = False
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: FakeLog) -> None:
         super().__init__(Known(), model, _Nowhere(CPU))
