@@ -296,7 +296,7 @@ class Checkpointable(ModuleProxy):
         if self._placed is not None and self._placed.placement is not None:
             self._placed.placement.gradients.refuse_before_step("compute_sequence")
         plain, placed = not self._check, device_limit is not None
-        request = Request(NO_LIMIT, mode, mem_slots, options, policy, plain, True, placed, in_flight)
+        request = Request(NO_LIMIT, mode, mem_slots, options, policy, plain, placed, in_flight)
         self._ask(device_limit if placed else mem_limit, request, up_to, optimizer)
         return self
 

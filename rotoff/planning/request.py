@@ -70,7 +70,6 @@ class Request:
     options: dict[str, Any]
     policy: str | None = None  # a system of the papers, instead of the mode
     plain: bool = True  # whether the plain model may run if everything fits
-    here: bool = False  # whether the plan must fit this host's memory
     placed: bool = False  # whether the limit is for all that the device holds
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
 

@@ -194,8 +194,7 @@ def _least(profile: TapeProfile, ways: Several[TapeGroups], request: Request) ->
 
 def _within_host(groups: TapeGroups, request: Request) -> Request:
     """`request` with a host limit of at most the free host memory, if that is known."""
-    room = room_for_plan(groups.device) if request.here else None
-    if room is None:
+    if (room := room_for_plan(groups.device)) is None:
         return request
     if (asked := request.options.get("host_limit")) is not None:
         room = min(room, parse_host_limit(asked))
