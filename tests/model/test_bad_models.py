@@ -116,6 +116,7 @@ REFUSED: list[tuple[type[Exception], str, Ask, list[Any]]] = [  # with each of t
     (RotoffError, "refine is 'yes'", lambda v: planned("1 GiB", refine=v), ["yes"]),
     (RotoffError, "host_limit is -5", lambda v: planned("1 GiB", host_limit=v), [-5]),
     (RotoffError, "updates is 'after' and needs a device_limit", lambda v: planned("1 GiB", updates=v), ["after"]),
+    (OptionError, "polic", lambda v: planned("1 KiB", **v), [{"policy": "vdn"}, *({"policy": "greedy", **more} for more in ({"mode": "remat"}, {"refine": False}))]),
     (MeasureError, "call compute_sequence", lambda v: getattr(new().measure(sample()), v)(),
      ["sequence", "get_expected_makespan", "get_expected_memory", "get_expected_host_memory"]),
     (MeasureError, "nothing has been measured yet", lambda v: getattr(new(), v),

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles.chains import busy, chains, seeded_chain, uneven
+from oracles.chains import busy, chains, groups, seeded_chain, uneven
 from oracles.exhaustive import Search
 from thoroughness import examples
 
@@ -36,25 +36,32 @@ def limits_of(chain: Chain, share: float) -> dict[str, int]:
     return {mode: max(1, round(low + share * (peak - low))) for mode in MODES for low in [min_mem_limit(chain, mode)]}
 
 
-@given(chains().flatmap(busy), st.sampled_from([0.0, 0.02, 0.3, 0.7]))
-def test_every_mode_passes_the_machine(chain: Chain, share: float) -> None:
-    for mode, limit in limits_of(chain, share).items():
+FORWARDS = {"F_all", "F_sel", "F_ck", "F_none"}
+ANY = st.one_of(chains(), chains(most=5).flatmap(groups)).flatmap(busy)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(ANY, st.sampled_from(["during", "after"]), st.sampled_from([0.0, 0.02, 0.3, 0.7]))
+@examples(60)
+def test_there_is_a_plan_from_the_smallest_limit_on(mode: str, chain: Chain, updates: str, share: float) -> None:
+    """It passes the machine, and the pure modes are pure; one byte below there is none."""
+    least = min_mem_limit(chain, mode, updates)
+    peak = simulate(chain, keep_all(chain, updates)).peak_bytes
+    for limit in {max(1, least), max(1, round(least + share * max(0, peak - least)))}:
         for refine in (False, QUICK):
-            sequence = solve(chain, limit, mode, mem_slots=20, refine=refine)
-            trace = simulate(chain, sequence, limit)
-            assert (sequence.mode, sequence.mem_limit) == (mode, limit)
-            assert sequence.meta["makespan"] == trace.makespan
-            assert trace.makespan >= lower_bound(chain, limit) * (1 - 1e-9)
-
-
-@given(chains())
-def test_one_byte_below_the_minimum_is_refused(chain: Chain) -> None:
-    for mode in MODES:
-        least = min_mem_limit(chain, mode)
-        if least > 1:
-            with pytest.raises(InfeasibleError, match=f"{least} bytes.* in mode {mode}") as caught:
-                solve(chain, least - 1, mode, mem_slots=20, refine=False)
-            assert caught.value.min_mem_limit == least
+            made = solve(chain, limit, mode, mem_slots=20, refine=refine, updates=updates)
+            trace = simulate(chain, made, limit, updates)
+            assert (made.mode, made.mem_limit, made.meta["makespan"]) == (mode, limit, trace.makespan)
+            assert trace.makespan >= lower_bound(chain, limit, updates=updates) * (1 - 1e-9)
+            if mode == "remat":
+                assert {op.kind.value for op in made} <= FORWARDS | {"B", "U", "drop"}
+            if mode == "offload":
+                forwards = [str(op) for op in made if op.kind.value in FORWARDS]
+                assert forwards == [f"F_all {i}" for i in range(1, len(chain) + 1)]
+    if least > 1 and peak >= least:
+        with pytest.raises(InfeasibleError, match=f"{least} bytes.* in mode {mode}") as caught:
+            solve(chain, least - 1, mode, mem_slots=20, refine=False, updates=updates)
+        assert caught.value.min_mem_limit == least
 
 
 @given(chains())
@@ -65,15 +72,6 @@ def test_nothing_is_done_when_all_fits(chain: Chain) -> None:
         for limit in (peak, peak + 1, 2 * peak):
             if limit > 0:
                 assert solve(chain, limit, mode).ops == everything.ops
-
-
-@given(chains(), st.sampled_from([0.0, 0.3]))
-def test_pure_modes_are_pure(chain: Chain, share: float) -> None:
-    limits = limits_of(chain, share)
-    remat = {op.kind.value for op in solve(chain, limits["remat"], "remat", refine=QUICK)}
-    assert remat <= {"F_all", "F_sel", "F_ck", "F_none", "B", "drop"}
-    offload = [op for op in solve(chain, limits["offload"], "offload", refine=QUICK) if op.kind.value.startswith("F_")]
-    assert [str(op) for op in offload] == [f"F_all {i}" for i in range(1, len(chain) + 1)]
 
 
 def test_a_long_chain_needs_no_recursion() -> None:

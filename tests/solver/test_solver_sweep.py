@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from oracles.chains import chains
+from hypothesis import strategies as st
+from oracles.chains import chains, groups
 from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
@@ -36,12 +37,14 @@ def test_rows_table_and_csv(tmp_path: Path) -> None:
     assert [int(row["limit"]) for row in rows] == [row.limit for row in found]
 
 
-@given(chains(least=2, most=6))
-@examples(40)
-def test_neither_more_memory_nor_joint_is_slower(chain: Chain) -> None:
+@given(st.one_of(chains(least=2, most=6), chains(most=5).flatmap(groups)), st.sampled_from(["during", "after"]))
+@examples(60)
+def test_neither_more_memory_nor_joint_is_slower(chain: Chain, updates: str) -> None:
     times: dict[str, list[float]] = {mode: [] for mode in ("joint", "remat", "offload")}
-    for row in sweep(chain, None, refine=0.001):
+    table = sweep(chain, None, refine=0.001, updates=updates)
+    for row, sequence in zip(table, table.sequences, strict=True):
         times[row.mode].append(math.inf if row.makespan is None else row.makespan)
+        assert sequence is None or simulate(chain, sequence, row.limit, updates).makespan == row.makespan
     for found in times.values():
         assert found == sorted(found, reverse=True)
         assert all(joint <= other for joint, other in zip(times["joint"], found, strict=True))
