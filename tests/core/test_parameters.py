@@ -10,6 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from oracles.chains import chains, groups
+from thoroughness import examples
 
 import rotoff
 from rotoff import (
@@ -62,6 +65,7 @@ def test_all_resident() -> None:
         13,
     )
     assert (trace.idle_time, trace.host_peak_bytes) == (0, 0)
+    assert [event.parameter_memory for event in trace.events] == [180, 180, 200, 200, 220, 220]
 
 
 def test_what_is_in_flight_between_steps() -> None:
@@ -90,6 +94,15 @@ def test_what_is_in_flight_between_steps() -> None:
         20,
     )
     assert max(event.end for event in trace.events) == 28, "what ends in the next step is shown where it ends"
+
+
+@given(chains(most=5).flatmap(groups))
+@examples(40)
+def test_keeping_everything_is_legal_and_costs_the_updates_alone(chain: Chain) -> None:
+    trace = simulate(chain, rotoff.keep_all(chain))
+    updates = sum(group.update_time for group in chain.parameters if group.grad_bytes)
+    assert trace.makespan == pytest.approx(chain.compute_time + updates)
+    assert trace.host_peak_bytes == trace.d2h_bytes == trace.h2d_bytes == 0
 
 
 # -- between steps

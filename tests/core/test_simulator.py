@@ -79,6 +79,12 @@ def test_offload_and_prefetch() -> None:
     assert (trace.d2h_bytes, trace.h2d_bytes) == (100, 100)
 
 
+def test_a_forward_without_transients_holds_what_it_makes() -> None:
+    bare = Chain((Stage("", 1, 1, 10, 100),) * 2, 1, 1)
+    trace = simulate(bare, Sequence.from_text(["F_ck 1", "F_all 2", "B 2", "F_all 1", "B 1"]))
+    assert [event.memory for event in trace.events] == [10, 110, 130, 120, 120]
+
+
 SLOW_OUT = replace(CHAIN, d2h_bandwidth=1)
 
 
