@@ -190,19 +190,6 @@ def test_what_is_not_a_chain(data: Any, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "sentence"),
-    [
-        (lambda: Chain((), 1.0, 1.0), "no stages"),
-        (lambda: Chain([plain_stage()], 1.0, 1.0), "not a rotoff.Stage"),
-        (lambda: Stage("s", forms=(3,)), "form 1 of stage 's' is 3, not a rotoff.Form"),
-    ],
-)
-def test_what_cannot_be_built(build: Any, sentence: str) -> None:
-    with pytest.raises(ChainError, match=sentence):
-        build()
-
-
-@pytest.mark.parametrize(
     ("content", "sentence"),
     [
         *((text, "is not JSON: ") for text in (b"", b"{", b"F_all 1", b'{"format": "rotoff.chain"', b"[" * 100_000)),

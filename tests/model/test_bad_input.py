@@ -50,7 +50,24 @@ def stage(**options: Any) -> Stage:
 
 SOLVE: Ask = lambda v: rotoff.solve(CHAIN, v)  # noqa: E731
 BOUND: Ask = lambda v: rotoff.lower_bound(CHAIN, v)  # noqa: E731
-MODE: tuple[Ask, ...] = (lambda v: rotoff.solve(CHAIN, 200, mode=v), lambda v: rotoff.min_mem_limit(CHAIN, v))
+LIMIT: tuple[Ask, ...] = (SOLVE, BOUND, lambda v: rotoff.simulate(CHAIN, [], v))
+MODE: tuple[Ask, ...] = (
+    lambda v: rotoff.solve(CHAIN, 200, mode=v),
+    lambda v: rotoff.min_mem_limit(CHAIN, v),
+    lambda v: rotoff.lower_bound(CHAIN, 200, mode=v),
+)
+UPDATES: tuple[Ask, ...] = (
+    lambda v: rotoff.solve(CHAIN, 200, updates=v),
+    lambda v: rotoff.simulate(CHAIN, [], updates=v),
+    lambda v: rotoff.lower_bound(CHAIN, 200, updates=v),
+)
+
+
+class Model:
+    def __repr__(self) -> str:
+        return "Model(\n  (0): Linear\n)"
+
+
 OF_CHAIN: tuple[Ask, ...] = (
     lambda v: rotoff.solve(v, 100),
     lambda v: rotoff.simulate(v, []),
@@ -60,23 +77,30 @@ OF_CHAIN: tuple[Ask, ...] = (
     rotoff.sweep,
 )
 REFUSED: list[tuple[type[Exception], str, tuple[Ask, ...], list[Any]]] = [  # by each of the calls, each of the values
-    (LimitError, "must be above 0", (SOLVE, BOUND), [0, -1]),
-    (LimitError, "is VALUE", (SOLVE, BOUND), [math.nan, math.inf]),
-    (LimitError, "looks like a fraction", (SOLVE, BOUND), [0.5]),
-    (LimitError, "is VALUE", (SOLVE, BOUND), [True, None]),
-    (LimitError, "unknown unit 'GiBs'", (SOLVE, BOUND), ["6 GiBs"]),
-    (LimitError, "is VALUE", (SOLVE, BOUND), ["", "most of it"]),
+    (LimitError, "^mem_limit is .* must be above 0", LIMIT, [0, -1]),
+    (LimitError, "^mem_limit is VALUE", LIMIT, [math.nan, math.inf, True, "", "most of it"]),
+    (LimitError, "^mem_limit is VALUE", (SOLVE, BOUND), [None]),
+    (LimitError, "^mem_limit is .* looks like a fraction", LIMIT, [0.5]),
+    (LimitError, "^mem_limit is .* unknown unit 'GiBs'", LIMIT, ["6 GiBs"]),
     (LimitError, ".", (SOLVE,), [np.array([178]), np.array([178.5])]),
     (OptionError, "mode is VALUE; modes are 'joint', 'remat', 'offload'", MODE, ["", "Joint", "checkpoint", "keep-all", None, 3, ["joint"]]),
     (OptionError, "mem_slots", tuple(lambda v, m=mode: rotoff.solve(CHAIN, 200, m, mem_slots=v) for mode in MODES)
      + (lambda v: rotoff.sweep(CHAIN, [300], mem_slots=v),),
      [0, -1, 1.5, math.nan, True, None, "50"]),
+    (OptionError, ".", (lambda v: rotoff.sweep(CHAIN, [100], v),), [(), ("both",)]),
+    (OptionError, "updates is VALUE; give 'during' or 'after'", UPDATES, ["later"]),
+    (ChainError, "^the chain is a Model; give a rotoff.Chain", OF_CHAIN, [Model()]),
     (ChainError, r"the chain is .* give a rotoff.Chain, such as Chain.load\(path\)", OF_CHAIN,
      [None, "chain.json", 5, {"format": "rotoff.chain"}]),
     (ChainError, "name of a stage is", (lambda v: stage(name=v),), [None, 5, ["x"], {"a": 1}, "half a pair \ud800"]),
     (ChainError, "name of the chain is", (lambda v: replace(CHAIN, name=v),), [None, 5, ["x"], "half a pair \ud800"]),
     (ChainError, "forms of stage 'x' is 5", (lambda v: stage(forms=v),), [5]),
+    (ChainError, "form 1 of stage 'x' is 3, not a rotoff.Form", (lambda v: stage(forms=v),), [(3,)]),
     (ChainError, "stages of the chain is 5", (lambda v: Chain(v, 1.0, 1.0),), [5]),
+    (ChainError, "no stages", (lambda v: Chain(v, 1.0, 1.0),), [()]),
+    (ChainError, "not a rotoff.Stage", (lambda v: Chain(v, 1.0, 1.0),), [[{"forward_time": 1.0}]]),
+    (ChainError, "d2h_bidirectional_bandwidth of the chain is", (lambda v: replace(CHAIN, d2h_bidirectional_bandwidth=v),), [51.0]),
+    (ChainError, "h2d_bidirectional_bandwidth of the chain is", (lambda v: replace(CHAIN, h2d_bidirectional_bandwidth=v),), [0.0, "a"]),
     (SequenceFormatError, "the mode is", (lambda v: rotoff.Sequence((), mode=v),), [None, 5, ["x"], "half a pair \ud800"]),
     (SequenceFormatError, "the operations are 5", (rotoff.Sequence,), [5]),
     (SequenceFormatError, "a form one from 1", (lambda v: rotoff.Op(rotoff.OpKind.F_SEL, 1, v),), [-1, 0, "1"]),
@@ -176,16 +200,6 @@ def test_more_slots_than_the_arithmetic_holds() -> None:
     for mode in MODES:
         plan = rotoff.solve(chain, 2**53, mode=mode, mem_slots=100_000)
         assert rotoff.simulate(chain, plan, 2**53).peak_bytes > 2**52
-
-
-def test_a_model_in_place_of_a_chain_is_not_printed() -> None:
-    class Model:
-        def __repr__(self) -> str:
-            return "Model(\n  (0): Linear\n)"
-
-    with pytest.raises(ChainError, match=r"^the chain is a Model; give a rotoff.Chain") as caught:
-        rotoff.solve(Model(), 100)  # type: ignore[arg-type]
-    assert one_sentence(caught.value)
 
 
 # -- extreme and wrong-typed values, each a sentence or a result

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles.chains import chains
 from oracles.exhaustive import Search
 
-from rotoff import Chain, InfeasibleError, LimitError, OptionError, Stage, lower_bound, min_mem_limit, simulate, solve
+from rotoff import Chain, InfeasibleError, Stage, lower_bound, min_mem_limit, simulate, solve
 from rotoff.solver import keep_all
 from rotoff.solver.bounds import largest_operation
 
@@ -30,6 +30,8 @@ def test_minima_by_hand() -> None:
     assert min_mem_limit(chain, "remat") == 5 + 100 + 10 + 1  # B 1, with a_2 still held
     assert min_mem_limit(chain, "joint") == 5 + 100 + 10 + 1
     assert largest_operation(chain) == ("backward", 1, 5 + 100 + 10 + 1)
+    with pytest.raises(InfeasibleError, match=r"needs at least 116 B \(116 bytes\) in mode joint; the limit is 115 B"):
+        lower_bound(chain, 115)
     large_forward = Chain((Stage("", 1.0, 1.0, 10, 20, forward_transient_bytes=500),), 1.0, 1.0, input_bytes=5)
     assert largest_operation(large_forward) == ("forward", 1, 5 + 20 + 500)
 
@@ -39,19 +41,6 @@ def test_the_bound_is_tight_where_all_fits_and_sees_the_link() -> None:
     peak = simulate(chain, keep_all(chain)).peak_bytes
     assert lower_bound(chain, peak) == pytest.approx(30.0)
     assert lower_bound(chain, peak // 2) > 31.0
-
-
-def test_refusals() -> None:
-    chain = Chain((Stage("", 1.0, 1.0, 10, 100),), 1.0, 1.0, input_bytes=5)
-    with pytest.raises(OptionError, match="modes are"):
-        min_mem_limit(chain, "both")
-    with pytest.raises(LimitError):
-        lower_bound(chain, -1)
-    least = min_mem_limit(chain, "joint")
-    with pytest.raises(
-        InfeasibleError, match=f"needs at least 115 B \\({least} bytes\\) in mode joint; the limit is 114 B"
-    ):
-        lower_bound(chain, least - 1)
 
 
 def test_the_bound_knows_that_an_input_beside_which_its_abar_does_not_fit_is_made_by_itself() -> None:

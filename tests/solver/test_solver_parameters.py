@@ -9,7 +9,6 @@ import pytest
 from rotoff import (
     Chain,
     InfeasibleError,
-    OptionError,
     ParameterGroup,
     Stage,
     keep_all,
@@ -71,14 +70,6 @@ def test_an_update_on_the_host_may_save_time_where_everything_fits() -> None:
     made = solve(chain, 10 * everything.peak_bytes, refine=0.1)
     assert made.meta["makespan"] < everything.makespan
     assert solve(transformer(host=None), 10 * everything.peak_bytes).meta["source"] == "keep-all"
-
-
-def test_updates_come_when_they_shall() -> None:
-    chain = transformer(4)
-    after = solve(chain, 1200, updates="after", refine=LITTLE)
-    simulate(chain, after, 1200, updates="after")
-    with pytest.raises(OptionError, match="updates is 'soon'"):
-        solve(chain, 1200, updates="soon")
 
 
 @pytest.mark.parametrize("updates", WHEN)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracles.chains import chains, groups
 from thoroughness import examples
 
-from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
+from rotoff import Chain, InfeasibleError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver import sweep
 
 pytestmark = pytest.mark.full_search
@@ -62,13 +62,6 @@ def test_a_host_limit_is_kept() -> None:
     assert times == sorted(times)
     with pytest.raises(InfeasibleError, match="on the host"):
         solve(CHAIN, 120, "offload", refine=0.1, host_limit=0)
-
-
-def test_bad_sweeps_are_refused() -> None:
-    with pytest.raises(OptionError):
-        sweep(CHAIN, [100], ())
-    with pytest.raises(OptionError):
-        sweep(CHAIN, [100], ("both",))
 
 
 def test_a_lone_limit_or_mode_is_one() -> None:

@@ -146,10 +146,6 @@ def test_smallest_limits_by_hand() -> None:
         lower_bound(on_device, 364)
     assert caught.value.min_mem_limit == 365
     assert 0 < lower_bound(on_device, 365) < math.inf
-    with pytest.raises(OptionError, match="updates is 'later'"):
-        lower_bound(chain, 1000, updates="later")
-    with pytest.raises(OptionError, match="modes are"):
-        lower_bound(chain, 1000, mode="both")
 
 
 @given(chains(most=6))
