@@ -70,14 +70,6 @@ def test_vdnn_plus_plus_leaves_alone_what_fits():
 # -- the naive overlap of 001
 
 
-def test_overlap_golden():
-    assert text(overlap_operations(5, [1, 2, 3])) == (
-        "F_all 1, offload abar 1, F_all 2, free abar 1, offload abar 2, F_all 3, free abar 2, offload abar 3, F_all 4, "
-        "free abar 3, F_all 5, prefetch abar 3, B 5, wait abar 3, prefetch abar 2, B 4, wait abar 2, prefetch abar 1, B"
-        " 3, wait abar 1, B 2, B 1"
-    )
-
-
 @examples(60)
 @given(chains(least=2), st.data())
 def test_overlap_costs_what_is_not_hidden(chain, data):

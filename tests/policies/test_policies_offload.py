@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from oracles.chains import chains
 from oracles.fractional_program import fractional
 
-from rotoff import Chain, InfeasibleError, OptionError, Stage, min_mem_limit, simulate, solve
+from rotoff import Chain, InfeasibleError, Stage, min_mem_limit, simulate, solve
 from rotoff.solver.policies.lowering import lower
 from rotoff.solver.policies.moving_sets import choices
 
@@ -72,11 +72,6 @@ def test_tflms_never_waits_for_memory() -> None:
     with pytest.raises(InfeasibleError, match="with policy tflms") as caught:
         solve(FOUR, 60, policy="tflms")
     assert caught.value.min_mem_limit == 70
-
-
-def test_bad_options() -> None:
-    with pytest.raises(OptionError, match="slots is 0"):
-        solve(FOUR, 60, policy="dynprog", slots=0)
 
 
 @given(chains(least=2, most=6, forms=False))

@@ -1,4 +1,4 @@
-"""The slides' recompute systems: rotor, Revolve, checkpoint_sequential, √L, and the non-persistent optimum."""
+"""The slides' recompute systems: rotor, Revolve, checkpoint_sequential, √L, and the non-persistent optimum; POFO."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from oracles.exhaustive import Search
 from oracles.recurrences import Recurrences
 from thoroughness import examples
 
-from rotoff import Chain, InfeasibleError, Stage, keep_all, simulate, solve
+from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
 from rotoff.solver.plan_codes import without_forms
 from rotoff.solver.policies.revolve import operations, swept
 from rotoff.solver.remat import Table, solve_slots
@@ -129,3 +129,36 @@ def test_what_persistence_costs():
     assert best.meta["makespan"] == 13
     assert solve(chain, 7, slots=7, policy="rotor").meta["makespan"] == 17
     assert solve(chain, 7, mode="remat").meta["makespan"] == 13
+
+
+# -- POFO, whose recurrences are those of tests/solver/test_dp.py
+
+
+def test_pofo_golden():
+    """Six equal stages at two thirds of the peak: a fast link moves the first saved sets, a slow one has them made
+    again."""
+    stages = tuple(Stage("", 1.0, 2.0, 10, 30, grad_bytes=10) for _ in range(6))
+
+    def made(bandwidth: float) -> str:
+        chain = Chain(stages, bandwidth, bandwidth, input_bytes=10)
+        peak = simulate(chain, keep_all(chain)).peak_bytes
+        return ", ".join(map(str, solve(chain, peak * 2 // 3, policy="pofo")))
+
+    assert made(100.0) == (
+        "F_all 1, offload abar 1, F_all 2, offload abar 2, F_all 3, offload abar 3, F_all 4, free abar 1, F_all 5, "
+        "free abar 2, F_all 6, free abar 3, B 6, prefetch abar 3, B 5, prefetch abar 2, wait abar 3, B 4, prefetch abar"
+        " 1, wait abar 2, B 3, wait abar 1, B 2, B 1"
+    )
+    assert made(0.01) == (
+        "F_ck 1, F_none 2, F_none 3, F_all 4, F_all 5, F_all 6, B 6, B 5, B 4, F_all 1, F_all 2, F_all 3, B 3, B 2, B 1"
+    )
+
+
+def test_slots_that_cannot_be():
+    chain = Chain((Stage("", 1, 1, 1, 1),) * 2, 1, 1)
+    with pytest.raises(OptionError, match="slots is 0"):
+        solve(chain, 100, slots=0, policy="pofo")
+    with pytest.raises(OptionError, match="slots is 0"):
+        solve(chain, 100, slots=0, policy="dynprog")
+    with pytest.raises(OptionError, match="8.00 GiB"):
+        solve(chain, 100, slots=2000, policy="pofo")
