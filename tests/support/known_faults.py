@@ -14,7 +14,7 @@ KNOWN_FAULTS = {
         "the smallest limit of seven of fourteen small models is that of keeping everything, so they have no plan"
     ),
     **{
-        "runtime/test_whole_modules.py::test_parameters_of_modules_within_other_code_may_move"
+        "runtime/test_changing_models.py::test_parameters_of_modules_within_other_code_may_move"
         f"[a Function over a module: adjoint, function, norm-{updates}]": (
             "what a Function saves of a parameter that moves is not what its module reads in the backward, so autograd"
             " has no gradient for it"

@@ -191,6 +191,77 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 row("a function of autograd that changes its input in place")(along(lambda net, x, n: torch.sin(Dirty.apply(x * 0.5))))
 
 
+# -- what something beside autograd's saved tensors holds: attributes of ``ctx``, closures of hooks, attributes
+
+
+class Exponential(torch.autograd.Function):
+    """Keeps what it returns past all hooks, detached."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = (0.1 * x).exp()
+        ctx.y = y.detach()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 0.1 * grad * ctx.y
+
+
+class Swish(torch.autograd.Function):
+    """Has autograd save its argument, and keeps a tensor beside that nobody else sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.gate = torch.sigmoid(x)
+        return x * ctx.gate
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return grad * ctx.gate * (1 + x * (1 - ctx.gate))
+
+
+HELD = "held elsewhere: "
+row(HELD + "ctx, in the middle of a stage", call=large)(along(lambda net, x, n: torch.tanh(Swish.apply(torch.sin(x)))))
+row(HELD + "ctx, the output of a stage", call=large)(along(lambda net, x, n: Exponential.apply(x)))
+row(HELD + "ctx, several Functions", call=large)(
+    along(lambda net, x, n: Exponential.apply(Swish.apply(Exponential.apply(x))))
+)
+
+
+@adds(HELD + "a hook's closure", call=large)
+def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
+    other, y = x.tanh(), x * 0.5
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad * other.detach())
+    return torch.sin(y + other)
+
+
+@row(HELD + "a hook that has its tensor", call=large)
+class Cycles(Trunk, handles=list):
+    """PyTorch never frees the graph of a forward that nobody ran backward."""
+
+    def begin(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        y = x * 0.5
+        if y.requires_grad:
+            self.handles.append(y.register_hook(lambda grad: grad * y.detach().cos()))
+        return torch.sin(y) + 1.0
+
+
+for _does in (torch.sin, lambda x: x):
+
+    @adds(HELD + f"an attribute{'' if _does is torch.sin else ', of the output'}", call=large, has={"latest": dict})
+    def _(net: Any, x: torch.Tensor, n: int, does: Any = _does) -> torch.Tensor:
+        net.latest[n] = x = x * 1.5
+        return does(x)
+
+
 def in_thread(what: Any) -> Any:
     box: list[Any] = []
     t = threading.Thread(target=lambda: box.append(what()))
