@@ -9,9 +9,8 @@ the CPU.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,29 +105,6 @@ def finish(device: torch.device) -> None:
     """Block the host until the device has done all that was launched."""
     if is_accelerator(device):
         _module(device).synchronize(device)
-
-
-def sleep_on(stream: Stream, device: torch.device, cycles: int) -> None:
-    """Keep `stream` busy for so many cycles of the device's clock."""
-    module = _module(device)
-    with module.stream(stream):
-        module._sleep(cycles)
-
-
-@contextmanager
-def noting_waits(device: torch.device) -> Iterator[list[str]]:
-    """File and line of each wait of the host for the device within the block; torch detects most of them."""
-    module, places = _module(device), list[str]()
-    module.synchronize(device)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        module.set_sync_debug_mode("warn")
-        try:
-            yield places
-        finally:
-            module.set_sync_debug_mode("default")
-            said = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
-            places += [f"{warning.filename}:{warning.lineno}" for warning in said]
 
 
 def is_capturing() -> bool:

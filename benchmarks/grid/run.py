@@ -52,7 +52,7 @@ def machine(device: str) -> dict[str, Any]:
     import torch
 
     import rotoff
-    from rotoff.tools.doctor.machine import cores, processor
+    from rotoff.tools.doctor import cores, processor
 
     about: dict[str, Any] = {
         "cpu": processor(),

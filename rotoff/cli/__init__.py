@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from ..errors import InfeasibleError, InvalidSequenceError, RotoffError
 from ..version import __version__
-from .command import UsageError
 
 EXIT_CODES = (
     "exit codes: 0 done; 1 nothing fits, the sequence is refused, or a check failed; 2 wrong usage or input; 130"
@@ -69,12 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if options.traceback:
             raise
-        known = (RotoffError, OSError, ModuleNotFoundError, UsageError)
-        if not isinstance(error, known):
-            print(f"rotoff: {type(error).__name__}: {error} (--traceback shows where)", file=sys.stderr)
-            return 2
-        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        if isinstance(error, ModuleNotFoundError) and error.name == "torch" and "rotoff" not in said:
+        said = str(error)
+        if not isinstance(error, RotoffError | OSError | ModuleNotFoundError):
+            said = f"{type(error).__name__}: {error} (--traceback shows where)"
+        elif isinstance(error, OSError) and error.filename:
+            said = f"{error.filename}: {error.strerror}"
+        elif isinstance(error, ModuleNotFoundError) and error.name == "torch" and "rotoff" not in said:
             said = "this command runs a model and needs torch: pip install torch"
         print(f"rotoff {options.command}: {said}", file=sys.stderr)
         return 1 if isinstance(error, InfeasibleError | InvalidSequenceError) else 2

@@ -49,6 +49,10 @@ class Largest:
         why = "cannot work" if self.proven else "was not found to work"
         return f"{self.size or 'nothing'} works; {self.refused} {why}: {self.binds}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """The result for JSON."""
+        return {**vars(self), "planned": self.planned and self.planned.to_dict()}
+
 
 class _Answer(NamedTuple):
     """About a size. margins: bytes and, if a step time was given, seconds that are left. why: makes the sentence that

@@ -135,7 +135,7 @@ except ImportError as error:
 else:
     raise AssertionError("Checkpointable without torch")
 chain.save("chain.json")
-sys.argv = ["rotoff", "solve", "chain.json", "--mem-limit", "200", "--no-refine", "--json"]
+sys.argv = ["rotoff", "solve", "chain.json", "--mem-limit", "200", "--option", "refine=false", "--json"]
 runpy.run_module("rotoff", run_name="__main__")
 """
 

@@ -16,7 +16,7 @@ from rotoff.cli import main
 STAGE = {"forward_time": 0.1, "backward_time": 0.2, "output_bytes": 2**20, "saved_bytes": 4 * 2**20}
 CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(8)), 1e8, 1e8, input_bytes=2**20, name="eight")
 COMMANDS = ("profile", "plan", "audit", "largest", "solve", "sweep", "show", "doctor")
-QUICK = ["--no-refine"]
+QUICK = ["--option", "refine=false"]
 
 
 @pytest.fixture
@@ -84,8 +84,7 @@ def test_letters_that_cannot_be_printed_are_replaced(files: Path, monkeypatch: p
 
 def test_sweep_has_a_row_for_every_limit_and_mode(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("sweep", "chain.json", "--mem-limit", "16MiB", "18MiB")
-    data = json.loads(out(capsys, *asked, "--json", "-o", "rows.json", *QUICK))
-    assert json.loads((files / "rows.json").read_text()) == data
+    data = json.loads(out(capsys, *asked, "--json", *QUICK))
     assert data["min_mem_limits"] == {mode: rotoff.min_mem_limit(CHAIN, mode) for mode in rotoff.core.sequence.MODES}
     rows = {(row["mode"], row["limit"] >> 20): row for row in data["rows"]}
     assert [*rows] == [(mode, limit) for mode in ("joint", "remat", "offload") for limit in (16, 18)]
@@ -104,12 +103,10 @@ def test_show(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sequence = rotoff.Sequence.load("sequence.json")
     text, trace = out(capsys, "show", "chain.json", "sequence.json"), rotoff.simulate(CHAIN, sequence)
     assert text.strip() == rotoff.render(CHAIN, sequence, colour=False)
-    data = json.loads(out(capsys, "show", "chain.json", "sequence.json", "--json", "--events"))
+    data = json.loads(out(capsys, "show", "chain.json", "sequence.json", "--json"))
     assert [row["name"] for row in data["stages"]] == [stage.name for stage in CHAIN.stages]
     assert (data["makespan"], data["peak_bytes"]) == (trace.makespan, trace.peak_bytes)
     assert [event["op"] for event in data["events"]] == [str(event.op) for event in trace.events]
-    rows = out(capsys, "show", "chain.json", "sequence.json", "--events").splitlines()
-    assert len(rows) == len(trace.events) + 3 and rows[-1] == str(trace)
     said = error(capsys, "show", "chain.json", "sequence.json", "--mem-limit", "8MiB", code=1)
     assert "more than the limit of 8388608" in said
     table = out(capsys, "show", "chain.json").splitlines()
@@ -118,7 +115,7 @@ def test_show(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_show_draws_and_exports(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert out(capsys, "show", "chain.json", "sequence.json", "-o", "plan.json") == "written to plan.json\n"
+    assert out(capsys, "show", "chain.json", "sequence.json", "-o", "plan.json").endswith("written to plan.json\n")
     assert json.loads((files / "plan.json").read_text())["traceEvents"]
     assert "need a sequence" in error(capsys, "show", "chain.json", "-o", "plan.json")
     pytest.importorskip("matplotlib")
@@ -162,15 +159,15 @@ def models(files: Path) -> str:
 def test_profile_measures_or_estimates_what_a_function_returns(
     models: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build, quick = f"{models}:build", ("--repeats", "1")
+    build = f"{models}:build"
     for target in (build, f"{files / models}.py:build"):
-        data = json.loads(out(capsys, "profile", target, "--json", "-o", "measured.json", *quick))
+        data = json.loads(out(capsys, "profile", target, "--json", "-o", "measured.json"))
         made = rotoff.Chain.load("measured.json")
         assert made == rotoff.Chain.from_dict(data)
         assert (len(made), made.name, made.input_bytes) == (8, "Sequential", 64 * 32 * 4)
-    text = out(capsys, "profile", build, *quick)
+    text = out(capsys, "profile", build)
     assert "Sequential: 8 stages" in text and "end where calls of" in text
-    fewer = json.loads(out(capsys, "profile", build, *quick, "--stages", "2", "--json"))
+    fewer = json.loads(out(capsys, "profile", build, "--stages", "2", "--json"))
     assert len(fewer["stages"]) < 8
     elsewhere = json.loads(out(capsys, "profile", build, "--device", "H200", "--json"))
     assert [row["output_bytes"] for row in elsewhere["stages"]] == [stage.output_bytes for stage in made.stages]
@@ -205,26 +202,25 @@ WRONG = {
     "solve sequence.json --mem-limit 1GiB": 'the field "format" must be "rotoff.chain"',
     "solve chain.json --mem-limit lots": "mem_limit is 'lots'",
     "solve chain.json --mem-limit 0.5": "a number without a unit",
-    "solve chain.json --mem-limit 1GiB --mem-slots 0": "mem_slots is 0",
+    "solve chain.json --mem-limit 1GiB --option mem_slots=0": "mem_slots is 0",
     "solve chain.json": "required: --mem-limit",
     "sweep chain.json --modes fast": "mode is 'fast'; modes are 'joint', 'remat', 'offload'",
-    "show chain.json -o picture.jpg": "end it in .png",
-    "show chain.json --events": "need a sequence",
+    "show chain.json -o picture.jpg": "'picture.jpg' must end in .png, .svg, .pdf or .json",
+    "solve chain.json --mem-limit 1GiB --option refine": "'refine' is not NAME=VALUE",
     "show - -": "only one of the two",
     "": "required: COMMAND",
     "profile cli_models:build --device T4 --backward-from 0,loss": "backward_from names 'loss', but the model returns a",
     "profile cli_models:build --device abacus": "device is 'abacus'",
-    "profile cli_models:broken": "raised RuntimeError: no such weights",
+    "profile cli_models:broken": "RuntimeError: no such weights (--traceback",
     "profile cli_models:wrong": "it must return (model, sample)",
     "profile cli_models:build2": "no function 'build2'",
-    "profile no_such_module_at_all:build": "cannot be imported",
+    "profile no_such_module_at_all:build": "No module named",
     "profile cli_models": "is not MODULE:FUNCTION",
     "audit cli_models:build nothing.json": "nothing.json",
-    "largest cli_models:build": "cli_models:build cannot be called with a size",
+    "largest cli_models:build": "build cannot be called with a size",
     "doctor --device tpu": "device is 'tpu'; give one such as",
     "doctor --device meta": "device is 'meta'; rotoff runs steps on cpu and cuda",
-    "doctor --seconds many": "--seconds: invalid float value: 'many'",
-    "doctor -o nowhere/doctor.json": "nowhere/doctor.json cannot be written (No such file or directory); name",
+    "doctor -o nowhere/doctor.json": "nowhere/doctor.json: No such file or directory",
 }
 
 
@@ -256,6 +252,6 @@ def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str])
     named = {line.split()[2] for line in text.splitlines()[1:-2]}  # all but the one that searches every state
     assert named == {"joint", *rotoff.solver.policies.POLICIES} - {"nonpersistent"}
     assert "policy is 'fast'" in error(capsys, "sweep", "chain.json", "--policies", "fast")
-    assert "--option needs --policy" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
+    assert "a is not an option" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
     said = error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "chen", "--option", "a=1")
     assert "has no option 'a'" in said

@@ -14,23 +14,19 @@ import torch
 
 import rotoff
 from rotoff.cli import main
-from rotoff.tools.doctor import machine, model, training
-from rotoff.tools.doctor.examination import CHECKS
-from rotoff.tools.doctor.findings import ATTENTION, FAILED, OK, Finding, Report
-from rotoff.tools.doctor.model import SHARES, Size
+from rotoff.tools import doctor
+from rotoff.tools.doctor import ATTENTION, CHECKS, FAILED, OK, SHARES, Finding, Report
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-TINY = Size(layers=3, width=32, heads=2, context=16, batch=2)
-MEASURED = CHECKS[CHECKS.index("small model") :]
-OF_TIME = ("load", "bandwidth", "step time", "overlap")  # whose verdicts depend on what else runs
+NAMES = [check.__name__.replace("_", " ") for check in CHECKS]
+CPU, GPU = (SimpleNamespace(device=torch.device(name)) for name in ("cpu", "cuda"))
+OF_LOAD = ("step time",)  # whose verdicts depend on what else runs
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model and the file in a hundredth of their bytes."""
-    monkeypatch.setattr(model, "SIZES", (TINY,))
-    monkeypatch.setattr(machine, "FILE", 1 << 20)
-    monkeypatch.setattr(machine, "COPIED_ON_CPU", 1 << 20)
+    """The model and the copies in a hundredth of their bytes."""
+    monkeypatch.setattr(doctor, "SIZES", ((0, (3, 32, 2, 16, 2)),))
+    monkeypatch.setattr(doctor, "COPIED_ON_CPU", 1 << 20)
 
 
 def examined(path: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -44,37 +40,32 @@ def test_a_cpu_from_end_to_end(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    assert main(["doctor", "--device", "cpu", "--seconds", "0"]) == 0
+    assert main(["doctor", "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     data, checks = examined(tmp_path / "doctor.json")
-    assert (data["format"], data["version"], data["rotoff"]) == ("rotoff.doctor", 1, rotoff.__version__)
-    assert (data["device"], data["complete"], [*checks]) == ("cpu", True, [*CHECKS])
-    assert {name for name, check in checks.items() if check["verdict"] != OK} <= {*OF_TIME}
+    assert (data["format"], data["version"], data["rotoff"]) == ("rotoff.doctor", 2, rotoff.__version__)
+    assert (data["device"], [*checks]) == ("cpu", NAMES)
+    assert {name for name, check in checks.items() if check["verdict"] != OK} <= {*OF_LOAD}
     for check in checks.values():
         assert set(check) == {"check", "verdict", "sentence", "figures", "error", "seconds"}
         assert f"{check['verdict']:<9}  {check['check']}: {check['sentence']}" in said
     assert said.splitlines()[-1].startswith("WORKS")
     found = {name: check["figures"] for name, check in checks.items()}
-    assert found["memory"]["host"]["total"] >= found["memory"]["host"]["available"] > 0
+    assert found["machine"]["host_total"] >= found["machine"]["host_room"] > 0
     assert all(found["bandwidth"][which] > 0 for which in ("out", "in", "out_beside_in", "in_beside_out"))
-    assert found["small model"]["smallest_limit"] < found["small model"]["keep_all_bytes"]
     for name in ("peak bytes", "step time"):
         assert [row["share"] for row in found[name]["rows"]] == [1.0, 0.7, 0.45]
     peaks = found["peak bytes"]["rows"]
-    assert peaks[0]["limit"] == found["small model"]["keep_all_bytes"]
     assert peaks[0]["asked"] > peaks[1]["asked"] > peaks[2]["asked"]
     assert all(row["asked"] <= row["predicted"] <= row["limit"] for row in peaks)
-    assert all(row["pairs"] >= 3 and row["measured"] > 0 for row in found["step time"]["rows"])
-    assert found["overlap"]["moved"] > 0 and 0 <= found["overlap"]["measured"] <= 1
-    assert [row["kind"] for row in found["odd steps"]["rows"]] == ["bfloat16", "a skipped block"]
+    assert all(row["measured"] > 0 for row in found["step time"]["rows"])
     assert [row["updates"] for row in found["optimizer steps"]["rows"]] == [None, "after", "during"]
-    for row in found["gradients"]["rows"] + found["odd steps"]["rows"] + found["optimizer steps"]["rows"][1:]:
-        assert row["bit_for_bit"]
+    assert all(row["bit_for_bit"] for row in found["gradients"]["rows"] + found["optimizer steps"]["rows"][1:])
     assert [path.name for path in tmp_path.iterdir()] == ["doctor.json"]
     assert torch.get_num_threads() == threads
 
 
-def test_a_check_that_raises_is_said_and_those_that_need_it_are_not_run(
+def test_a_check_that_raises_is_said_and_the_others_still_run(
     tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(*_: Any, **__: Any) -> Any:
@@ -85,11 +76,10 @@ def test_a_check_that_raises_is_said_and_those_that_need_it_are_not_run(
     assert main(["doctor", "--device", "cpu", "--json", "-o", str(out)]) == 1
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     data, checks = examined(out)
-    assert ([*checks], data["verdict"], data["complete"]) == ([*CHECKS], FAILED, True)
-    assert {name for name, check in checks.items() if check["verdict"] == FAILED} == {*MEASURED}
-    assert checks["small model"]["sentence"].startswith("RuntimeError: it is broken; ")
-    assert "in two lines" in checks["small model"]["error"]
-    assert checks["overlap"]["sentence"] == "not checked, since 'small model' failed"
+    assert ([*checks], data["verdict"]) == (NAMES, FAILED)
+    assert [name for name, check in checks.items() if check["verdict"] == FAILED] == NAMES[3:]
+    assert checks["gradients"]["sentence"].startswith("RuntimeError: it is broken; ")
+    assert "in two lines" in checks["gradients"]["error"]
 
 
 def test_what_was_found_before_an_interrupt_is_on_disk(
@@ -102,7 +92,7 @@ def test_what_was_found_before_an_interrupt_is_on_disk(
     assert main(["doctor", "--device", "cpu", "-o", str(tmp_path / "doctor.json")]) == 130
     assert "rotoff: interrupted" in capsys.readouterr().err
     data, checks = examined(tmp_path / "doctor.json")
-    assert not data["complete"] and [*checks] == [*CHECKS[: CHECKS.index("small model")]]
+    assert data["verdict"] == FAILED and [*checks] == NAMES[:3]
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,58 +111,53 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_the_tested_versions_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    (low, newest), (high, last) = machine.TESTED
+    (low, newest), (high, last) = doctor.TESTED
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'torch = ["torch>={low}.{newest},<{high}.{last + 1}"]' in text
     for version, verdict in (("2.11.0", OK), ("2.15.1+cu130", OK), ("2.10.2", ATTENTION), ("3.0.0a0", ATTENTION)):
         monkeypatch.setattr(torch, "__version__", version)
-        assert machine.versions(CPU).verdict == verdict
+        assert doctor.machine(CPU).verdict == verdict
 
 
-def bandwidths(device: torch.device, *rates: float) -> Finding:
+def bandwidths(of: Any, *rates: float) -> Finding:
     """The finding for rates in GB/s: out, in, and both at once."""
     names = ("out", "in", "out_beside_in", "in_beside_out")
-    return machine.judge_rates(device, {name: 1e9 * rate for name, rate in zip(names, rates, strict=True)})
+    return doctor.rates_found(of.device, {name: 1e9 * rate for name, rate in zip(names, rates, strict=True)})
 
 
 SAME, OTHER = {"bit_for_bit": True, "largest": 0.0}, {"bit_for_bit": False}
 
 
-def stepped(check: Any, part: str, device: torch.device = CPU, repeated: Any = SAME, **row: Any) -> Finding:
+def stepped(check: Any, part: str, of: Any = CPU, repeated: Any = SAME, **row: Any) -> Finding:
     """What a check finds in planned steps of which one is that `row`."""
     steps = [{"gradients": {**SAME, "share": share}, "peak": {}, "time": {}} for share in SHARES]
     for step in steps:
         step["peak"] = {"limit": 100, "predicted": 90, "asked": 90}
-        step["time"] = {"measured_ratio": 1.0, "predicted_ratio": 1.0, "ratio_error": 0.0, "plain": 1.0, "load": 0.0}
+        step["time"] = {"measured_ratio": 1.0, "predicted_ratio": 1.0, "plain": 1.0}
     steps[1][part] |= row
-    return check(SimpleNamespace(device=device, steps=steps, repeated=repeated))
+    return check(SimpleNamespace(device=of.device, steps=steps, repeated=repeated))
 
 
-gradients = partial(stepped, training.gradients, "gradients")
-peaks = partial(stepped, training.peak_bytes, "peak")
-times = partial(stepped, training.step_time, "time")
+gradients = partial(stepped, doctor.gradients, "gradients")
+peaks = partial(stepped, doctor.peak_bytes, "peak")
+times = partial(stepped, doctor.step_time, "time")
 VERDICTS: list[tuple[Finding, str, str]] = [
     (bandwidths(GPU, 24, 24, 20, 20), OK, "out 24 GB/s, in 24 GB/s; both at once 20 GB/s and 20 GB/s"),
     (bandwidths(GPU, 3, 12, 2, 9), ATTENTION, "slow for a GPU"),
     (bandwidths(CPU, 3, 12, 2, 9), OK, "out 3 GB/s"),
-    (bandwidths(CPU, 24, 24, 0.4, 20), ATTENTION, "cannot be right"),
-    (bandwidths(GPU, 24, 24, 60, 20), ATTENTION, "cannot be right"),
-    (bandwidths(CPU, 5e6, 5e6, 5e6, 5e6), ATTENTION, "cannot be right"),
     (gradients(CPU), OK, "those of a plain step bit for bit, at 3 limits"),
     (gradients(CPU, **OTHER, largest=1e-9), FAILED, "not the same at limits 70%"),
-    (gradients(GPU, **OTHER, largest=1e-6), OK, "to 1.0e-06 of the largest element"),
+    (gradients(GPU, **OTHER, largest=1e-6), OK, "those of a plain step within 1e-04"),
     (gradients(GPU, **OTHER, largest=1e-3), FAILED, "not the same at limits 70%"),
     (gradients(GPU, **OTHER, largest=None), FAILED, "not the same at limits 70%"),
     (gradients(CPU, {**OTHER, "largest": 1.0}), FAILED, "no step can be repeated here"),
     (peaks(), OK, "measured of predicted: 90 B of 90 B"),
     (peaks(asked=130), FAILED, "a step exceeds its limit"),
     (peaks(asked=50), ATTENTION, "not as predicted"),
-    (peaks(given=110, slack=20), OK, "expandable_segments"),
-    (peaks(given=110, slack=0), ATTENTION, "more than it leaves unsplit"),
     (peaks(retries=2), ATTENTION, "ran out 2 times"),
-    (times(ratio_error=0.1), OK, ""),
-    (times(ratio_error=0.3), ATTENTION, ""),
-    (times(ratio_error=-0.3), ATTENTION, ""),
+    (times(measured_ratio=1.1), OK, ""),
+    (times(measured_ratio=1.3), ATTENTION, ""),
+    (times(predicted_ratio=1.5), ATTENTION, ""),
 ]
 
 
@@ -186,13 +171,13 @@ def test_what_figures_say(row: int) -> None:
     ("verdicts", "said"),
     [
         ({}, "WORKS"),
-        ({"memory": ATTENTION}, "WORKS"),
-        ({"overlap": ATTENTION, "load": ATTENTION}, "WORKS, SLOWER THAN PREDICTED (see load, overlap)"),
-        ({"overlap": ATTENTION, "gradients": FAILED}, "DO NOT USE (send doctor.json)"),
+        ({"machine": ATTENTION}, "WORKS"),
+        ({"bandwidth": ATTENTION, "step time": ATTENTION}, "WORKS, SLOWER THAN PREDICTED (see bandwidth, step time)"),
+        ({"bandwidth": ATTENTION, "gradients": FAILED}, "DO NOT USE (send doctor.json)"),
     ],
 )
 def test_the_last_line(verdicts: dict[str, str], said: str) -> None:
-    report = Report("cpu", [Finding(verdicts.get(name, OK), "", check=name) for name in CHECKS], complete=True)
+    report = Report("cpu", [Finding(verdicts.get(name, OK), "", check=name) for name in NAMES])
     assert report.conclusion("doctor.json") == said
-    report.complete = False
+    del report.findings[-1]
     assert report.conclusion("doctor.json") == "DO NOT USE (send doctor.json)"

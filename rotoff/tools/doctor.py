@@ -1,0 +1,476 @@
+"""The checks of `rotoff doctor`: whether all that training under a memory limit needs works on this machine, and how
+well. `CHECKS` lists them."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..accelerator import described, finish, is_accelerator, memory_of, peaks
+from ..checkpointable import Checkpointable
+from ..core.sizes import format_bytes
+from ..errors import InfeasibleError
+from ..profile.allocations import logged, peak_of
+from ..runtime.links.bandwidth import both_at_once, measure_bandwidth
+from ..runtime.links.host_file import choose_directory
+from ..runtime.links.pinned import SEGMENT_BYTES, Slab, available_bytes, meminfo, pin
+from ..runtime.links.pool import LinkPool
+from ..tensors.torch_settings import bytes_by_default
+from ..version import __version__
+
+OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to worst
+TESTED = ((2, 11), (2, 15))  # the oldest and the newest torch that the tests ran with
+HELD = 0.25  # share of a device's memory: if other processes hold more, the check says so
+LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offload very little
+PINNED = 2 * SEGMENT_BYTES  # bytes to pin: more than one segment
+COPIED, COPIED_ON_CPU = 256 << 20, 16 << 20  # bytes of one copy
+SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
+SEED = 1
+SHARES = (1.0, 0.7, 0.45)  # of the bytes between the smallest limit and keeping everything
+PAIRS = 8  # of timed steps at each
+ROUNDING = 1e-4  # largest difference / largest element of a gradient that another order of summation may cause
+STEPS = 10  # times `ROUNDING` that parameters may differ after three steps
+OFF = 0.15  # relative error of the predicted ratio to plain steps; a quiet machine is within a few percent
+LOOSE = 1.25  # predicted bytes / measured bytes
+WRONG = "do not train with rotoff here, and send the file"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    verdict: one of `VERDICTS`. sentence: what was found, and what to do if that is not ok. figures: JSON values; bytes,
+    seconds, bytes per second. error: the traceback of an exception in the check. check, seconds: its name and duration.
+    """
+
+    verdict: str
+    sentence: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    check: str = ""
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.verdict:<9}  {self.check}: {self.sentence}"
+
+
+@dataclass
+class Report:
+    """The findings so far on one device."""
+
+    device: str
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> str:
+        """The worst verdict; "failed" as long as not every check has run."""
+        if len(self.findings) < len(CHECKS):
+            return FAILED
+        return max((finding.verdict for finding in self.findings), key=VERDICTS.index)
+
+    def conclusion(self, path: str) -> str:
+        """What to do, in a line: ``WORKS``, ``WORKS, SLOWER THAN PREDICTED (why)`` or ``DO NOT USE (send path)``."""
+        if self.verdict == FAILED:
+            return f"DO NOT USE (send {path})"
+        slower = [one.check for one in self.findings if one.verdict == ATTENTION and one.check in OF_TIME]
+        return f"WORKS, SLOWER THAN PREDICTED (see {', '.join(slower)})" if slower else "WORKS"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for JSON, in the format of docs/command-line.md."""
+        said = {"rotoff": __version__, "device": self.device, "verdict": self.verdict}
+        return {"format": "rotoff.doctor", "version": 2, **said, "checks": [asdict(one) for one in self.findings]}
+
+
+def judged(figures: dict[str, Any], said: str, *rules: tuple[object, str, str]) -> Finding:
+    """The finding `said`, with the verdict and the words of the first of `rules` that holds: (whether, verdict, words).
+    Without one it is ok."""
+    for holds, verdict, more in rules:
+        if holds:
+            return Finding(verdict, f"{said}; {more}", figures)
+    return Finding(OK, said, figures)
+
+
+def examine(device: torch.device) -> Iterator[Report]:
+    """Run all checks on `device`, and yield the report after each. An exception in one becomes its finding, and the
+    others still run."""
+    report, small = Report(str(device)), SmallModel(device)
+    with small:
+        for check in CHECKS:
+            start = time.perf_counter()
+            try:
+                with bytes_by_default():
+                    finding = check(small)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+                trace = traceback.format_exc()[-6000:]
+                finding = Finding(FAILED, f"{said}; if that names no cure, send the file", error=trace)
+            name = check.__name__.replace("_", " ")
+            report.findings.append(replace(finding, check=name, seconds=time.perf_counter() - start))
+            yield report
+
+
+# -- the machine
+
+
+def machine(small: SmallModel) -> Finding:
+    """Versions, and the memory of device and host."""
+    device, room, total = small.device, available_bytes(), meminfo("MemTotal")
+    figures: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
+    figures |= {"system": platform.platform(), "machine": platform.machine(), "device": processor(), "cores": cores()}
+    figures |= {"load": os.getloadavg()[0], "host_total": total, "host_room": room}
+    held, said = 0.0, f"host {format_bytes(room or meminfo('MemAvailable') or 0)} free of {format_bytes(total or 0)}"
+    if is_accelerator(device):
+        free, total = memory_of(device)
+        held = (total - free) / total
+        figures |= described(device) | {"device_free": free, "device_total": total}
+        said = f"CUDA {figures['cuda']}, device {format_bytes(free)} free of {format_bytes(total)}, {said}"
+    release = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = (".".join(map(str, version)) for version in TESTED)
+    little = is_accelerator(device) and room is not None and room < LITTLE
+    return judged(
+        figures,
+        f"{figures['device']}: torch {torch.__version__}, Python {figures['python']}, {figures['system']}, {said}",
+        (
+            not TESTED[0] <= release <= TESTED[1],
+            ATTENTION,
+            f"rotoff is tested with torch {low} to {high}, so read the other checks",
+        ),
+        (held > HELD, ATTENTION, "other processes hold the rest of the device: end them"),
+        (
+            little,
+            ATTENTION,
+            'plans can move little to the host; if it has more, set ROTOFF_HOST_MEMORY, such as "100 GiB"',
+        ),
+    )
+
+
+def host_bytes(small: SmallModel) -> Finding:
+    """Whether host memory can be pinned and copied to, of which a file takes the place on a CPU."""
+    if not is_accelerator(small.device):
+        directory = choose_directory()
+        stat = os.statvfs(directory)
+        free = stat.f_bavail * stat.f_frsize
+        return judged({"free": free}, f"a file in {directory} ({format_bytes(free)} free) stands for the host")
+    room = available_bytes()
+    nbytes = max(1 << 20, PINNED if room is None else min(PINNED, room // 4))
+    start = time.perf_counter()
+    segments = pin(nbytes, small.device)
+    taken = time.perf_counter() - start
+    slab = Slab()
+    for segment in segments:
+        slab.add(segment)
+    size = min(1 << 20, slab.nbytes)
+    middle = min(segments[0].tensor.numel(), slab.nbytes - size // 2)
+    places = list(slab.pieces(middle - size // 2, size))  # across two segments
+    data = torch.arange(size, device=small.device).to(torch.uint8)
+    back = torch.zeros_like(data)
+    for whole, out in ((data, True), (back, False)):
+        for place, part in zip(places, whole.split([place.numel() for place in places]), strict=True):
+            place.copy_(part, non_blocking=True) if out else part.copy_(place, non_blocking=True)
+    same, registered = torch.equal(data, back), sum(bool(getattr(one, "_address", 0)) for one in segments)
+    slab.close()
+    figures = {"nbytes": nbytes, "pin": taken, "segments": len(segments), "registered": registered}
+    refused = (
+        "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of"
+        " two; plan with a host_limit of half of the host's memory"
+    )
+    return judged(
+        figures,
+        f"{format_bytes(nbytes)} pinned at {_rate(nbytes / max(taken, 1e-9))}, in {len(segments)} segments",
+        (not same, FAILED, f"bytes came back from there as others; {WRONG}"),
+        (registered < len(segments), ATTENTION, refused),
+    )
+
+
+def bandwidth(small: SmallModel) -> Finding:
+    """How fast copies to the host are, from it, and both at once."""
+    gpu, room = is_accelerator(small.device), available_bytes()
+    nbytes = COPIED if gpu else COPIED_ON_CPU
+    nbytes = nbytes if room is None else max(1, min(nbytes, room // 4))
+    links = LinkPool()
+    link = links.take(small.device, 0)
+    try:
+        rates = (*measure_bandwidth(link, nbytes), *both_at_once(link, nbytes))
+    finally:
+        links.give_back(link)
+        links.close()
+    return rates_found(small.device, dict(zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True)))
+
+
+def rates_found(device: torch.device, rates: dict[str, float]) -> Finding:
+    """The finding for measured bandwidths."""
+    slow = is_accelerator(device) and min(rates["out"], rates["in"]) < SLOW
+    cure = (
+        "this is slow for a GPU: see that it sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else"
+        " copies; plans recompute more"
+    )
+    said = "out {}, in {}; both at once {} and {}".format(*map(_rate, rates.values()))
+    return judged(rates, said, (slow, ATTENTION, cure))
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second / 1e9:.3g} GB/s"
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processor() -> str:
+    """The CPU's name, if the system reports it."""
+    try:
+        rows = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(row.split(":", 1)[1].strip() for row in rows if row.startswith("model name"))
+    except (OSError, StopIteration, IndexError):
+        return platform.processor() or platform.machine()
+
+
+# -- training
+
+
+def gradients(small: SmallModel) -> Finding:
+    """Whether gradients of planned steps are a plain step's: bit for bit on a CPU, up to rounding on a GPU."""
+    repeated, rows = small.repeated, [row["gradients"] for row in small.steps]
+    exact = not is_accelerator(small.device)
+    bad = [row for row in rows if _differs(row, ROUNDING, exact)]
+    limits = ", ".join(f"{row['share']:.0%}" for row in bad)
+    close = (
+        "bit for bit" if all(row["bit_for_bit"] for row in rows) else f"within {ROUNDING:.0e} of the largest element"
+    )
+    noise = "a plain step repeated from the same seed has other gradients, so no step can be repeated here"
+    return judged(
+        {"repeated": repeated, "rows": rows},
+        "compared with a plain step's" if bad else f"those of a plain step {close}, at {len(SHARES)} limits",
+        (_differs(repeated, ROUNDING, exact), FAILED, f"{noise}; look for faulty memory or a broken build of torch"),
+        (bad, FAILED, f"not the same at limits {limits}; {WRONG}"),
+    )
+
+
+def peak_bytes(small: SmallModel) -> Finding:
+    """Whether the measured peak of a step is within the limit and as predicted."""
+    rows = [row["peak"] for row in small.steps]
+    said = ", ".join(f"{format_bytes(row['asked'])} of {format_bytes(row['predicted'])}" for row in rows)
+    exceeds = any(row["asked"] > row["limit"] for row in rows)
+    loose = any(row["asked"] > row["predicted"] or row["predicted"] > LOOSE * row["asked"] for row in rows)
+    retries = sum(row.get("retries", 0) for row in rows)
+    return judged(
+        {"rows": rows},
+        f"measured of predicted: {said}",
+        (exceeds, FAILED, "a step exceeds its limit: lower limits by the difference, and send the file"),
+        (loose, ATTENTION, "within the limits, but not as predicted: plans are not the best; send the file"),
+        (retries, ATTENTION, f"the allocator ran out {retries} times and emptied its cache"),
+    )
+
+
+def step_time(small: SmallModel) -> Finding:
+    """Whether planned steps take the predicted time, compared with alternating plain ones."""
+    rows = [row["time"] for row in small.steps]
+    said = ", ".join(f"{row['measured_ratio']:.2f} of {row['predicted_ratio']:.2f}" for row in rows)
+    off = max(abs(row["measured_ratio"] / row["predicted_ratio"] - 1) for row in rows)
+    cure = f"end other work on this machine (the load is {os.getloadavg()[0]:.1f}) and run this again"
+    return judged(
+        {"rows": rows},
+        f"times a plain step, measured of predicted: {said}; a plain step takes {1e3 * rows[0]['plain']:.0f} ms",
+        (off > OFF, ATTENTION, f"that is more than {OFF:.0%} off: {cure}; if it stays so, send the file"),
+    )
+
+
+def optimizer_steps(small: SmallModel) -> Finding:
+    """Whether AdamW steps under a `device_limit`, with updates after the backward and during it, give the parameters of
+    plain ones."""
+    plain, own = small.trained(None)
+    rows = [own]
+    for updates in ("after", "during"):
+        found, figures = small.trained(updates)
+        rows.append(figures | difference(found, plain))
+    said = ", ".join(f"{1e3 * row['step']:.0f} of {1e3 * row['predicted']:.0f} ms" for row in rows[1:])
+    bad = any(_differs(row, STEPS * ROUNDING, False) for row in rows[1:])
+    return judged(
+        {"rows": rows},
+        f"parameters of plain steps; measured of predicted: {said}",
+        (bad, FAILED, f"not the same parameters; {WRONG}"),
+    )
+
+
+CHECKS = (machine, host_bytes, bandwidth, gradients, peak_bytes, step_time, optimizer_steps)
+OF_TIME = ("bandwidth", "step time")  # which may say that steps are slower
+
+
+def _differs(row: dict[str, Any], most: float, exact: bool) -> bool:
+    """Whether a `difference` is beyond rounding, or if it must be exact, beyond equal."""
+    return row["largest"] is None or row["largest"] > most or (exact and not row["bit_for_bit"])
+
+
+def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """bit_for_bit: whether all tensors are equal. largest: the largest difference of an element, relative to the
+    largest element of its tensor; None if that is not finite."""
+    pairs = list(zip(found, plain, strict=True))
+    far = [float((a - b).abs().max() / b.abs().max().clamp_min(torch.finfo(b.dtype).tiny)) for a, b in pairs]
+    finite = all(value < float("inf") for value in far)
+    return {"bit_for_bit": all(torch.equal(a, b) for a, b in pairs), "largest": max(far) if finite else None}
+
+
+# From so many free bytes of a GPU on: blocks, channels, attention heads, positions and rows of a batch.
+SIZES = ((18 << 30, (8, 1024, 16, 1024, 8)), (4 << 30, (8, 512, 8, 512, 8)), (0, (6, 256, 4, 128, 4)))
+PLACED = (6, 128, 4, 64, 4)  # of steps under a `device_limit`
+
+
+class MeanSquare(nn.Module):
+    """A loss as the last stage, so that its bytes count as the model's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.square().mean()
+
+
+def made(layers: int, width: int, heads: int, context: int, rows: int) -> tuple[nn.Sequential, torch.Tensor]:
+    """A transformer with dropout and a batch, on the CPU, the same each time."""
+    torch.manual_seed(SEED)
+    ends, how = (nn.Linear(width, width) for _ in range(2)), (width, heads, 4 * width, 0.1, "gelu")
+    blocks = (nn.TransformerEncoderLayer(*how, batch_first=True, norm_first=True) for _ in range(layers))
+    return nn.Sequential(next(ends), *blocks, next(ends), MeanSquare()), torch.randn(rows, context, width)
+
+
+class SmallModel:
+    """The transformer on `device`; `model` runs plain steps, `planned` runs planned ones. Within it as a context, a
+    core is left to the thread that copies on a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __enter__(self) -> SmallModel:
+        self._threads = torch.get_num_threads()
+        if not is_accelerator(self.device):
+            torch.set_num_threads(min(self._threads, max(1, cores() - 1)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self._threads)
+        if "planned" in vars(self):
+            self.planned.close()
+
+    @cached_property
+    def _made(self) -> tuple[nn.Sequential, torch.Tensor]:
+        """Of the largest of `SIZES` for which the device has room."""
+        free = memory_of(self.device)[0] if is_accelerator(self.device) else 0
+        model, batch = made(*next(size for least, size in SIZES if free >= least))
+        for p in model.to(self.device).parameters():
+            p.grad = torch.zeros_like(p)
+        return model, batch.to(self.device)
+
+    @property
+    def model(self) -> nn.Sequential:
+        return self._made[0]
+
+    @cached_property
+    def planned(self) -> Checkpointable:
+        """The measured model."""
+        self.step(self.model)  # so that libraries allocate their workspaces
+        return Checkpointable(self.model).measure(self._made[1])
+
+    @cached_property
+    def repeated(self) -> dict[str, Any]:
+        """The difference between the gradients of two plain steps."""
+        return difference(self.gradients(self.model), self._plain)
+
+    @cached_property
+    def _plain(self) -> list[torch.Tensor]:
+        return self.gradients(self.model)
+
+    @cached_property
+    def steps(self) -> list[dict[str, dict[str, Any]]]:
+        """Planned steps at each of `SHARES`: the difference of their `gradients` from a plain step's, their `peak` and
+        their `time`, beside the predicted ones."""
+        rows, planned = [], self.planned
+        least, most = planned.min_mem_limit(), planned.keep_all_memory
+        for share in SHARES:
+            limit = int(least + share * (most - least))
+            planned.compute_sequence(limit)
+            asked = {"share": share, "limit": limit}
+            row = {"gradients": asked | difference(self.gradients(planned), self._plain)}
+            row["peak"] = asked | {"predicted": planned.get_expected_memory()} | self._peak()
+            rows.append(row | {"time": asked | self._times()})
+        return rows
+
+    def _peak(self) -> dict[str, int]:
+        """Peak bytes of one planned step above those held before, and on an accelerator the other figures of
+        `peaks`."""
+        step = partial(self.step, self.planned)
+        if not is_accelerator(self.device):
+            return {"asked": peak_of(logged(step, self.device)[1])}
+        gc.collect()
+        return peaks(self.device, step)
+
+    def _times(self) -> dict[str, Any]:
+        """Seconds of planned steps and of alternating plain ones, and the predicted ones."""
+        pairs = []
+        for n in range(1 + PAIRS):
+            order = (self.model, self.planned) if n % 2 else (self.planned, self.model)
+            took = {run: seconds(self.device, partial(self.step, run)) for run in order}
+            pairs.append((took[self.model], took[self.planned]))
+        del pairs[0]  # a warm-up
+        figures = self.planned._figures
+        ratio, predicted = statistics.median(b / a for a, b in pairs), figures.step_time / figures.keep_all_time
+        found = {"plain": statistics.median(a for a, _ in pairs), "measured": statistics.median(b for _, b in pairs)}
+        return {**found, "predicted": figures.step_time, "measured_ratio": ratio, "predicted_ratio": predicted}
+
+    def step(self, run: nn.Module) -> None:
+        """Run forward and backward of `run` with the same random numbers each time; gradients accumulate."""
+        torch.manual_seed(SEED)
+        run(self._made[1]).backward()
+
+    def gradients(self, run: nn.Module) -> list[torch.Tensor]:
+        """The gradients of one step."""
+        found = [p.grad for p in self.model.parameters() if p.grad is not None]
+        torch._foreach_zero_(found)
+        self.step(run)
+        return [gradient.clone() for gradient in found]
+
+    def trained(self, updates: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """The parameters of a model of size `PLACED` after three AdamW steps, and figures: `step`, the seconds of the
+        last one, the `limit`, and the `predicted` seconds.
+
+        updates: of a plan under a `device_limit` 1.3 times the smallest; None for plain steps."""
+        (model, batch), figures = made(*PLACED), dict[str, Any](updates=updates)
+        batch = batch.to(self.device)
+        run: Any = model.to(self.device) if updates is None else Checkpointable(model, device=self.device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if updates is not None:
+            options = {"optimizer": optimizer, "updates": updates, "refine": False}
+            run.measure(batch)
+            try:
+                run.compute_sequence(device_limit=1, **options)
+            except InfeasibleError as error:
+                figures["limit"] = int(1.3 * error.min_mem_limit)
+            run.compute_sequence(device_limit=figures["limit"], **options)
+            figures["predicted"] = run.get_expected_makespan()
+        for n in range(3):
+            torch.manual_seed(n)
+            figures["step"] = seconds(
+                self.device, lambda: (run(batch).backward(), optimizer.step(), optimizer.zero_grad())
+            )
+        found = [p.detach().cpu().clone() for p in model.parameters()]
+        if updates is not None:
+            run.close()
+        return found, figures
+
+
+def seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """Seconds of `run` on a device that has nothing else to do."""
+    finish(device)
+    start = time.perf_counter()
+    run()
+    finish(device)
+    return time.perf_counter() - start
