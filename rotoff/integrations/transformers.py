@@ -12,18 +12,16 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..checkpointable import Checkpointable
 from ..errors import OptionError
-from ..tools.attach import attach_for_trainer, attached, warn_if_unused, wrapped_since
-from ..tools.config import RotoffConfig, read_settings
+from ..tools.attach import ForTrainer, attached, wrapped_since
 
 logger = logging.getLogger("rotoff")
 FLAGS = ("gradient_checkpointing", "activation_checkpointing")
 UNDERSTOOD = {"offload", "every_n_layers", "use_reentrant"}
 
 
-class RotoffCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains the trainer's model inside `mem_limit` or `device_limit`; pass it to the trainer's constructor.
+class RotoffCallback(ForTrainer, TrainerCallback):  # type: ignore[misc]
+    """Trains the trainer's model inside `mem_limit` or ``device_limit``; pass it to the trainer's constructor.
 
     The model stays the same object, so the trainer saves and loads the same files as without the callback. Several
     processes follow one plan.
@@ -34,31 +32,13 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
-        device_limit: in place of `mem_limit`, as for `Checkpointable.compute_sequence`, with the trainer's optimizer.
-
-    Attributes:
-        planned: the `Checkpointable` that plans the model, once there is a trainer.
     """
-
-    def __init__(
-        self,
-        mem_limit: int | str | RotoffConfig | None = None,
-        *,
-        device_limit: int | str | None = None,
-        **options: Any,
-    ) -> None:
-        given = options if device_limit is None else {**options, "device_limit": device_limit}
-        self._options = read_settings(mem_limit, given)
-        self._later: dict[str, Any] = {}
-        self._steps_before = 0  # of the trainer, when training began
-        self.planned: Checkpointable | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         self._options = {**_read_flags(args), **self._options}
-        several = {"process_group": True} if args.world_size > 1 and "device_limit" not in self._options else {}
-        self.planned, self._later = attach_for_trainer(model, {**several, **self._options})
+        self._attach(model, args.world_size)
 
     def on_train_begin(
         self,
@@ -69,7 +49,6 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        self._steps_before = state.global_step
         # By now the trainer may have wrapped the model's forward in autocast, and a plan must be inside of it.
         if self.planned is None:
             raise OptionError(
@@ -83,13 +62,11 @@ class RotoffCallback(TrainerCallback):  # type: ignore[misc]
                     " another callback since), and has wrapped its forward for mixed precision; call"
                     " rotoff.attach(model, limit) where the model is made, and leave the callback out"
                 )
-            self.on_init_end(args, state, control, model)
-        if self._later:
-            self.planned.compute_sequence(optimizer=optimizer, **self._later)
+            self._attach(model, args.world_size)
+        self._begin(state.global_step, optimizer)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        if state.global_step > self._steps_before and self.planned is not None:
-            warn_if_unused(self.planned)
+        self._end(state.global_step)
 
 
 def _read_flags(args: TrainingArguments) -> dict[str, Any]:

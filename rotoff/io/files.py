@@ -1,39 +1,19 @@
-"""Files of text and of JSON: written atomically, and read with errors that name the file."""
+"""Files of text, JSON and settings: written atomically, and read with errors that name the file."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import stat
+import shutil
 from collections.abc import Callable
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import OptionError
 
 T = TypeVar("T")
-DEEPEST = 100  # lists and objects within one another
-
-
-def parse_nested(parse: Callable[[str], Any], text: str) -> Any:
-    """What `parse` makes of `text`, such as ``json.loads``.
-
-    Raises:
-        ValueError: as `parse`, and if the value is nested so deeply that code which goes through it may fail.
-    """
-    try:
-        value = parse(text)
-        level: Any = [value]
-        for _ in range(DEEPEST):
-            rows = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (list, dict))]
-            level = {id(one): one for row in rows for one in row}.values()
-            if not level:
-                return value
-    except RecursionError:
-        pass
-    raise ValueError(f"it is nested more than {DEEPEST} deep; give at most {DEEPEST} lists and objects within another")
 
 
 def save_json(path: str | os.PathLike[str], data: Any) -> None:
@@ -49,13 +29,32 @@ def load_json(path: str | os.PathLike[str], build: Callable[[Any], T], error: ty
             read.
     """
     try:
-        data = parse_nested(json.loads, Path(path).read_text(encoding="utf-8"))
-    except ValueError as reason:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as reason:
         raise error(f"{path} is not JSON: {reason}") from reason
     try:
         return build(data)
     except error as reason:
         raise error(f"{path}: {reason}") from reason
+
+
+def load_settings(path: str | os.PathLike[str]) -> Any:
+    """The values in a file of settings: JSON if it ends in .json, TOML if in .toml (from Python 3.11 on), else YAML
+    (with PyYAML).
+
+    Raises:
+        OptionError: if it is not that. OSError: if it cannot be read.
+    """
+    how = {".json": ("json", "loads"), ".toml": ("tomllib", "loads")}.get(Path(path).suffix, ("yaml", "safe_load"))
+    try:
+        parse = getattr(import_module(how[0]), how[1])
+    except ModuleNotFoundError as error:
+        raise OptionError(f"{path} needs the module {error.name}, which is not installed; write JSON") from None
+    text = Path(path).read_bytes()
+    try:
+        return parse(text.decode())
+    except Exception as error:  # each module has its own
+        raise OptionError(f"{path} is not {how[0]}: {' '.join(str(error).split())}") from error
 
 
 def is_text(value: Any) -> bool:
@@ -89,29 +88,22 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         OSError: if it cannot be written; the old content is then unchanged.
     """
-    target = Path(os.path.realpath(path))
-    mode = None
-    try:
-        found = os.stat(path).st_mode
-        if not stat.S_ISREG(found):
-            Path(path).write_text(text, encoding="utf-8")
-            return
-        mode = stat.S_IMODE(found)
-        with target.open("a"):  # do not replace a file without write permission
-            pass
-    except FileNotFoundError:
-        pass
+    named, target = Path(path), Path(os.path.realpath(path))
+    if named.exists() and not named.is_file():
+        named.write_text(text, encoding="utf-8")
+        return
     # in the same directory, since files can only be replaced within one file system
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
     try:
-        opened = partial(os.open, mode=0o666 if mode is None else mode)  # from the first byte on
-        with open(beside, "x", encoding="utf-8", newline="", opener=opened) as file:
+        with beside.open("x", encoding="utf-8", newline="") as file:
             file.write(text)
-        if mode is not None:
-            beside.chmod(mode)
-        os.replace(beside, target)
+        if target.exists():
+            with target.open("a"):  # do not replace a file without write permission
+                pass
+            shutil.copymode(target, beside)
+        beside.replace(target)
     except BaseException as error:
         beside.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename, error.filename2 = os.fspath(path), None  # not the file beside it, which nobody asked for
+            error.filename, error.filename2 = str(named), None  # not the file beside it, which nobody asked for
         raise

@@ -1,20 +1,14 @@
 """A plan as text on one screen, whatever the number of stages: the curve of bytes, lanes, and the words of the log.
 
 With parameters, the curve's lower part (▒) is theirs, and the host's updates have a lane.
-
-Colour is used if the output is a terminal that supports it. ``NO_COLOR`` switches it off (https://no-color.org),
-``FORCE_COLOR`` switches it on. Without colour, the characters alone show the same.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from collections.abc import Iterable
-from itertools import groupby, pairwise
+from itertools import pairwise
 from textwrap import wrap
-from typing import TextIO
 
 from ..core.chain import Chain
 from ..core.figures import percent
@@ -30,17 +24,6 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 _PARAMETERS = "▒"
 _COPIES = {"d2h": ">", "h2d": "<", "d2h of parameters": "»", "h2d of parameters": "«", "idle": "."}
 _LANES = {"compute": "compute", "d2h": "to host", "h2d": "to dev.", "host": "on host"}
-_STYLES = {"F": "36", "R": "33", "B": "34", "U": "31", "H": "31", ".": "90", ">": "35", "<": "32", "»": "95", "«": "92"}
-_STYLES |= {_PARAMETERS: "33", "faint": "90", "bold": "1", **dict.fromkeys(_BLOCKS[1:], "34")}  # of ANSI
-
-
-def has_colour(stream: TextIO) -> bool:
-    """Whether text for `stream` may be coloured."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    if os.environ.get("FORCE_COLOR"):
-        return True
-    return stream.isatty() and os.environ.get("TERM", "") != "dumb"
 
 
 def render(
@@ -49,7 +32,6 @@ def render(
     mem_limit: int | str | None = None,
     *,
     width: int | None = None,
-    colour: bool | None = None,
     measured: Trace | None = None,
 ) -> str:
     """Draw the plan as text of about 20 lines.
@@ -58,7 +40,6 @@ def render(
         chain, sequence: a plan and the chain that it was made for.
         mem_limit: bytes or a size; by default the limit that the sequence was made for.
         width: characters in a line, at least 40; by default the terminal's, at most 120.
-        colour: whether to use ANSI colours; by default if standard output supports them.
         measured: a step that ran; its times are shown, not the predicted ones.
 
     Raises:
@@ -66,37 +47,20 @@ def render(
     """
     step = shown_step(chain, sequence, measured, mem_limit)
     shown, limit = step.measured or step.trace, step.figures.mem_limit
-    paint = _Paint(has_colour(sys.stdout) if colour is None else colour)
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
     room = columns - _LEFT - 1
 
-    lines = [paint("bold", part) for part in _wrap(_headline(chain, step), columns)]
-    lines += ["", *_curve(shown, limit, room, paint)]
+    lines = [*_wrap(_headline(chain, step), columns), "", *_curve(shown, limit, room)]
     for lane, spans in lanes(shown).items():
-        drawn = paint.each(_lane(spans, room / shown.makespan if shown.makespan else 0.0, room, lane == "compute"))
-        lines.append(f"{_LANES[lane]:>{_LEFT - 1}} {drawn}".rstrip())
+        drawn = _lane(spans, room / shown.makespan if shown.makespan else 0.0, room, lane == "compute")
+        lines.append(f"{_LANES[lane]:>{_LEFT - 1}} {drawn}")
     lines.append(f"{'':>{_LEFT}}{_axis(shown.makespan, room)}")
     legend = "F forward  R forward again  B backward  . idle  > to host  < to device"
     if chain.parameters:
         legend += f"  U update  H update on the host  » « {_PARAMETERS} parameters, gradients, optimizer states"
-    lines += [paint("faint", f"{'':>{_LEFT}}{part}") for part in _wrap(legend, room)]
+    lines += [f"{'':>{_LEFT}}{part}" for part in _wrap(legend, room)]
     lines += ["", *_wrap(in_words(step.plan), columns)]
     return "\n".join(line.rstrip() for line in lines)
-
-
-class _Paint:
-    """Puts ANSI colours around text, or leaves it as it is."""
-
-    def __init__(self, on: bool) -> None:
-        self._on = on
-
-    def __call__(self, style: str, text: str) -> str:
-        return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if self._on and text.strip() else text
-
-    def each(self, text: str) -> str:
-        """Paint every run of equal characters in its own colour."""
-        runs = ((letter, "".join(run)) for letter, run in groupby(text))
-        return "".join(self(letter, run) if letter in _STYLES else run for letter, run in runs)
 
 
 def _headline(chain: Chain, step: ShownStep) -> str:
@@ -114,7 +78,7 @@ def _headline(chain: Chain, step: ShownStep) -> str:
     return " · ".join(parts)
 
 
-def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[str]:
+def _curve(trace: Trace, limit: int | None, room: int) -> list[str]:
     """The most bytes on the device in each column's time, in `_HEIGHT` rows; the top is the limit, if there is one."""
     top = max(limit or 0, trace.peak_bytes) or 1
     peaks, parameters = [0] * room, [0] * room
@@ -136,11 +100,10 @@ def _curve(trace: Trace, limit: int | None, room: int, paint: _Paint) -> list[st
             _PARAMETERS if row <= lower else _BLOCKS[max(0, min(8, height - 8 * (row - 1)))]
             for height, lower in zip(eighths, theirs, strict=True)
         )
-        mark = marks.get(row, "")
-        rows.append(f"{mark:>{_LEFT - 1}} {paint.each(cells)}")
+        rows.append(f"{marks.get(row, ''):>{_LEFT - 1}} {cells}")
     if limit is not None:
         label = f"limit {format_bytes(limit)} "
-        rows.insert(0, f"{'':>{_LEFT}}{paint('faint', label + '┄' * max(0, room - len(label)))}")
+        rows.insert(0, f"{'':>{_LEFT}}{label:┄<{room}}")
     return rows
 
 

@@ -63,43 +63,65 @@ def attach(
     return planned
 
 
-def attach_for_trainer(
-    model: nn.Module, options: dict[str, Any], left: Attachment | None = None
-) -> tuple[Checkpointable, dict[str, Any]]:
-    """`attach`, for a callback; what another callback has attached is replaced. A ``device_limit`` needs an optimizer,
-    which comes later: also returns the arguments for `Checkpointable.compute_sequence`, to be called before the first
-    forward. left: from an earlier training with these options; it goes on if it is this model's."""
-    known = model.__dict__.get(ATTACHED)
-    if known is not None and known.by_callback:
-        detach(model)
-    later: dict[str, Any] = {}
-    if options.get("device_limit") is not None:
-        later = {name: option for name, option in options.items() if name not in _OF_THE_WRAPPER}
-        options = {name: option for name, option in options.items() if name in _OF_THE_WRAPPER}
-        options["mem_limit"] = NO_LIMIT
-    if left is not None and left.model is model and left.original == model.forward:
-        left.begin()
-        return left.planned, later
-    planned = attach(model, **options)
-    model.__dict__[ATTACHED].by_callback = True
-    return planned, later
+class ForTrainer:
+    """What the callbacks of trainers share: the model is planned when the training is set up; with a ``device_limit``
+    once there is an optimizer.
+
+    Args:
+        mem_limit, options: as for `rotoff.attach`, such as ``device_limit``, which has the trainer's optimizer; a
+            `RotoffConfig` holds all of them.
+
+    Attributes:
+        planned: the `Checkpointable` that plans the model, once there is a trainer.
+    """
+
+    def __init__(self, mem_limit: int | str | RotoffConfig | None = None, **options: Any) -> None:
+        self._options = read_settings(mem_limit, options)
+        self._steps_before = 0  # of the trainer, when training began
+        self.planned: Checkpointable | None = None
+        self._left: tuple[dict[str, Any], Attachment] | None = None  # by an earlier training, with its options
+
+    @property
+    def _placed(self) -> bool:
+        return self._options.get("device_limit") is not None
+
+    def _attach(self, model: nn.Module, processes: int) -> None:
+        """Plan `model`; what another callback has attached is replaced, and an earlier training's plan goes on."""
+        known, placed = model.__dict__.get(ATTACHED), self._placed
+        if known is not None and known.by_callback:
+            detach(model)
+        options = {**({"process_group": True} if processes > 1 and not placed else {}), **self._options}
+        if self._left is not None and self._left[0] == options and self._left[1].is_of(model):
+            self._left[1].begin()
+            return
+        given = {name: option for name, option in options.items() if not placed or name in _OF_THE_WRAPPER}
+        self.planned = attach(model, **{**given, "mem_limit": NO_LIMIT} if placed else given)
+        attachment = model.__dict__[ATTACHED]
+        attachment.by_callback, self._left = True, (options, attachment)
+
+    def _begin(self, steps: int, optimizer: Any) -> None:
+        """Before the first step, the trainer's number `steps`."""
+        self._steps_before = steps
+        if self.planned is not None and self._placed:
+            later = {name: option for name, option in self._options.items() if name not in _OF_THE_WRAPPER}
+            self.planned.compute_sequence(optimizer=optimizer, **later)
+
+    def _end(self, steps: int) -> None:
+        """After the training: log if it never called the model that it planned."""
+        planned = self.planned
+        if steps == self._steps_before or planned is None or planned.plans():
+            return
+        why = [*planned._steps.plain, *(said.removeprefix("rotoff: ") for said in planned._warned)] or [
+            f"it never called the forward of {type(planned._model).__name__} in training mode. Give the callback the"
+            " module that is called"
+        ]
+        logger.warning("rotoff: training has ended, and no step was planned or limited: %s", why[0])
 
 
 def wrapped_since(model: nn.Module) -> bool:
     """Whether something else has replaced the forward of `model`, after it was attached if it is: autocast, say."""
     forward, known = vars(model).get("forward"), vars(model).get(ATTACHED)
     return forward is not None and (known is None or getattr(forward, "__func__", None) is not known.function)
-
-
-def warn_if_unused(planned: Checkpointable) -> None:
-    """Log, after training by a callback, if training never called the model that it planned."""
-    if planned.plans():
-        return
-    why = [*planned._steps.plain, *(said.removeprefix("rotoff: ") for said in planned._warned)] or [
-        f"it never called the forward of {type(planned._model).__name__} in training mode. Give the callback the module"
-        " that is called"
-    ]
-    logger.warning("rotoff: training has ended, and no step was planned or limited: %s", why[0])
 
 
 def detach(model: nn.Module) -> None:
@@ -147,6 +169,10 @@ class Attachment:
         """Give the model its planned forward."""
         self.model.__dict__[ATTACHED] = self
         self.model.forward = MethodType(self.function, self.model)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether it is of `model`, which has again the forward that it had."""
+        return self.model is model and self.original == model.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._inside:
@@ -196,9 +222,6 @@ class Attachment:
         twin = memo[id(self)] = object.__new__(Attachment)
         if (group := self.planned._group) is not None:
             memo[id(group)] = group
-        model, planned = memo[id(self.model)], copy.deepcopy(self.planned, memo)
-        vars(twin).update(vars(self), model=model, planned=planned, _inside=False)
-        if isinstance(self.original, MethodType):
-            twin.original = MethodType(self.original.__func__, model)
-        planned._plain = twin.its_own
+        vars(twin).update(copy.deepcopy(vars(self), memo), _inside=False)
+        twin.planned._plain = twin.its_own
         return twin

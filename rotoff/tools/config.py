@@ -7,13 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from torch import nn
-
-from ..core.sizes import is_auto, parse_bytes, parse_share
 from ..errors import OptionError
-from ..io.settings_file import load_settings
-from ..planning.options import Options, check_flag, named_device
-from ..planning.request import check_limits, check_options
+from ..io.files import load_settings
+from ..planning.request import check_limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +22,10 @@ class RotoffConfig:
     Args:
         mem_limit: as for `rotoff.attach`. None: "auto", unless device_limit is given.
         device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
-        cache_directory: not used, since nothing is kept on disk.
         process_group: True: all processes follow one plan; the callbacks decide this by themselves.
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
-    Raises:
-        LimitError: for a limit that is no number of bytes, and for two limits. OptionError: for another bad value.
+    `attach` refuses bad values.
     """
 
     mem_limit: int | str | None = None
@@ -46,34 +40,10 @@ class RotoffConfig:
     backward_from: str | int | list[str | int] | None = None
     forms: bool = True
     host_directory: str | None = None
-    cache_directory: Any = None
     process_group: bool | None = None
     updates: str | None = None
     check: bool = False
     options: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        limit = "auto" if self.mem_limit is None and self.device_limit is None else self.mem_limit
-        updates = None if self.mem_limit is None else self.updates  # a device_limit may still come, from the caller
-        check_limits(limit, self.device_limit, policy=self.policy, in_flight=self.in_flight, updates=updates)
-        if limit is not None and not is_auto(limit) and parse_share(limit) is None:
-            parse_bytes(limit)
-        if self.device_limit is not None:
-            parse_bytes(self.device_limit, "device_limit")
-        for name in ("check", *(["process_group"] if self.process_group is not None else [])):
-            check_flag(name, getattr(self, name))
-        if not isinstance(self.options, Mapping):
-            raise OptionError(f"options is {self.options!r}; give names and values, such as refine: 2")
-        asked = {name: getattr(self, name) for name in ("host_limit", "updates") if getattr(self, name) is not None}
-        check_options(self.mode, self.mem_slots, self.policy, {**self.options, **asked})
-        if self.device is not None:
-            named_device(self.device)
-        stages: Any = self.stages
-        if isinstance(stages, (list, tuple)):  # names, which are compared with the model's
-            if not stages or not all(isinstance(name, str) for name in stages):
-                raise OptionError(f"stages is {stages!r}; give a number of stages, or names of modules")
-            stages = None
-        Options(stages, self.backward_from, self.forms, self.host_directory).check(nn.Module())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RotoffConfig:
@@ -87,6 +57,8 @@ class RotoffConfig:
             raise OptionError(f"the configuration is {data!r}; give names and values, such as mem_limit: 6 GiB")
         if unknown := sorted(map(str, set(data) - set(known))):
             raise OptionError(f"the configuration names {', '.join(unknown)}; known names are {', '.join(known)}")
+        if not isinstance(data.get("options", {}), Mapping):
+            raise OptionError(f"options is {data['options']!r}; give names and values, such as refine: 2")
         return cls(**data)
 
     @classmethod
@@ -99,7 +71,7 @@ class RotoffConfig:
         data = load_settings(path)
         try:
             return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
-        except ValueError as error:  # OptionError and LimitError, too
+        except OptionError as error:
             raise OptionError(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,9 +82,7 @@ class RotoffConfig:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments for `rotoff.attach`."""
-        given = self.to_dict()
-        given.setdefault("mem_limit", None if self.device_limit is not None else "auto")
-        return {**given.pop("options", {}), **given}
+        return read_settings(self, {})
 
 
 def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -122,7 +92,8 @@ def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str,
         LimitError: if two limits are given.
     """
     if isinstance(mem_limit, RotoffConfig):
-        options = {**mem_limit.arguments(), "mem_limit": mem_limit.mem_limit, **options}
+        given = mem_limit.to_dict()
+        options = {**given.pop("options", {}), **given, **options}
     elif mem_limit is not None:
         options = {**options, "mem_limit": mem_limit}
     limit, device_limit = options.get("mem_limit"), options.get("device_limit")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import OptionError
-from ..io.settings_file import load_settings
+from ..io.files import load_settings
 from ..solver.settings import CHECKPOINT, CHECKPOINT_ON_HOST, ON_HOST, SAVED_ON_HOST, UPDATED_ON_HOST, Setting
 
 _HOW = "give a Trainer's arguments, FSDP2's policies, or a DeepSpeed (JSON), axolotl (YAML) or torchtitan (TOML) file"

@@ -36,7 +36,7 @@ from rotoff import (  # noqa: E402
     plan,
     stages,
 )
-from rotoff.tools.attach import attach_for_trainer, warn_if_unused  # noqa: E402
+from rotoff.tools.attach import ForTrainer  # noqa: E402
 
 MODES = ("joint", "remat", "offload")
 
@@ -265,11 +265,12 @@ def test_a_profiler_around_first_steps_is_said_once_and_truly_at_the_end(
     around: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = small_model()
-    model, _ = attach_for_trainer(net, {"mem_limit": "1 MiB"})
+    trainer = ForTrainer("1 MiB")
+    trainer._attach(net, processes=1)
     for n in (64, 32, 16):
         with around():
             net(torch.randn(n, 32)).sum().backward()
-    warn_if_unused(model)
+    trainer._end(steps=3)
     first, last = [record.getMessage() for record in caplog.records]
     assert "has no plan, since it cannot be recorded while a profiler is active" in first
     assert "no step was planned or limited: it cannot be recorded while a profiler is active" in last

@@ -82,7 +82,7 @@ def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None
         rotoff.Sequence.load(tmp_path / "plans" / "sequence.json"),
     )
     assert rotoff.simulate(chain, plan, "6 GiB").peak_bytes > 3 * 2**30
-    assert rotoff.render(chain, plan, width=80, colour=False) in result.stdout
+    assert rotoff.render(chain, plan, width=80) in result.stdout
     pytest.importorskip("matplotlib")
     assert (tmp_path / "plans" / "plan.png").read_bytes().startswith(b"\x89PNG")
     refused = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "100 MiB")

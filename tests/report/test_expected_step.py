@@ -83,7 +83,7 @@ def test_a_row_of_a_sweep_says_what_the_text_of_its_plan_says(
     assert any(row.overhead for row in made)
     for row, sequence in zip(made, made.sequences, strict=True):
         assert sequence is not None and row.overhead is not None
-        text = " ".join(rotoff.render(chain, sequence, width=100, colour=False).split())
+        text = " ".join(rotoff.render(chain, sequence, width=100).split())
         assert f"({percent(row.overhead)}) · peak {rotoff.format_bytes(row.peak_bytes)} of" in text
         assert f" of {rotoff.format_bytes(row.limit)} with the batch" in text
         sequence.save(tmp_path / "plan.json")
@@ -99,15 +99,13 @@ def test_what_is_expected_goes_with_the_plan_to_its_file_and_not_to_other_plans(
     chain, plan = model.chain, model.sequence
     plan.save(tmp_path / "plan.json")
     loaded = rotoff.Sequence.load(tmp_path / "plan.json")
-    shown = rotoff.render(chain, plan, width=100, colour=False)
-    assert rotoff.render(chain, loaded, width=100, colour=False) == shown
+    shown = rotoff.render(chain, plan, width=100)
+    assert rotoff.render(chain, loaded, width=100) == shown
     assert json.loads((tmp_path / "plan.json").read_text())["meta"]["expected"]["mem_limit"] == model.mem_limit
     faster = replace(chain, stages=tuple(replace(s, forward_time=s.forward_time / 2) for s in chain.stages))
     bare = replace(plan, meta={})
     for other in (plan, bare):
-        assert rotoff.render(faster, other, width=100, colour=False) == rotoff.render(
-            faster, bare, width=100, colour=False
-        )
+        assert rotoff.render(faster, other, width=100) == rotoff.render(faster, bare, width=100)
 
 
 BAD: list[Any] = ["x", [], {}, -1, math.nan, 10**400, "1 GiB", [None]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from dataclasses import replace
@@ -17,7 +16,6 @@ from rotoff.cli import main
 from rotoff.errors import OptionError
 from rotoff.report.expected_step import lanes
 from rotoff.report.summary import fates, group_fates, in_words
-from rotoff.report.terminal import has_colour
 
 
 def three(count: int = 3, **times: float) -> Chain:
@@ -72,7 +70,7 @@ def measured() -> Trace:
 
 
 def shown(chain: Chain, sequence: Sequence, width: int = 100, **options: object) -> str:
-    return render(chain, sequence, width=width, colour=False, **options)
+    return render(chain, sequence, width=width, **options)
 
 
 def test_lanes_have_the_idle_time_between_operations_and_what_goes_on_in_the_next_step() -> None:
@@ -134,30 +132,6 @@ def test_the_text_tells_parameters_apart() -> None:
     assert lanes["compute"] >= {*"FBU."} and lanes["on host"] == {"H"}
     assert lanes["to host"] == {*"»>"} and "«" in lanes["to dev."]
     assert "▒" in "".join(lines) and "▒" not in shown(BARE, rotoff.keep_all(BARE))
-
-
-def test_colour_only_adds_to_the_text() -> None:
-    for chain, sequence in ((three(), MOVING), (PLACED, PLACING)):
-        coloured = render(chain, sequence, width=60, colour=True)
-        plain = re.sub(r"\x1b\[\d+m", "", coloured)
-        assert [line.rstrip() for line in plain.splitlines()] == shown(chain, sequence, 60).splitlines()
-        assert "\x1b[33m" in coloured
-
-
-def test_colour_is_the_terminals_and_the_users_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    for variables, terminal, file in (
-        ({"TERM": "xterm"}, True, False),
-        ({"TERM": "dumb"}, False, False),
-        ({"TERM": "xterm", "FORCE_COLOR": "1"}, True, True),
-        ({"TERM": "xterm", "FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
-    ):
-        for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
-            monkeypatch.setenv(name, variables.get(name, ""))
-        assert (has_colour(Terminal()), has_colour(io.StringIO())) == (terminal, file), variables
 
 
 def test_a_measured_step_is_shown_in_place_of_the_predicted_one() -> None:

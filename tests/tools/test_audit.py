@@ -61,8 +61,8 @@ def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:
         ({"lr": 1}, "the settings name lr, which no known tool reads; give a Trainer's"),
         (3, "settings is 3; give a Trainer's"),
         ([], r"settings is \[\]; give"),
-        (tmp_path / "wrong.json", "wrong.json: Expecting property name"),
-        (__file__, r"test_audit\.py: not YAML"),
+        (tmp_path / "wrong.json", "wrong.json is not json: Expecting property name"),
+        (__file__, r"test_audit\.py is not yaml"),
     ):
         with pytest.raises(rotoff.OptionError, match=said):
             read_foreign(given)

@@ -102,7 +102,7 @@ def test_sweep_has_a_row_for_every_limit_and_mode(files: Path, capsys: pytest.Ca
 def test_show(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sequence = rotoff.Sequence.load("sequence.json")
     text, trace = out(capsys, "show", "chain.json", "sequence.json"), rotoff.simulate(CHAIN, sequence)
-    assert text.strip() == rotoff.render(CHAIN, sequence, colour=False)
+    assert text.strip() == rotoff.render(CHAIN, sequence)
     data = json.loads(out(capsys, "show", "chain.json", "sequence.json", "--json"))
     assert [row["name"] for row in data["stages"]] == [stage.name for stage in CHAIN.stages]
     assert (data["makespan"], data["peak_bytes"]) == (trace.makespan, trace.peak_bytes)
