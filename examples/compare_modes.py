@@ -208,8 +208,8 @@ class Comparison:
         self.text = read_text()
         self.plain_times: list[float] = []
 
-    def measure(self, progress: Progress) -> None:
-        self.model.measure(next(batches(self.text, self.options)), progress=progress.stage)
+    def measure(self) -> None:
+        self.model.measure(next(batches(self.text, self.options)))
 
     def run(self, row: Row, progress: Progress) -> None:
         """Plan for `row`, train, and fill the row in."""
@@ -292,9 +292,6 @@ class Progress:
         if self.live:
             bar = "#" * (24 * self.done // self.total)
             print(f"\r\x1b[K[{bar:<24}] {self.title}: {what}", end="", file=sys.stderr, flush=True)
-
-    def stage(self, done: int, total: int, name: str) -> None:
-        self.show(f"stage {min(done + 1, total)} of {total}")
 
     def end(self) -> None:
         if self.live:
@@ -399,7 +396,7 @@ def main(arguments: list[str] | None = None) -> list[Row]:
 
     progress.begin("measuring the model")
     comparison = Comparison(options)
-    comparison.measure(progress)
+    comparison.measure()
     keep_all = comparison.model.keep_all_memory
     rows = [Row("100 %", "keep-all", keep_all)]
     rows += [Row(f"{part:g} %", mode, int(keep_all * part / 100)) for part in options.limits for mode in MODES]

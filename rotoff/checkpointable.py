@@ -67,7 +67,6 @@ logger = logging.getLogger("rotoff")
 # The key under which `rotoff.attach` marks a model: in its __dict__, so that no state dict contains it.
 ATTACHED = "_rotoff_attachment"
 REPEATS = 2  # steps that are recorded on a sample; the first one also pays for what happens once
-Progress = Callable[[int, int, str], object]
 
 
 class Checkpointable(ModuleProxy):
@@ -165,9 +164,7 @@ class Checkpointable(ModuleProxy):
 
     # -- planning
 
-    def measure(
-        self, *sample: Any, progress: Progress | bool | None = None, repeats: int | None = None, **kwargs: Any
-    ) -> Checkpointable:
+    def measure(self, *sample: Any, repeats: int | None = None, **kwargs: Any) -> Checkpointable:
         """Record a step on a sample batch: its bytes and times; returns the module.
 
         Nothing of it is left: gradients, buffers, generators and attributes are restored. What the step saves leaves
@@ -175,8 +172,6 @@ class Checkpointable(ModuleProxy):
 
         Args:
             sample, kwargs: arguments of the model, on its device; a single dict holds named arguments.
-            progress: called with (steps recorded, of so many, "step"). None: a progress line on standard error, if that
-                is a terminal; False: no progress.
             repeats: how many steps are recorded; each operation takes its shortest time. None: 2.
 
         Raises:
@@ -196,10 +191,7 @@ class Checkpointable(ModuleProxy):
         with Bar("measuring") as bar:
             for n in range(many):
                 self._measured(value)
-                if callable(progress):
-                    progress(n + 1, many, "step")
-                elif progress is not False:
-                    bar((n + 1) / many)
+                bar((n + 1) / many)
         empty_cache(self._steps.device_for(tensor_leaves(value)))  # its blocks suit no plan
         return self
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.chain import Chain
 from ..core.chain_fields import bytes_of
-from ..core.figures import Figures, overhead
+from ..core.figures import Figures
 from ..core.sequence import COMPUTES, Op
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Trace, simulate
@@ -30,11 +30,6 @@ class ShownStep(NamedTuple):
     trace: Trace
     measured: Trace | None
     figures: Figures
-
-    @property
-    def overhead(self) -> float:
-        """That of the measured step, if there is one."""
-        return overhead((self.measured or self.trace).makespan, self.figures.keep_all_time)
 
 
 def keep_all_step(chain: Chain) -> Trace:

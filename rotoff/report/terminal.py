@@ -32,7 +32,6 @@ def render(
     mem_limit: int | str | None = None,
     *,
     width: int | None = None,
-    measured: Trace | None = None,
 ) -> str:
     """Draw the plan as text of about 20 lines.
 
@@ -40,13 +39,12 @@ def render(
         chain, sequence: a plan and the chain that it was made for.
         mem_limit: bytes or a size; by default the limit that the sequence was made for.
         width: characters in a line, at least 40; by default the terminal's, at most 120.
-        measured: a step that ran; its times are shown, not the predicted ones.
 
     Raises:
         InvalidSequenceError: if the machine refuses the sequence.
     """
-    step = shown_step(chain, sequence, measured, mem_limit)
-    shown, limit = step.measured or step.trace, step.figures.mem_limit
+    step = shown_step(chain, sequence, None, mem_limit)
+    shown, limit = step.trace, step.figures.mem_limit
     columns = max(40, min(120, shutil.get_terminal_size().columns) if width is None else width)
     room = columns - _LEFT - 1
 
@@ -64,14 +62,12 @@ def render(
 
 
 def _headline(chain: Chain, step: ShownStep) -> str:
-    plan, trace, measured, figures = step
-    shown = measured or trace
+    figures = step.figures
     parts = [chain.name or "chain", f"{len(chain)} stages"]
-    if plan.mode:
-        parts.append(f"mode {plan.mode}")
-    over = f" ({percent(step.overhead)})" if figures.keep_all_time else ""
-    was = f", predicted {format_seconds(trace.makespan)}" if measured else ""
-    parts.append(f"{'measured ' if measured else ''}step {format_seconds(shown.makespan)}{over}{was}")
+    if step.plan.mode:
+        parts.append(f"mode {step.plan.mode}")
+    over = f" ({percent(figures.overhead)})" if figures.keep_all_time else ""
+    parts.append(f"step {format_seconds(figures.step_time)}{over}")
     parts.append(f"peak {figures.peak}")
     if figures.host_bytes:
         parts.append(f"host {format_bytes(figures.host_bytes)}")

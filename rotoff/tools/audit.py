@@ -82,7 +82,6 @@ def audit(
     device: Device | str = "H200",
     optimizer: str | None = None,
     master_weights: bool | None = None,
-    mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
     stages: StagesOption = None,
     backward_from: BackwardFrom = None,
@@ -95,7 +94,7 @@ def audit(
     sharded: give the model as one device holds it.
 
     Args:
-        model, sample, kwargs, device, mem_slots, host_bandwidth, stages, backward_from, forms: as for `rotoff.plan`.
+        model, sample, kwargs, device, host_bandwidth, stages, backward_from, forms: as for `rotoff.plan`.
         settings: a ``transformers.TrainingArguments``, one or several of FSDP2's policies, or the path or the content
             of a DeepSpeed (JSON), axolotl (YAML) or torchtitan (TOML) file.
         optimizer, master_weights: as for `rotoff.plan`; None: what the settings say, or "adamw" and False.
@@ -106,7 +105,7 @@ def audit(
     """
     read, target = read_foreign(settings), find(device)
     masters = read.master_weights if master_weights is None else master_weights
-    how = optimizer or read.optimizer or "adamw", mem_slots, host_bandwidth, masters
+    how = optimizer or read.optimizer or "adamw", host_bandwidth, masters
     question = Question(target, Options(stages, backward_from, forms), "joint", None, *how)
     kind = "cpu" if not is_available(named(0)) else named(0).type
     within = torch.autocast(kind, getattr(torch, read.autocast)) if read.autocast else nullcontext()

@@ -24,8 +24,7 @@ from ..core.sizes import format_bytes
 from ..errors import InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..runtime.links.bandwidth import both_at_once, measure_bandwidth
-from ..runtime.links.host_file import choose_directory
-from ..runtime.links.pinned import SEGMENT_BYTES, Slab, available_bytes, meminfo, pin
+from ..runtime.links.pinned import SEGMENT_BYTES, available_bytes, meminfo
 from ..runtime.links.pool import LinkPool
 from ..tensors.torch_settings import bytes_by_default
 from ..version import __version__
@@ -34,7 +33,7 @@ OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to
 TESTED = ((2, 11), (2, 15))  # the oldest and the newest torch that the tests ran with
 HELD = 0.25  # share of a device's memory: if other processes hold more, the check says so
 LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offload very little
-PINNED = 2 * SEGMENT_BYTES  # bytes to pin: more than one segment
+PINNED = 2 * SEGMENT_BYTES  # bytes to reserve for a GPU: more than one segment
 COPIED, COPIED_ON_CPU = 256 << 20, 16 << 20  # bytes of one copy
 SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
 SEED = 1
@@ -156,72 +155,47 @@ def machine(small: SmallModel) -> Finding:
     )
 
 
-def host_bytes(small: SmallModel) -> Finding:
-    """Whether host memory can be pinned and copied to, of which a file takes the place on a CPU."""
-    if not is_accelerator(small.device):
-        directory = choose_directory()
-        stat = os.statvfs(directory)
-        free = stat.f_bavail * stat.f_frsize
-        return judged({"free": free}, f"a file in {directory} ({format_bytes(free)} free) stands for the host")
-    room = available_bytes()
-    nbytes = max(1 << 20, PINNED if room is None else min(PINNED, room // 4))
-    start = time.perf_counter()
-    segments = pin(nbytes, small.device)
-    taken = time.perf_counter() - start
-    slab = Slab()
-    for segment in segments:
-        slab.add(segment)
-    size = min(1 << 20, slab.nbytes)
-    middle = min(segments[0].tensor.numel(), slab.nbytes - size // 2)
-    places = list(slab.pieces(middle - size // 2, size))  # across two segments
-    data = torch.arange(size, device=small.device).to(torch.uint8)
-    back = torch.zeros_like(data)
-    for whole, out in ((data, True), (back, False)):
-        for place, part in zip(places, whole.split([place.numel() for place in places]), strict=True):
-            place.copy_(part, non_blocking=True) if out else part.copy_(place, non_blocking=True)
-    same, registered = torch.equal(data, back), sum(bool(getattr(one, "_address", 0)) for one in segments)
-    slab.close()
-    figures = {"nbytes": nbytes, "pin": taken, "segments": len(segments), "registered": registered}
-    refused = (
-        "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of"
-        " two; plan with a host_limit of half of the host's memory"
-    )
-    return judged(
-        figures,
-        f"{format_bytes(nbytes)} pinned at {_rate(nbytes / max(taken, 1e-9))}, in {len(segments)} segments",
-        (not same, FAILED, f"bytes came back from there as others; {WRONG}"),
-        (registered < len(segments), ATTENTION, refused),
-    )
-
-
-def bandwidth(small: SmallModel) -> Finding:
-    """How fast copies to the host are, from it, and both at once."""
+def host(small: SmallModel) -> Finding:
+    """Whether plans get host memory (pinned, or a file on a CPU), copies bring back what was sent, and how fast."""
     gpu, room = is_accelerator(small.device), available_bytes()
-    nbytes = COPIED if gpu else COPIED_ON_CPU
-    nbytes = nbytes if room is None else max(1, min(nbytes, room // 4))
+    nbytes, copied = (PINNED, COPIED) if gpu else (2 * COPIED_ON_CPU, COPIED_ON_CPU)
+    if room is not None:
+        nbytes, copied = (max(1 << 20, min(size, room // 4)) for size in (nbytes, copied))
     links = LinkPool()
     link = links.take(small.device, 0)
     try:
-        rates = (*measure_bandwidth(link, nbytes), *both_at_once(link, nbytes))
+        start = time.perf_counter()
+        link.reserve(nbytes)
+        figures: dict[str, Any] = {"nbytes": nbytes, "reserve": time.perf_counter() - start}
+        sent = torch.arange(1 << 20, device=small.device).to(torch.uint8)
+        back, middle = link.allocate(1 << 20), min(SEGMENT_BYTES, nbytes) - (1 << 19)  # across two segments
+        offset = min(middle, nbytes - (1 << 20))
+        link.wait(link.copy_in([back], offset, link.copy_out([sent], offset)))
+        figures["same"] = torch.equal(sent, back)
+        rates = (*measure_bandwidth(link, copied), *both_at_once(link, copied))
     finally:
         links.give_back(link)
         links.close()
-    return rates_found(small.device, dict(zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True)))
+    figures |= zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True)
+    return host_found(small.device, figures)
 
 
-def rates_found(device: torch.device, rates: dict[str, float]) -> Finding:
-    """The finding for measured bandwidths."""
-    slow = is_accelerator(device) and min(rates["out"], rates["in"]) < SLOW
+def host_found(device: torch.device, figures: dict[str, Any]) -> Finding:
+    """The finding for the figures of `host`."""
+    rates = [f"{figures[name] / 1e9:.3g} GB/s" for name in ("out", "in", "out_beside_in", "in_beside_out")]
+    slow = is_accelerator(device) and min(figures["out"], figures["in"]) < SLOW
     cure = (
         "this is slow for a GPU: see that it sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else"
         " copies; plans recompute more"
     )
-    said = "out {}, in {}; both at once {} and {}".format(*map(_rate, rates.values()))
-    return judged(rates, said, (slow, ATTENTION, cure))
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second / 1e9:.3g} GB/s"
+    return judged(
+        figures,
+        "{} reserved in {:.2g} s; copies out {}, in {}, both at once {} and {}".format(
+            format_bytes(figures["nbytes"]), figures["reserve"], *rates
+        ),
+        (not figures["same"], FAILED, f"bytes came back as others; {WRONG}"),
+        (slow, ATTENTION, cure),
+    )
 
 
 def cores() -> int:
@@ -305,8 +279,8 @@ def optimizer_steps(small: SmallModel) -> Finding:
     )
 
 
-CHECKS = (machine, host_bytes, bandwidth, gradients, peak_bytes, step_time, optimizer_steps)
-OF_TIME = ("bandwidth", "step time")  # which may say that steps are slower
+CHECKS = (machine, host, gradients, peak_bytes, step_time, optimizer_steps)
+OF_TIME = ("host", "step time")  # which may say that steps are slower
 
 
 def _differs(row: dict[str, Any], most: float, exact: bool) -> bool:

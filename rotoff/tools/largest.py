@@ -95,7 +95,6 @@ def largest(
     optimizer: str = "adam",
     step: int = 1,
     most: int = MOST,
-    mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
     master_weights: bool = False,
     stages: StagesOption = None,
@@ -113,7 +112,7 @@ def largest(
     Args:
         build: called with a size, returns (model, sample), as the command line's function does; the size may be that of
             the sample (batch, context) or of the model (depth). Make both on the device "meta".
-        device, mem_limit, optimizer, mem_slots, host_bandwidth, master_weights, stages, backward_from, forms, mesh,
+        device, mem_limit, optimizer, host_bandwidth, master_weights, stages, backward_from, forms, mesh,
             link: as for `rotoff.plan`.
         step_time: most estimated seconds of a step, with the updates. step: sizes are multiples of it.
         most: the largest size to try. Give the longest context that the model takes: whether an embedding's table is
@@ -123,7 +122,7 @@ def largest(
         OptionError: for sizes that are no whole numbers from 1, or another result of `build`. Others: `rotoff.plan`'s.
     """
     _check_sizes(build, step, most)
-    how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link)
+    how = optimizer, host_bandwidth, master_weights, Mesh.of(mesh, link)
     question = Question(find(device), Options(stages, backward_from, forms), "joint", mem_limit, *how)
     _check_step_time(step_time)
     answers = dict[int, _Answer]()

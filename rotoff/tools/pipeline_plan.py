@@ -16,11 +16,9 @@ from ..core.modes import whole_number
 from ..core.parameters import ParameterGroup
 from ..core.pipeline import most_in_flight, orders
 from ..core.sizes import format_bytes
-from ..errors import InfeasibleError, LimitError, OptionError
+from ..errors import LimitError, OptionError
 from ..solver.pipeline import Pipeline, cut, plan_pipeline
 from .question import Question
-
-SHARES = (0.75, 0.5, 0.35, 0.25)  # limits in the table, as shares of the highest peak of keeping everything
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,7 @@ class PlannedPipeline:
     """A row for each rank; prints as a table.
 
     step_time: estimated seconds of one step of all micro-batches. keep_all_time: the same without limits. bubble: the
-    share of the ranks' time in which they have nothing to do. table: rows of (limit of each rank in bytes, seconds of a
-    step or None if a rank has no plan).
+    share of the ranks' time in which they have nothing to do.
     """
 
     schedule: str
@@ -59,7 +56,6 @@ class PlannedPipeline:
     keep_all_time: float
     bubble: float
     rows: tuple[PlannedRank, ...]
-    table: tuple[tuple[int, float | None], ...]
 
     def __iter__(self) -> Iterator[PlannedRank]:
         return iter(self.rows)
@@ -87,8 +83,7 @@ class PlannedPipeline:
         for n, row in enumerate(self.rows):
             sizes = (row.resident_bytes, row.mem_limit, row.peak_bytes, row.keep_all_bytes, row.min_mem_limit)
             ranks.append((str(n), str(row.in_flight), *map(format_bytes, (*sizes, row.host_bytes))))
-        limits = [(format_bytes(limit), "does not fit" if s is None else f"{s:.4g}") for limit, s in self.table]
-        return "\n".join([*lines, *table(head, ranks, ()), *table(("limit of each rank", "step s"), limits, ())])
+        return "\n".join([*lines, *table(head, ranks, ())])
 
 
 def planned_pipeline(
@@ -133,10 +128,8 @@ def planned_pipeline(
         known, least = (resident[rank], limits[rank]), pipeline.least(rank)
         held = least, peaks[rank], trace.peak_bytes, trace.host_peak_bytes
         rows.append(PlannedRank((own[0], own[-1]), most_in_flight(order[rank]), *known, *held, trace.idle_time))
-    tried = [max(1, int(share * max(peaks))) for share in SHARES]
-    table = tuple((limit, _step_time(pipeline, limit)) for limit in tried)
     times = found.trace.makespan, everything.makespan, found.trace.bubble
-    return PlannedPipeline(schedule, micro_batches, device.name, *times, tuple(rows), table)
+    return PlannedPipeline(schedule, micro_batches, device.name, *times, tuple(rows))
 
 
 def refuse_alone(**options: int) -> None:
@@ -164,10 +157,3 @@ def _resident(parameters: Sequence[ParameterGroup], pipeline: Pipeline) -> list[
         groups = [group for group in parameters if own.intersection(group.stages)]
         found.append(sum(group.bytes + group.grad_bytes + group.state_bytes for group in groups))
     return found
-
-
-def _step_time(pipeline: Pipeline, limit: int) -> float | None:
-    try:
-        return plan_pipeline(pipeline, [limit] * len(pipeline.order), refine=0.05).trace.makespan
-    except InfeasibleError:
-        return None

@@ -31,7 +31,6 @@ def plan(
     device: Device | str = "H200",
     modes: Iterable[str] | str = MODES,
     optimizer: str = "adam",
-    mem_slots: int = 50,
     host_bandwidth: float = HOST_BANDWIDTH,
     master_weights: bool = False,
     stages: StagesOption = None,
@@ -55,7 +54,7 @@ def plan(
         model, sample, kwargs: as for `rotoff.estimate`. stages, backward_from, forms: as for `Checkpointable`.
         mem_limit: bytes of one step, as for `Checkpointable`; at most what resident bytes and a margin leave.
         device: a name (``rotoff.devices()`` lists them) or a `Device`.
-        modes: any of "joint", "remat", "offload", or one of them. mem_slots: as for `rotoff.solve`.
+        modes: any of "joint", "remat", "offload", or one of them.
         optimizer: "sgd", "momentum", "adam" or "adamw"; its states count as resident bytes.
         host_bandwidth: B/s of the host's memory while the link is busy, for updates on the host.
         master_weights: whether parameters in half precision have copies and states in float32; PyTorch's have not.
@@ -71,7 +70,7 @@ def plan(
         OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
         LimitError: if `mem_limit` is no number of bytes. MeasureError: if nothing can be estimated.
     """
-    how = optimizer, mem_slots, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
+    how = optimizer, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
     asked = Question(find(device), Options(stages, backward_from, forms), modes, mem_limit, *how)
     _check(model, kwargs)
     if pipeline is not None:

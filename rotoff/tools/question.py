@@ -24,13 +24,12 @@ from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..solver.bounds import min_mem_limit
 from ..solver.settings import Setting
-from ..solver.slots import parse_slots
 from ..tensors.tree import flatten
 from .estimate import estimated
 from .mesh import ONE, Mesh, check_positive
 from .planned_steps import MARGIN, PlannedStep, PlannedSteps, usable_bytes
 from .size_search import MOST, largest_within
-from .whole_device import EFFORT, OPTIMIZER_STATES, WholeDevice, attaching, whole_device
+from .whole_device import EFFORT, OPTIMIZER_STATES, SLOTS, WholeDevice, attaching, whole_device
 
 HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
 Noted = Callable[[float, str], None]
@@ -49,7 +48,6 @@ class Question:
     modes: Any = MODES
     mem_limit: Any = None
     optimizer: str = "adam"
-    mem_slots: int = 50
     host_bandwidth: float = HOST_BANDWIDTH
     master_weights: bool = False
     ranks: Mesh = ONE
@@ -60,7 +58,7 @@ class Question:
         check_flag("master_weights", self.master_weights)
         check_positive("host_bandwidth", self.host_bandwidth, "give bytes per second above 0")
         limit = None if self.mem_limit is None else parse_bytes(self.mem_limit)
-        read = {"modes": parse_modes(self.modes), "mem_limit": limit, "mem_slots": parse_slots(self.mem_slots)}
+        read = {"modes": parse_modes(self.modes), "mem_limit": limit}
         object.__setattr__(self, "device", self.ranks.on(self.device))
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -81,7 +79,7 @@ class Question:
         return whole_device(profile, self.device, self.usable, *how, growth)
 
     def request(self, limit: int, mode: str = "joint") -> Request:
-        return Request(limit, mode, self.mem_slots, {"refine": EFFORT})
+        return Request(limit, mode, SLOTS, {"refine": EFFORT})
 
     def least_bytes(self, profile: Estimate) -> tuple[int, int]:
         """The smallest number of bytes for which there is a plan, and how many there are: of a `mem_limit` if one is

@@ -134,11 +134,6 @@ def test_the_text_tells_parameters_apart() -> None:
     assert "▒" in "".join(lines) and "▒" not in shown(BARE, rotoff.keep_all(BARE))
 
 
-def test_a_measured_step_is_shown_in_place_of_the_predicted_one() -> None:
-    seconds = f"measured step {measured().makespan:g} s"
-    assert seconds in " ".join(shown(three(), MOVING, measured=measured()).split())
-
-
 # -- trace files
 
 

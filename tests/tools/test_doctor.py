@@ -52,7 +52,7 @@ def test_a_cpu_from_end_to_end(
     assert said.splitlines()[-1].startswith("WORKS")
     found = {name: check["figures"] for name, check in checks.items()}
     assert found["machine"]["host_total"] >= found["machine"]["host_room"] > 0
-    assert all(found["bandwidth"][which] > 0 for which in ("out", "in", "out_beside_in", "in_beside_out"))
+    assert all(found["host"][which] > 0 for which in ("out", "in", "out_beside_in", "in_beside_out"))
     for name in ("peak bytes", "step time"):
         assert [row["share"] for row in found[name]["rows"]] == [1.0, 0.7, 0.45]
     peaks = found["peak bytes"]["rows"]
@@ -77,7 +77,7 @@ def test_a_check_that_raises_is_said_and_the_others_still_run(
     assert json.loads(capsys.readouterr().out) == json.loads(out.read_text())
     data, checks = examined(out)
     assert ([*checks], data["verdict"]) == (NAMES, FAILED)
-    assert [name for name, check in checks.items() if check["verdict"] == FAILED] == NAMES[3:]
+    assert [name for name, check in checks.items() if check["verdict"] == FAILED] == NAMES[2:]
     assert checks["gradients"]["sentence"].startswith("RuntimeError: it is broken; ")
     assert "in two lines" in checks["gradients"]["error"]
 
@@ -92,7 +92,7 @@ def test_what_was_found_before_an_interrupt_is_on_disk(
     assert main(["doctor", "--device", "cpu", "-o", str(tmp_path / "doctor.json")]) == 130
     assert "rotoff: interrupted" in capsys.readouterr().err
     data, checks = examined(tmp_path / "doctor.json")
-    assert data["verdict"] == FAILED and [*checks] == NAMES[:3]
+    assert data["verdict"] == FAILED and [*checks] == NAMES[:2]
 
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,10 +119,10 @@ def test_the_tested_versions_are_those_of_the_package(monkeypatch: pytest.Monkey
         assert doctor.machine(CPU).verdict == verdict
 
 
-def bandwidths(of: Any, *rates: float) -> Finding:
-    """The finding for rates in GB/s: out, in, and both at once."""
-    names = ("out", "in", "out_beside_in", "in_beside_out")
-    return doctor.rates_found(of.device, {name: 1e9 * rate for name, rate in zip(names, rates, strict=True)})
+def copied(of: Any, out: float, back: float, same: bool = True) -> Finding:
+    """The finding for rates in GB/s."""
+    rates = dict.fromkeys(("out_beside_in", "in_beside_out"), 2e9) | {"out": 1e9 * out, "in": 1e9 * back}
+    return doctor.host_found(of.device, {"nbytes": 2**30, "reserve": 1.5, "same": same, **rates})
 
 
 SAME, OTHER = {"bit_for_bit": True, "largest": 0.0}, {"bit_for_bit": False}
@@ -142,9 +142,10 @@ gradients = partial(stepped, doctor.gradients, "gradients")
 peaks = partial(stepped, doctor.peak_bytes, "peak")
 times = partial(stepped, doctor.step_time, "time")
 VERDICTS: list[tuple[Finding, str, str]] = [
-    (bandwidths(GPU, 24, 24, 20, 20), OK, "out 24 GB/s, in 24 GB/s; both at once 20 GB/s and 20 GB/s"),
-    (bandwidths(GPU, 3, 12, 2, 9), ATTENTION, "slow for a GPU"),
-    (bandwidths(CPU, 3, 12, 2, 9), OK, "out 3 GB/s"),
+    (copied(GPU, 24, 20), OK, "1.00 GiB reserved in 1.5 s; copies out 24 GB/s, in 20 GB/s, both at once 2 GB/s and 2"),
+    (copied(GPU, 3, 12), ATTENTION, "slow for a GPU"),
+    (copied(CPU, 3, 12), OK, "out 3 GB/s"),
+    (copied(CPU, 3, 12, same=False), FAILED, "bytes came back as others"),
     (gradients(CPU), OK, "those of a plain step bit for bit, at 3 limits"),
     (gradients(CPU, **OTHER, largest=1e-9), FAILED, "not the same at limits 70%"),
     (gradients(GPU, **OTHER, largest=1e-6), OK, "those of a plain step within 1e-04"),
@@ -172,8 +173,8 @@ def test_what_figures_say(row: int) -> None:
     [
         ({}, "WORKS"),
         ({"machine": ATTENTION}, "WORKS"),
-        ({"bandwidth": ATTENTION, "step time": ATTENTION}, "WORKS, SLOWER THAN PREDICTED (see bandwidth, step time)"),
-        ({"bandwidth": ATTENTION, "gradients": FAILED}, "DO NOT USE (send doctor.json)"),
+        ({"host": ATTENTION, "step time": ATTENTION}, "WORKS, SLOWER THAN PREDICTED (see host, step time)"),
+        ({"host": ATTENTION, "gradients": FAILED}, "DO NOT USE (send doctor.json)"),
     ],
 )
 def test_the_last_line(verdicts: dict[str, str], said: str) -> None:

@@ -221,7 +221,6 @@ def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPa
     assert found.keep_all_time == plain.step_time <= found.step_time
     parameters = sum(p.nbytes for p in model.parameters())
     assert sum(row.resident_bytes for row in found) == 4 * parameters  # with gradients and Adam's states
-    assert [limit for limit, _ in found.table] == sorted((limit for limit, _ in found.table), reverse=True)
     assert "1F1B, 8 micro-batches on 2 x A100" in str(found)
     with pytest.raises(rotoff.InfeasibleError, match="rank 0 of the pipeline needs at least"):
         rotoff.plan(model, batch, device="A100", pipeline=2, microbatches=8, mem_limit=found.rows[0].min_mem_limit // 2)

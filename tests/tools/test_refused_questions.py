@@ -30,7 +30,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (plan, {"optimizer": ["adam"]}, r"optimizer is \['adam'\]; known ones are sgd"),
     *((plan, {"modes": wrong}, MODES) for wrong in (["remat", "guess"], "guess", None)),
     (plan, {"modes": ()}, "modes is empty"),
-    (plan, {"mem_slots": "50"}, "mem_slots is '50'; give a whole number"),
     (plan, {"host_bandwidth": 0}, "host_bandwidth is 0; give bytes per second above 0"),
     (plan, {"master_weights": 1}, "master_weights is 1; give true or false"),
     (plan, {"limit": 3}, "limit is no argument of rotoff.plan, nor of the forward of Sequential; did you mean mem_li"),
