@@ -20,7 +20,7 @@ from torch import nn
 
 from ..errors import OptionError
 from ..tape.tape import Tape
-from ..tensors.storage import View, local
+from ..tensors.storage import View, is_wrapper, local, stored
 
 
 def sharded(model: nn.Module) -> dict[str, nn.Module]:
@@ -116,22 +116,34 @@ class Shard:
         self._own._sharded_param_data = data
         parameter._local_tensor = View.of(local(parameter)).on(data.untyped_storage())
 
-    @property
-    def whole_bytes(self) -> int:
-        """The bytes of the parameter once it is gathered."""
-        dtype = self._own.mp_policy.param_dtype or self.parameter.dtype
-        return self.parameter.numel() * int(dtype.itemsize)
+
+class WrappedShard(Shard):
+    """One tensor of those of which this process's part of a frozen parameter consists, such as a quantized one."""
+
+    def __init__(self, own: Any, tensor: Any) -> None:
+        super().__init__(own)
+        self._tensor = tensor
 
     @property
-    def gathered(self) -> torch.Tensor | None:
-        """The gathered parameter, with or without bytes; None before it is gathered for the first time."""
-        return getattr(self._own, "_unsharded_param", None)
+    def parameter(self) -> nn.Parameter:
+        found: nn.Parameter = self._tensor
+        return found
 
     @property
-    def waiting(self) -> torch.Tensor | None:
-        """The whole gradient that waits for a backward that reduces it, if there is one."""
-        found: torch.Tensor | None = self._own.unsharded_accumulated_grad
-        return found if found is not None or self.gathered is None else self.gathered.grad
+    def data(self) -> torch.Tensor:
+        found: torch.Tensor = self._tensor
+        return found
+
+    def put(self, data: torch.Tensor) -> None:
+        self._tensor.data = data
+        self._own._sharded_param_data = local(self._own.sharded_param)  # not bytes from before
+
+
+def _shards_in(own: Any) -> list[Shard]:
+    parameter = own.sharded_param
+    if parameter.requires_grad or not is_wrapper(local(parameter)):
+        return [Shard(own)]
+    return [WrappedShard(own, tensor) for tensor in stored([local(parameter)])]
 
 
 class Shards:
@@ -150,19 +162,20 @@ class Shards:
 
     def __init__(self, root: nn.Module) -> None:
         self.units: dict[str, list[Shard]] = {}
-        seen = set[int]()
-        self._groups: list[Any] = []
+        self._groups: list[Any] = []  # FSDP2's own objects
+        self._own: dict[int, Any] = {}
         try:
             for name, module in sharded(root).items():
                 groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
                 self._groups += groups
-                every = {id(own): own for group in groups for own in group.fsdp_params}
-                self.units[name] = [Shard(own) for key, own in every.items() if key not in seen]
-                seen |= every.keys()
+                new = {id(own): own for group in groups for own in group.fsdp_params if id(own) not in self._own}
+                self.units[name] = [shard for own in new.values() for shard in _shards_in(own)]
+                self._own |= new
             self.of = {id(shard.parameter): shard for several in self.units.values() for shard in several}
             for shard in self.of.values():
-                shard.data, shard.whole_bytes, shard.waiting  # noqa: B018
-            self.reduces  # noqa: B018
+                shard.data  # noqa: B018
+            self._root = [own for group in root._get_fsdp_state()._fsdp_param_groups for own in group.fsdp_params]  # type: ignore[operator]
+            self.reduces, self.waiting, self.throughout  # noqa: B018
             self.tell(lambda error: error)
         except AttributeError as error:
             raise OptionError(
@@ -172,18 +185,19 @@ class Shards:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that the optimizer has."""
+        """Those that the optimizer has, and the tensors that wrappers consist of."""
         return [shard.parameter for shard in self.of.values()]
 
     def beside(self, model: nn.Module) -> list[nn.Parameter]:
         """Return the parameters of `model` that are not sharded."""
-        ours = {id(one.gathered) for one in self.of.values()} | self.of.keys()
+        ours = {id(p) for own in self._own.values() for p in (own.sharded_param, _gathered(own))}
         return [p for p in model.parameters() if id(p) not in ours]
 
     @property
     def throughout(self) -> int:
-        """The bytes that the root gathers before the model's forward, and keeps to the end of the backward."""
-        return sum(shard.whole_bytes for shard in self.units[""])
+        """The bytes that the root gathers before the model's forward, and keeps to the end of the backward; known once
+        it has gathered them."""
+        return sum({id(t): t.nbytes for own in self._root for t in _gathered_tensors(own)}.values())
 
     @property
     def reduces(self) -> bool:
@@ -193,7 +207,9 @@ class Shards:
     @property
     def waiting(self) -> int:
         """The bytes of whole gradients that wait for a backward that reduces them."""
-        return sum(local(t).nbytes for shard in self.of.values() if (t := shard.waiting) is not None)
+        found = ((own.unsharded_accumulated_grad, _gathered(own)) for own in self._own.values())
+        gradients = (of if of is not None or gathered is None else gathered.grad for of, gathered in found)
+        return sum(local(gradient).nbytes for gradient in gradients if gradient is not None)
 
     def tell(self, explain: Callable[[BaseException], BaseException]) -> None:
         """Have the collectives raise what `explain` makes of an error."""
@@ -201,3 +217,14 @@ class Shards:
             for name in ("_all_gather_comm", "_reduce_scatter_comm"):
                 own = getattr(group, name)
                 setattr(group, name, _Told(own._own if isinstance(own, _Told) else own, explain))
+
+
+def _gathered(own: Any) -> torch.Tensor | None:
+    """The gathered parameter, with or without bytes; None before it is gathered for the first time."""
+    return getattr(own, "_unsharded_param", None)
+
+
+def _gathered_tensors(own: Any) -> list[torch.Tensor]:
+    """What is allocated when it is gathered."""
+    found: list[torch.Tensor] = [*own.all_gather_outputs, *own._unsharded_inner_tensors]
+    return found

@@ -9,6 +9,7 @@ import pytest
 import torch
 from allocated import in_file, peak_bytes
 from models import Does
+from quantized import own
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,43 +19,8 @@ from rotoff.tensors.storage import stored
 WIDTH, ROWS = 128, 64
 
 
-class Int8(torch.Tensor):
-    """Rows of 8-bit integers, each with a scale: of the kind of torchao's weight-only tensors."""
-
-    numbers: torch.Tensor
-    scale: torch.Tensor
-
-    @staticmethod
-    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, numbers.stride(), dtype=scale.dtype)
-
-    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor) -> None:
-        self.numbers, self.scale = numbers, scale
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["numbers", "scale"], None
-
-    @classmethod
-    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], _: Any, size: Any, stride: Any) -> Int8:
-        return cls(parts["numbers"], parts["scale"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.t.default):
-            return cls(func(args[0].numbers), func(args[0].scale))
-        plain = [x.numbers * x.scale if isinstance(x, cls) else x for x in args]
-        return func(*plain, **(kwargs or {}))
-
-
 class Named(nn.Parameter):
     """A parameter with more attributes, of the kind of bitsandbytes' 4-bit ones: operations see no difference."""
-
-
-def own(linear: nn.Linear) -> nn.Linear:
-    scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-    numbers = (linear.weight.detach() / scale).round().to(torch.int8)
-    linear.weight = nn.Parameter(Int8(numbers, scale), requires_grad=False)  # type: ignore[arg-type]
-    return linear
 
 
 def named(linear: nn.Linear) -> nn.Linear:

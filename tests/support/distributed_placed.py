@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from allocated import peak_bytes
 from distributed_steps import whole
 from models import Does
+from quantized import own as quantized
 from ranks import by_first, everyone, say
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -29,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW, Optimizer
 
 import rotoff
+from rotoff.tensors.storage import is_wrapper, local, stored
 
 WIDTH, BLOCKS, ROWS = 48, 6, 96
 ATTEMPTS = 40  # steps whose bytes are looked at: a thread of gloo may hold what it has summed up for a moment
@@ -56,10 +58,18 @@ class Adapted(Block):
         return super().forward(x) + self.b(self.a(x))
 
 
-def whole_model() -> nn.Module:
+class Quantized(Adapted):
+    """A block whose frozen weights a tensor subclass wraps, with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantized(self.up), quantized(self.down)
+
+
+def whole_model(kind: Callable[[], nn.Module] = Block, end: Callable[[], nn.Module] | None = None) -> nn.Module:
     """Its root has parameters of its own."""
-    ends = {name: nn.Linear(WIDTH, WIDTH) for name in ("first", "last")}
-    return Does(lambda net, x: net.last(net.blocks(net.first(x))), **ends, blocks=stacked())
+    ends = {name: nn.Linear(WIDTH, WIDTH) if end is None else end() for name in ("first", "last")}
+    return Does(lambda net, x: net.last(net.blocks(net.first(x))), **ends, blocks=stacked(kind))
 
 
 def stacked(kind: Callable[[], nn.Module] = Block) -> nn.Sequential:
@@ -80,6 +90,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "uneven": (partial(stacked, partial(Block, WIDTH, 151)), {}, partial(AdamW, lr=1e-2)),
     "root": (whole_model, {}, partial(AdamW, lr=1e-2)),
     "adapters": (partial(stacked, Adapted), {}, partial(AdamW, lr=1e-2)),
+    "quantized": (partial(whole_model, Quantized, Quantized), {}, partial(AdamW, lr=1e-2)),
     "frozen": (frozen_below, {}, partial(AdamW, lr=1e-2)),
     "mixed": (stacked, {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
     "unsharded": (stacked, {"reshard_after_forward": False}, partial(AdamW, lr=1e-2)),
@@ -151,7 +162,13 @@ class Trained:
     def result(self) -> list[torch.Tensor]:
         states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
         kept = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-        return [*self.seen, *(whole(t.detach()).clone() for t in (*self.model.parameters(), *kept))]
+        return [*self.seen, *(one for t in (*self.model.parameters(), *kept) for one in numbers_of(t.detach()))]
+
+
+def numbers_of(t: torch.Tensor) -> list[torch.Tensor]:
+    """What a tensor consists of, whole, or this process's part of a wrapper."""
+    here = local(t)
+    return [one.clone() for one in stored([here])] if is_wrapper(here) else [whole(t).clone()]
 
 
 # -- loops around a step
@@ -220,7 +237,7 @@ def train(one: Trained, loop: str) -> Iterator[None]:
 def peak(one: Trained, run: Callable[[], object]) -> int:
     """The most bytes in a step, with what lies in memory, and not over a file's pages, throughout."""
     states = [t for state in one.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    found = [getattr(t, "_local_tensor", t).untyped_storage() for t in (*one.model.parameters(), *states)]
+    found = [t.untyped_storage() for t in stored(map(local, (*one.model.parameters(), *states)))]
     before = {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in found if s.resizable()}
     stays = 0
     del states, found
