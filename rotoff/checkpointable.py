@@ -96,6 +96,7 @@ class Checkpointable(ModuleProxy):
         forms: whether plans may keep a part of what a stage saves and recompute the rest.
         device: where steps run, such as ``"cuda"``, for a model that is on the host because it does not fit there.
             None: where the parameters are.
+        cache_directory: not used, since nothing is kept on disk; earlier versions kept plans there.
 
     Raises:
         MeasureError: if `model` is not a module, or empty, or planned already. OptionError: if another option is
@@ -115,6 +116,7 @@ class Checkpointable(ModuleProxy):
         backward_from: BackwardFrom = None,
         forms: bool = True,
         device: torch.device | str | int | None = None,
+        cache_directory: Any = None,
     ) -> None:
         check_module(model)
         refuse_planned(model)

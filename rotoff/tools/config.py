@@ -23,6 +23,7 @@ class RotoffConfig:
         mem_limit: as for `rotoff.attach`. None: "auto", unless device_limit is given.
         device_limit: bytes or a size for all that the device holds; `attach` then needs the optimizer as well.
         process_group: True: all processes follow one plan; the callbacks decide this by themselves.
+        cache_directory: not used, as in `Checkpointable`.
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
     `attach` refuses bad values.
@@ -40,6 +41,7 @@ class RotoffConfig:
     backward_from: str | int | list[str | int] | None = None
     forms: bool = True
     host_directory: str | None = None
+    cache_directory: Any = None
     process_group: bool | None = None
     updates: str | None = None
     check: bool = False

@@ -43,6 +43,7 @@ def plan(
     ranks_per_link: int = 1,
     mesh: str | None = None,
     link: float | None = None,
+    cache_directory: Any = None,
     **kwargs: Any,
 ) -> PlannedSteps | PlannedPipeline:
     """Say whether a model trains on `device`, and how, without the device and without memory.
@@ -64,7 +65,7 @@ def plan(
         mesh: ranks that share the training, "fsdp=8" or "fsdp=8,tp=2", each with such a device and this sample. PyTorch
             shards: ``fully_shard`` the model's blocks, modules with a number as their name, and a model of transformers
             its tensor parallel plan. Rows are for each rank, and plain PyTorch is FSDP2. link: B/s that a rank can send
-            to the others (default: the device's ``interconnect``).
+            to the others (default: the device's ``interconnect``). cache_directory: not used; nothing is kept.
 
     Raises:
         OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
