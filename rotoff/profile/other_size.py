@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..accelerator import capability
 from ..errors import MeasureError
@@ -19,10 +19,11 @@ from ..tape.tape import Key, Known
 from .estimate.devices import Device
 from .estimate.fake_trace import fake_step
 from .tape_profile import TapeProfile
-from .trace import Trace, trace_of
+from .trace import Event, Trace, trace_of
 
 logger = logging.getLogger("rotoff")
-SMALL = 512  # bytes
+LOSS = -1  # before the first one
+MORE = 1.01  # what a kernel takes at a smaller size, over what it takes at the recorded one
 
 
 def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs: Any) -> TapeProfile | None:
@@ -32,12 +33,17 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     Args:
         known: what is known of the operations; what is known of those of `near` holds for these, too.
     """
+    given, tree = pytree.tree_flatten((args, kwargs))
+    sizes = iter(near.shapes)
+    same = [t.new_empty(next(sizes), device="meta") if isinstance(t, torch.Tensor) else t for t in given]
     here = Device("here", 1 << 40, 1e11, {"float32": 1e12}, 1e10, 1e10, capability=capability(near.device))
     try:
         trace = trace_of(fake_step(model, args, kwargs, here))
+        if _operations(trace) != _operations(near.trace):
+            return None
+        args, kwargs = pytree.tree_unflatten(same, tree)
+        again = trace_of(fake_step(model, args, kwargs, here))
     except MeasureError:
-        return None
-    if _operations(trace) != _operations(near.trace):
         return None
     ratio = trace.size(range(len(trace.made))) / max(1, near.trace.size(range(len(near.trace.made))))
     ran = (
@@ -46,12 +52,20 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     )
     whole, all_of = sum(event.seconds for event in trace.backward), sum(event.seconds for event in near.trace.backward)
     scale = ratio * all_of / whole if whole else 0.0
-    backward = (replace(event, seconds=event.seconds * scale) for event in trace.backward)
-    beside = max(trace.beside, int(near.trace.beside * ratio)) + max(0, _small(near.trace) - _small(trace))
+    backward, level = list[Event](), 0
+    foretold, measured, computed = map(_levels, (trace, near.trace, again))
+    unknown = {at: max(0, level - computed.get(at, 0)) for at, level in measured.items()}  # fake kernels take no more
+    for event in trace.backward:
+        backward.append(replace(event, seconds=event.seconds * scale))
+        level += event.size
+        if event.reads is not None and (more := unknown.get(event.reads, 0)):
+            nbytes = foretold[event.reads] - level + int(more * max(MORE, ratio))
+            backward += [Event(nbytes), Event(-nbytes)]
+    beside = max(trace.beside, int(near.trace.beside * ratio)) + unknown[LOSS]
     trace = replace(trace, ran=tuple(ran), backward=tuple(backward), beside=beside)
-    given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
-    shapes = tuple(tuple(t.shape) for t in given)
+    batch = [t for t in given if isinstance(t, torch.Tensor)]
+    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in batch}.values())
+    shapes = tuple(tuple(t.shape) for t in batch)
     found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=near.cuts)
     held: dict[Key, list[int]] = {}
     for key, out in known.held:
@@ -65,11 +79,14 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     return found
 
 
-def _small(trace: Trace) -> int:
-    """Return the most bytes that small temporaries of the backward hold at once: kernels take the same at any size, and
-    fake ones take none."""
-    sizes = (event.size for event in trace.backward if abs(event.size) <= SMALL and not event.kept)
-    return max(accumulate(sizes, initial=0))
+def _levels(trace: Trace) -> dict[int, int]:
+    """Return the most bytes of the backward from each saved tensor that it reads to the next one, by its position."""
+    found, level, at = {LOSS: 0}, 0, LOSS
+    for event in trace.backward:
+        at = at if event.reads is None else event.reads
+        level += event.size
+        found[at] = max(found.get(at, 0), level)
+    return found
 
 
 def _operations(trace: Trace) -> list[tuple[Any, ...]]:

@@ -484,11 +484,11 @@ class RecordedStep(Verified):
 
     def _hand_over(self) -> None:
         """Note which gradients only parameters have by now: what the backward still reads may be a view of one."""
-        for reference in self._gradients[:]:
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-            if storage is None or torch._C._storage_Use_Count(storage._cdata) <= 2:  # the gradient, and this
-                self._gradients.remove(reference)
-            if storage is not None and reference not in self._gradients:
+        for reference in set(self._gradients):
+            storage, many = torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self._gradients.count(reference)
+            # `many` views of one storage, as those of FSDP2, and what is had here
+            if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= many + 1:
+                self._gradients = [one for one in self._gradients if one != reference]
                 with self.region(f"{GRADIENT} {self.address(storage)}"):
                     pass
 

@@ -79,12 +79,18 @@ def crops(side: int) -> tuple[Any, ...]:
     return (torch.randn(2, 3, side, side + 32),)
 
 
+def small(batch: int) -> tuple[Any, ...]:
+    return (torch.randn(batch // 32, 256, 2, 2),)
+
+
 KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
     "sequential": (lambda: nn.Sequential(*(Residual(WIDTH) for _ in range(5))), rows),
     "recorded": (lambda: written(*(Residual(WIDTH) for _ in range(5))), rows),
     "attention": (lambda: written(*(Attention(WIDTH, 4) for _ in range(4))), words),
     "masked": (asking, masked),
     "convolutions": (unet, crops),
+    # whose kernels take many times what fake ones do, at any size
+    "depthwise": (lambda: written(*(nn.Conv2d(256, 256, 7, padding=3, groups=256) for _ in range(4))), small),
     "tokens": (lambda: nn.Sequential(nn.Embedding(50, WIDTH), *(Attention(WIDTH, 4) for _ in range(4))), tokens),
 }
 
