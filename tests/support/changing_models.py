@@ -110,24 +110,11 @@ row("a buffer replaced by one of another shape", another_table)(
 )
 
 
-@adds("what was computed for nothing is needed", sets("needed", lambda n: n >= 2), has={"needed": bool})
+@adds("a buffer written through its data", has={"average": buffer(WIDTH)})
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    """As a head whose output enters the loss from some step on."""
-    aside = torch.tanh(x * 2).sigmoid()
-    return x + aside if net.needed and n == 1 else x
-
-
-for _name, _write in {
-    "through its data": lambda average, mean: average.data.mul_(0.9).add_(mean, alpha=0.1),
-    "through a part of unbind": lambda average, mean: average.unbind()[0].lerp_(mean, 0.1),
-}.items():
-
-    @adds(f"a buffer written {_name}", has={"average": buffer(2, WIDTH)})
-    def _(net: Any, x: torch.Tensor, n: int, write: Any = _write) -> torch.Tensor:
-        y = x * net.average[0].clone()
-        with torch.no_grad():
-            write(net.average, x.detach().mean(0))
-        return y
+    y = x * net.average.clone()
+    net.average.data.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+    return y
 
 
 row("a buffer that a call changes unannounced")(
@@ -321,15 +308,6 @@ row("hooks of modules and a parameter come and go", hooks_come_and_go, room=0.8)
 # -- in place
 
 
-@adds("what was computed changed in place, in some steps", sets("on", lambda n: n >= 2), has={"on": bool})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.sin(x)
-    if net.on:
-        y += x
-        y.mul_(0.7)
-    return y * 0.7 if net.on else y.relu_()
-
-
 for _name, _change in {
     "by a view of a view": lambda whole, view, k: view.t()[k].zero_(),
     "by what is detached": lambda whole, view, k: whole.detach().mul_(0.5),
@@ -352,27 +330,6 @@ for _name, _change in {
                 change(x, view, k)
             y = y + x + view.mean()
         return net.head(y)
-
-
-@runs("views changed in place and read when their base is needed no more")
-def _(net: Any, x: torch.Tensor) -> torch.Tensor:
-    x = net.blocks[0](x)
-    rows, column = x.unflatten(0, (-1, 4))[1], x[:, 3]
-    rows.add_(1.0)
-    y = net.blocks[1](x * 2.0) + x
-    column.mul_(0.2)
-    y = torch.sin(y + x + rows.mean() + column.mean())
-    for block in net.blocks[2:]:
-        y = block(y)
-    return net.head(y)
-
-
-@adds("index_put_ into what was computed", sets("rows", lambda n: [n, n + 1]), has={"rows": lambda: [0, 1]})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.sin(x)
-    y[net.rows] = x[: len(net.rows)] * 0.5
-    y[x > 1.5] = 0.0
-    return y
 
 
 @runs("the batch masked in place by the forward, and changed again later", room=0.4)
@@ -505,7 +462,6 @@ weight_changed = step_with(between=lambda net, call, n: n == 2 and net.blocks[1]
 bias_changed = step_with(between=lambda net, call, n: n == 2 and net.blocks[1].up.bias.add_(1.0))
 buffer_changed = step_with(between=lambda net, call, n: n == 2 and net.step.add_(3.0))
 in_eval = step_with(between=lambda net, call, n: net.train(n % 2 == 1))
-emptied = step_with(between=lambda net, call, n: [result.detach().zero_() for result in net.left])
 
 
 @runs(
@@ -527,16 +483,6 @@ row("a buffer changed in place before the backward", step=buffer_changed)(Counts
 row("a weight changed in place before the backward", step=weight_changed, raises=BY_OTHERS)(Trunk)
 row("a bias changed in place before the backward", step=bias_changed, may_refuse=rf"{BY_OTHERS}|bias")(Trunk)
 row("parts put in eval() before the backward", lambda net, n: net.train(), large, step=in_eval)(Dropout)
-
-
-@row("results left in an attribute, changed before the backward", step=emptied, may_refuse="changed in place between")
-class Leaves(Trunk, left=list):
-    def begin(self) -> None:
-        self.left = []
-
-    def along(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        self.left = [*self.left, x]
-        return x * 1.5
 
 
 def twice(run: nn.Module, net: Any, call: Call, n: int) -> torch.Tensor:

@@ -10,25 +10,11 @@ from typing import Any
 
 import torch
 from models import Does
-from step_by_step import Call
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets, step_with
-
-SEEN: list[float] = []
-
+from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets
 
 # -- views and kinds of tensors
-
-
-@adds("a view of a view changed in place after a use")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.sin(x) + 0.0
-    w = y.view(-1, 2, WIDTH // 2)[:, 0]
-    u = w * 2
-    w.add_(0.5)
-    return y + F.pad(u, (0, WIDTH // 2))
 
 
 @adds("an expanded tensor that is saved, and overlapping windows")
@@ -36,29 +22,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y = x * x.mean(0, keepdim=True).tanh().expand_as(x)  # one row of bytes, saved as all
     windows = torch.cat([y, y[:, :6]], 1).unfold(1, 4, 2)[:, :8] * 1.5
     return torch.sin(x + windows.mean(2).repeat(1, 2) + (x.sum(1, keepdim=True) * 0.1).expand(-1, WIDTH))
-
-
-def tables() -> nn.ModuleList:
-    parts = [nn.Module() for _ in range(4)]
-    for n, part in enumerate(parts):
-        table = torch.randn(20, WIDTH)
-        part.table = (nn.Buffer(table), nn.Parameter(table, requires_grad=False), table)[n % 3]
-    return nn.ModuleList(parts)
-
-
-row("tables without gradients, of which the forward reads views", room=0.3)(
-    along(
-        lambda net, x, n: x + F.interpolate(net.tables[n].table[:16].reshape(1, 1, 16, WIDTH), scale_factor=1.0)[0, 0],
-        tables=tables,
-    )
-)
-
-
-@adds("out= given", has={"room": lambda: nn.Buffer(torch.zeros(LENGTH, WIDTH), persistent=False)})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    with torch.no_grad():
-        torch.mul(x, 0.1, out=net.room)
-    return torch.sin(x) + net.room.clone()
 
 
 @adds("complex numbers")
@@ -98,13 +61,6 @@ def _(net: Any, x: torch.Tensor) -> torch.Tensor:
 # -- types, and what is not differentiated
 
 
-@adds("autocast of another type in each step", sets("kind", lambda n: (torch.bfloat16, torch.float16)[n % 2]), room=0.6)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    with torch.autocast("cpu", getattr(net, "kind", torch.bfloat16)):
-        x = torch.tanh(net.blocks[n].up(x))[:, :WIDTH]
-    return x.float()
-
-
 def weights_used_twice(regions: int, cached: bool) -> type[Trunk]:
     """By one autocast region, which casts them once and adds up their gradients in bfloat16, or by several."""
 
@@ -126,14 +82,6 @@ for _regions, _cached in ((1, True), (2, True), (2, False)):
     )(weights_used_twice(_regions, _cached))
 
 
-@adds("requires_grad_ on what was made within no_grad")
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    with torch.no_grad():
-        y = x * 0.5
-    y.requires_grad_()
-    return torch.sin(x) * (1 + torch.tanh(y))
-
-
 @adds("a stop by detach_ in some steps", sets("stop", lambda n: n % 2 == 1), room=0.6, has={"stop": bool})
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     y = x * 1.5
@@ -152,24 +100,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
 # -- functions of autograd, and of torch.func
 
 
-class NewStyle(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor, k: int) -> Any:
-        return x.sin() * k, x.argsort(1)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0], output[1])
-        ctx.k = inputs[1]
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, g: torch.Tensor, _: Any) -> Any:
-        x, i = ctx.saved_tensors
-        return g * x.cos() * ctx.k + 0 * i, None
-
-
 class Dirty(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> Any:
@@ -180,12 +110,6 @@ class Dirty(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: torch.Tensor) -> Any:
         return g * 2
-
-
-@adds("a function of autograd with setup_context and two outputs", sets("k", lambda n: 1 + n), has={"k": lambda: 1})
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y, i = NewStyle.apply(x, net.k)
-    return y + x.gather(1, i) * 0.1
 
 
 row("a function of autograd that changes its input in place")(along(lambda net, x, n: torch.sin(Dirty.apply(x * 0.5))))
@@ -276,46 +200,6 @@ row("a thread that runs a part of the forward", may_refuse="thread|cannot see|ou
 
 
 # -- hooks
-
-
-@adds(
-    "hooks on tensors that change gradients by a count, and by a flag that only the backward reads",
-    step=step_with(lambda net, *_: setattr(net, "flag", 1.0), lambda net, call, n: setattr(net, "flag", 1 + 0.1 * n)),
-    again=lambda net: setattr(net, "count", 0),
-    has={"count": int, "flag": lambda: 1.0},
-)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.sin(x)
-
-    def hook(g: torch.Tensor) -> torch.Tensor:
-        net.count += 1
-        return g * (1 + 0.01 * net.count) * net.flag
-
-    if y.requires_grad:
-        y.register_hook(hook)
-    return y
-
-
-def kept_gradient(net: Any, call: Call, n: int) -> None:
-    with torch.no_grad():
-        net.head.bias.grad += net.kept.grad.mean()
-    del net.__dict__["kept"]
-
-
-@adds("retain_grad in the forward", step=step_with(after=kept_gradient), room=0.8)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    y = torch.sin(x)
-    if n == 1:
-        y.retain_grad()
-        net.__dict__["kept"] = y
-    return y
-
-
-@adds("register_multi_grad_hook in the forward", room=0.6)
-def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    a, b = torch.sin(x), torch.cos(x)
-    torch.autograd.graph.register_multi_grad_hook((a, b), lambda gs: SEEN.append(sum(float(g.sum()) for g in gs)))
-    return a + b
 
 
 @row("hooks on the whole model's gradient, and on parameters' own", room=0.6)
@@ -473,23 +357,10 @@ def with_scripted() -> nn.Module:
     return Does(lambda net, x: net.block(net.after(x)), after=after, block=Block())
 
 
-@torch.jit.script
-def gated(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return torch.sigmoid(x) * torch.tanh(x * scale) + x.relu()
-
-
-for _ in range(3):  # PyTorch compiles it for all models in the process, to other bits than those of its first call
-    gated(torch.zeros(2, WIDTH, requires_grad=True), 1.0)
-
 row(
     "scripted parts that are frozen in steps",
     lambda net, n: [p.requires_grad_(n % 2 == 0) for p in net.blocks[1].after.parameters()],
 )(made_of(with_scripted))
-row("scripted functions with a number that changes", sets("k", lambda n: 1 + 0.1 * n))(
-    along(lambda net, x, n: gated(x, net.k), k=lambda: 1.0)
-)
-
-
 # -- errors that the forward catches
 
 

@@ -7,13 +7,12 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import torch
 from models import Does
 from step_by_step import Call, Row, error_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, batch, drawn, large, row, runs, sets, step_with
+from trunks import WIDTH, Block, Trunk, adds, along, batch, drawn, large, row, runs, sets, step_with
 
 
 class Between(Trunk):
@@ -138,15 +137,12 @@ noise.register_autograd(
     lambda ctx, gradient: gradient * ctx.factor,
     setup_context=lambda ctx, inputs, output: setattr(ctx, "factor", output / inputs[0]),
 )
-DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "a registered operator that draws from Python's generator": noise,
-    "apply_ that draws from NumPy's generator": lambda x: (
-        x * torch.empty(x.shape[-1]).apply_(lambda _: 0.5 + numpy.random.rand())
-    ),
-}
-UNSEEN = [  # what these operators do follows from nothing that they are given
-    Row(name, along(lambda net, x, n, act=act: act(torch.tanh(x * random.random()))), batch)
-    for name, act in DRAWS.items()
+UNSEEN = [  # what this operator does follows from nothing that it is given
+    Row(
+        "a registered operator that draws from Python's generator",
+        along(lambda net, x, n: noise(torch.tanh(x * random.random()))),
+        batch,
+    )
 ]
 
 
@@ -161,13 +157,6 @@ class Deepening(Trunk):
         return self.head(x)
 
 
-def written_by_numpy(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
-    """Into what an operation has made, and another one reads."""
-    scale = torch.empty(WIDTH)
-    scale.numpy().fill(n + 1)
-    return x * scale[torch.arange(WIDTH)]
-
-
 def backward_twice(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
     loss = error_of(run(*call[0]))
     loss.backward(retain_graph=True)
@@ -179,7 +168,6 @@ deeper, noisy = sets("depth", lambda n: (4, 4, 6, 4, 3)[n]), along(lambda net, x
 UNSEEN += [
     Row("what cannot be made again, off its course", noisy, large, deeper, room=0.6),
     Row("what cannot be made again, in a second backward", noisy, large, step=backward_twice, room=0.6),
-    Row("what NumPy writes, off its course", along(written_by_numpy, Deepening), large, deeper, room=0.6),
 ]
 
 # -- modules that run mapped, compiled and scripted
@@ -285,18 +273,6 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return x
 
 
-def older_hooks() -> nn.Module:
-    net = Trunk()
-    for block in net.blocks:
-        block.down.register_backward_hook(
-            lambda module, gradients, _: tuple(None if g is None else g * 0.5 for g in gradients)
-        )
-    return net
-
-
-row("backward hooks of the older form")(older_hooks)
-
-
 def of_both(run: Any, net: Any, call: Call, n: int) -> torch.Tensor:
     result, beside = run(*call[0])
     return result.square().mean() + (beside.x.mean() if beside else 0)
@@ -343,12 +319,6 @@ for name, way in {
     "by out=": lambda net, x: torch.mul(net.mean, 0.9, out=net.mean),
 }.items():
     row(f"a parameter that the forward changes {name}", may_refuse="changes parameter")(taught(way))
-row("an embedding with max_norm", may_refuse="changes parameter")(
-    along(
-        lambda net, x, n: x + torch.sin(net.embedding(torch.arange(LENGTH)) * x),
-        embedding=lambda: nn.Embedding(LENGTH, WIDTH, max_norm=0.5),
-    )
-)
 
 
 @row("saved-tensor hooks of the model's own", may_refuse="saved-tensor hooks")

@@ -83,6 +83,7 @@ class Skips(Long):
 
 @pytest.mark.parametrize("mode", ["joint", "remat"])
 @pytest.mark.parametrize("new_tape", TAPES)
+@pytest.mark.grid(every=2)
 def test_a_forward_off_its_course_is_right_within_the_limit_and_planned_when_it_recurs(
     new_tape: Any, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
