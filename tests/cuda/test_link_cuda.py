@@ -1,4 +1,4 @@
-"""The CUDA link on a real device: order under adverse timing, and speed.
+"""The CUDA link on a real device: order under adverse timing, speed, pinned bytes.
 
 A sleep kernel in front of a copy, or of the compute that a copy must wait for, makes a missing wait show in the bytes.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,6 +115,28 @@ class TestSpeed:
             record_property(f"{direction}, GB/s", round(self.SIZE / mine / 1e9, 2))
             record_property(f"{direction}, plain pinned copy, GB/s", round(self.SIZE / theirs / 1e9, 2))
             assert mine <= theirs / 0.9
+
+
+def test_pinned_bytes_are_exact_and_go_with_the_link(device: torch.device) -> None:
+    nbytes = 5 * MIB + 123
+    link = CudaLink(device)
+    link.reserve(MIB)
+    link.reserve(nbytes)
+    assert link.capacity == nbytes
+    segments = [segment for _, segment in link._slab._segments]
+    assert [segment.tensor.numel() for segment in segments] == [MIB, nbytes - MIB]
+    assert all(segment.tensor[:1].is_pinned() and segment.tensor[-1:].is_pinned() for segment in segments)
+    addresses = [f"{segment.tensor.data_ptr():x}" for segment in segments]
+    assert all(segment._address for segment in segments), "the fallback, which rounds up, was used"
+    across = pattern(2 * MIB, 3, device)  # lies across the place where it has grown
+    written = link.copy_out([across], MIB // 2)
+    target = link.allocate(2 * MIB)
+    link.wait(link.copy_in([target], MIB // 2, written))
+    assert torch.equal(target, across)
+    del segments, written
+    link.close()
+    starts = {row.split("-")[0] for row in Path("/proc/self/maps").read_text().splitlines()}
+    assert not starts & set(addresses)
 
 
 def test_a_failed_registration_is_not_the_next_kernels_error(device: torch.device) -> None:
