@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from device_bytes import step_peak
 from models import Does, Residual
 from placed_models import dropping
 from planned_steps import run_twice, with_sequence
@@ -62,6 +61,31 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def with_zero_gradients(model: nn.Module) -> None:
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
+
+
+class Peak(NamedTuple):
+    """Bytes above what there was before. asked: for. given: in the allocator's blocks. slack: what `given` may be more
+    than the same step takes at another time: a block above 1 MiB is not split where at most 1 MiB would be left, and
+    counts as a whole."""
+
+    asked: int
+    given: int
+    slack: int
+
+
+def step_peak(step: Callable[[], object]) -> Peak:
+    """Of one `step`: workspaces, gradients and caches come with earlier ones."""
+    torch.cuda.synchronize()
+    gc.collect()
+    before = torch.cuda.memory_stats()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    asked, given = (
+        after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in ("requested", "allocated")
+    )
+    return Peak(asked, given, after["allocation.large_pool.peak"] << 20)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
-from models import ALL, residual, same, train
-from skip_models import OTHERS, dropping, made
+from models import ALL, OTHERS, dropping, fresh, residual, same, train
 from torch import nn
 
 import rotoff
@@ -29,7 +28,7 @@ def refused(wrapped: rotoff.Checkpointable, limit: int, mode: str) -> int:
 @pytest.mark.parametrize("name", [*ALL, *OTHERS])
 @pytest.mark.grid(every=8)
 def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None:
-    model, batch = made(name)
+    model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model, check=check).measure(batch())
     for mode in MODES:
         least = wrapped.min_mem_limit(mode)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from models import fresh
 from planned_steps import step_peak
 from ranks import by_first, everyone
-from skip_models import made
 from step_by_step import works
 from torch.utils._pytree import tree_map
 
@@ -37,7 +37,7 @@ def limits_of(alone: rotoff.Checkpointable, both: rotoff.Checkpointable) -> list
 
 def run(name: str, few: int) -> None:
     """A quarter of the rows in process `few`, all in the other one."""
-    model, batch = made(name)
+    model, batch = fresh(name)
     torch.manual_seed(2)
     whole = batch()
     rank = dist.get_rank()
@@ -47,11 +47,11 @@ def run(name: str, few: int) -> None:
 
     x = tree_map(rows, whole)
     expected = [g.clone() for g in gradients(model, x)]
-    again, _ = made(name)
+    again, _ = fresh(name)
     both = rotoff.Checkpointable(again, process_group=True).measure(x)
     said: list[str] = []
     counts = dict.fromkeys(("refused", "kept", "worked"), 0)
-    alone = rotoff.Checkpointable(made(name)[0]).measure(x)
+    alone = rotoff.Checkpointable(fresh(name)[0]).measure(x)
     for n, limit in enumerate(limits_of(alone, both)):
         mode = MODES[n % 3]
         # each process asks for another limit, and the tighter one holds
@@ -69,7 +69,7 @@ def run(name: str, few: int) -> None:
             counts["refused"] += 1
             continue
         counts["worked" if outcome[0] else "kept"] += 1
-        again.load_state_dict(made(name)[0].state_dict())
+        again.load_state_dict(fresh(name)[0].state_dict())
         if not all(everyone(all(map(torch.equal, gradients(both, x), expected)))):
             said.append(f"{mode} {limit}: other gradients")
         if not all(everyone((peak := step_peak(both, lambda: x)) <= both.get_expected_memory())):
