@@ -80,11 +80,11 @@ class Report:
         return max((finding.verdict for finding in self.findings), key=VERDICTS.index)
 
     def conclusion(self, path: str) -> str:
-        """What to do, in a line: ``WORKS``, ``WORKS, SLOWER THAN PREDICTED (why)`` or ``DO NOT USE (send path)``."""
+        """What to do, in a line: ``WORKS``, ``WORKS (but see CHECKS)`` or ``DO NOT USE (send path)``."""
         if self.verdict == FAILED:
             return f"DO NOT USE (send {path})"
-        slower = [one.check for one in self.findings if one.verdict == ATTENTION and one.check in OF_TIME]
-        return f"WORKS, SLOWER THAN PREDICTED (see {', '.join(slower)})" if slower else "WORKS"
+        notes = [finding.check for finding in self.findings if finding.verdict == ATTENTION]
+        return f"WORKS (but see {', '.join(notes)})" if notes else "WORKS"
 
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON, in the format of docs/command-line.md."""
@@ -215,50 +215,32 @@ def processor() -> str:
 # -- training
 
 
-def gradients(small: SmallModel) -> Finding:
-    """Whether gradients of planned steps are a plain step's: bit for bit on a CPU, up to rounding on a GPU."""
-    repeated, rows = small.repeated, [row["gradients"] for row in small.steps]
+def planned_steps(small: SmallModel) -> Finding:
+    """Whether planned steps have a plain step's gradients (bit for bit on a CPU, up to rounding on a GPU), keep their
+    limit, and take the predicted bytes and seconds, at each of `SHARES`."""
+    repeated, rows = small.repeated, small.steps
     exact = not is_accelerator(small.device)
-    bad = [row for row in rows if _differs(row, ROUNDING, exact)]
-    limits = ", ".join(f"{row['share']:.0%}" for row in bad)
-    close = (
-        "bit for bit" if all(row["bit_for_bit"] for row in rows) else f"within {ROUNDING:.0e} of the largest element"
-    )
+    noisy, wrong = _differs(repeated, ROUNDING, exact), [row for row in rows if _differs(row, ROUNDING, exact)]
+    limits = ", ".join(f"{row['share']:.0%}" for row in wrong)
+    exceeds = any(row["asked"] > row["limit"] for row in rows)
+    loose = any(not row["asked"] <= row["predicted_bytes"] <= LOOSE * row["asked"] for row in rows)
+    retries = sum(row.get("retries", 0) for row in rows)
+    off = max(abs(row["measured_ratio"] / row["predicted_ratio"] - 1) for row in rows)
+    nbytes = ", ".join(f"{format_bytes(row['asked'])} of {format_bytes(row['predicted_bytes'])}" for row in rows)
+    times = ", ".join(f"{row['measured_ratio']:.2f} of {row['predicted_ratio']:.2f}" for row in rows)
+    close = "bit for bit" if all(row["bit_for_bit"] for row in rows) else "up to rounding"
     noise = "a plain step repeated from the same seed has other gradients, so no step can be repeated here"
+    quiet = f"end other work on this machine (the load is {os.getloadavg()[0]:.1f}) and run this again"
     return judged(
         {"repeated": repeated, "rows": rows},
-        "compared with a plain step's" if bad else f"those of a plain step {close}, at {len(SHARES)} limits",
-        (_differs(repeated, ROUNDING, exact), FAILED, f"{noise}; look for faulty memory or a broken build of torch"),
-        (bad, FAILED, f"not the same at limits {limits}; {WRONG}"),
-    )
-
-
-def peak_bytes(small: SmallModel) -> Finding:
-    """Whether the measured peak of a step is within the limit and as predicted."""
-    rows = [row["peak"] for row in small.steps]
-    said = ", ".join(f"{format_bytes(row['asked'])} of {format_bytes(row['predicted'])}" for row in rows)
-    exceeds = any(row["asked"] > row["limit"] for row in rows)
-    loose = any(row["asked"] > row["predicted"] or row["predicted"] > LOOSE * row["asked"] for row in rows)
-    retries = sum(row.get("retries", 0) for row in rows)
-    return judged(
-        {"rows": rows},
-        f"measured of predicted: {said}",
+        f"gradients {'differ' if wrong else f'of a plain step {close}'}; measured of predicted: {nbytes}; {times} times"
+        f" a plain step, which takes {1e3 * rows[0]['plain']:.0f} ms",
+        (noisy, FAILED, f"{noise}; look for faulty memory or a broken build of torch"),
+        (wrong, FAILED, f"gradients are not the same at limits {limits}; {WRONG}"),
         (exceeds, FAILED, "a step exceeds its limit: lower limits by the difference, and send the file"),
-        (loose, ATTENTION, "within the limits, but not as predicted: plans are not the best; send the file"),
+        (loose, ATTENTION, "bytes are within the limits, but not as predicted: plans are not the best; send the file"),
         (retries, ATTENTION, f"the allocator ran out {retries} times and emptied its cache"),
-    )
-
-
-def step_time(small: SmallModel) -> Finding:
-    """Whether planned steps take the predicted time, compared with alternating plain ones."""
-    rows = [row["time"] for row in small.steps]
-    said = ", ".join(f"{row['measured_ratio']:.2f} of {row['predicted_ratio']:.2f}" for row in rows)
-    off = max(abs(row["measured_ratio"] / row["predicted_ratio"] - 1) for row in rows)
-    cure = f"end other work on this machine (the load is {os.getloadavg()[0]:.1f}) and run this again"
-    return judged(
-        {"rows": rows},
-        f"times a plain step, measured of predicted: {said}; a plain step takes {1e3 * rows[0]['plain']:.0f} ms",
-        (off > OFF, ATTENTION, f"that is more than {OFF:.0%} off: {cure}; if it stays so, send the file"),
+        (off > OFF, ATTENTION, f"times are more than {OFF:.0%} off: {quiet}; if it stays so, send the file"),
     )
 
 
@@ -279,8 +261,7 @@ def optimizer_steps(small: SmallModel) -> Finding:
     )
 
 
-CHECKS = (machine, host, gradients, peak_bytes, step_time, optimizer_steps)
-OF_TIME = ("host", "step time")  # which may say that steps are slower
+CHECKS = (machine, host, planned_steps, optimizer_steps)
 
 
 def _differs(row: dict[str, Any], most: float, exact: bool) -> bool:
@@ -364,18 +345,16 @@ class SmallModel:
         return self.gradients(self.model)
 
     @cached_property
-    def steps(self) -> list[dict[str, dict[str, Any]]]:
-        """Planned steps at each of `SHARES`: the difference of their `gradients` from a plain step's, their `peak` and
-        their `time`, beside the predicted ones."""
+    def steps(self) -> list[dict[str, Any]]:
+        """Planned steps at each of `SHARES`, with the `difference` of their gradients from a plain step's, their peak
+        bytes and their times, beside the predicted ones."""
         rows, planned = [], self.planned
         least, most = planned.min_mem_limit(), planned.keep_all_memory
         for share in SHARES:
             limit = int(least + share * (most - least))
             planned.compute_sequence(limit)
-            asked = {"share": share, "limit": limit}
-            row = {"gradients": asked | difference(self.gradients(planned), self._plain)}
-            row["peak"] = asked | {"predicted": planned.get_expected_memory()} | self._peak()
-            rows.append(row | {"time": asked | self._times()})
+            row = {"share": share, "limit": limit, "predicted_bytes": planned.get_expected_memory()}
+            rows.append(row | difference(self.gradients(planned), self._plain) | self._peak() | self._times())
         return rows
 
     def _peak(self) -> dict[str, int]:
@@ -387,18 +366,22 @@ class SmallModel:
         gc.collect()
         return peaks(self.device, step)
 
-    def _times(self) -> dict[str, Any]:
+    def _times(self) -> dict[str, float]:
         """Seconds of planned steps and of alternating plain ones, and the predicted ones."""
         pairs = []
         for n in range(1 + PAIRS):
             order = (self.model, self.planned) if n % 2 else (self.planned, self.model)
             took = {run: seconds(self.device, partial(self.step, run)) for run in order}
             pairs.append((took[self.model], took[self.planned]))
-        del pairs[0]  # a warm-up
+        plain, measured = zip(*pairs[1:], strict=True)  # after a warm-up
         figures = self.planned._figures
-        ratio, predicted = statistics.median(b / a for a, b in pairs), figures.step_time / figures.keep_all_time
-        found = {"plain": statistics.median(a for a, _ in pairs), "measured": statistics.median(b for _, b in pairs)}
-        return {**found, "predicted": figures.step_time, "measured_ratio": ratio, "predicted_ratio": predicted}
+        return {
+            "plain": statistics.median(plain),
+            "measured": statistics.median(measured),
+            "predicted": figures.step_time,
+            "measured_ratio": statistics.median(b / a for a, b in pairs[1:]),
+            "predicted_ratio": figures.step_time / figures.keep_all_time,
+        }
 
     def step(self, run: nn.Module) -> None:
         """Run forward and backward of `run` with the same random numbers each time; gradients accumulate."""
