@@ -10,6 +10,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from ..core.sizes import format_bytes
 from ..errors import InfeasibleError
 from ..profile.allocations import logged, peak_of
 from ..runtime.links.bandwidth import both_at_once, measure_bandwidth
-from ..runtime.links.pinned import SEGMENT_BYTES, available_bytes, meminfo
+from ..runtime.links.pinned import SEGMENT_BYTES, available_bytes, meminfo, pin
 from ..runtime.links.pool import LinkPool
 from ..tensors.torch_settings import bytes_by_default
 from ..version import __version__
@@ -171,7 +172,7 @@ def host(small: SmallModel) -> Finding:
         back, middle = link.allocate(1 << 20), min(SEGMENT_BYTES, nbytes) - (1 << 19)  # across two segments
         offset = min(middle, nbytes - (1 << 20))
         link.wait(link.copy_in([back], offset, link.copy_out([sent], offset)))
-        figures["same"] = torch.equal(sent, back)
+        figures["same"], figures["registered"] = torch.equal(sent, back), not gpu or _registers(small.device)
         rates = (*measure_bandwidth(link, copied), *both_at_once(link, copied))
     finally:
         links.give_back(link)
@@ -188,14 +189,26 @@ def host_found(device: torch.device, figures: dict[str, Any]) -> Finding:
         "this is slow for a GPU: see that it sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else"
         " copies; plans recompute more"
     )
+    refused = (
+        "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of"
+        " two; plan with a host_limit of half of the host's memory"
+    )
     return judged(
         figures,
         "{} reserved in {:.2g} s; copies out {}, in {}, both at once {} and {}".format(
             format_bytes(figures["nbytes"]), figures["reserve"], *rates
         ),
         (not figures["same"], FAILED, f"bytes came back as others; {WRONG}"),
+        (not figures["registered"], ATTENTION, refused),
         (slow, ATTENTION, cure),
     )
+
+
+def _registers(device: torch.device) -> bool:
+    """Whether the driver registers memory of this process, which then has its exact size."""
+    (segment,) = pin(1 << 20, device)
+    with closing(segment):
+        return bool(getattr(segment, "_address", 0))
 
 
 def cores() -> int:

@@ -117,10 +117,11 @@ def test_the_tested_versions_are_those_of_the_package(monkeypatch: pytest.Monkey
         assert doctor.machine(CPU).verdict == verdict
 
 
-def copied(of: Any, out: float, back: float, same: bool = True) -> Finding:
+def copied(of: Any, out: float, back: float, same: bool = True, registered: bool = True) -> Finding:
     """The finding for rates in GB/s."""
     rates = dict.fromkeys(("out_beside_in", "in_beside_out"), 2e9) | {"out": 1e9 * out, "in": 1e9 * back}
-    return doctor.host_found(of.device, {"nbytes": 2**30, "reserve": 1.5, "same": same, **rates})
+    how = {"nbytes": 2**30, "reserve": 1.5, "same": same, "registered": registered}
+    return doctor.host_found(of.device, {**how, **rates})
 
 
 SAME, OTHER = {"bit_for_bit": True, "largest": 0.0}, {"bit_for_bit": False}
@@ -146,6 +147,7 @@ VERDICTS: list[tuple[Finding, str, str]] = [
     (copied(GPU, 3, 12), ATTENTION, "slow for a GPU"),
     (copied(CPU, 3, 12), OK, "out 3 GB/s"),
     (copied(CPU, 3, 12, same=False), FAILED, "bytes came back as others"),
+    (copied(GPU, 24, 20, registered=False), ATTENTION, "the driver registers no pages"),
     (stepped(), OK, "gradients of a plain step bit for bit; measured of predicted: 90 B of 90 B"),
     (stepped(**OTHER, largest=1e-9), FAILED, "not the same at limits 70%"),
     (stepped(GPU, **OTHER, largest=1e-6), OK, "of a plain step up to rounding"),
