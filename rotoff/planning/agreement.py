@@ -162,7 +162,7 @@ def common_groups(make: Callable[[], list[TapeGroups]], group: Any) -> list[Tape
     """
     if group is None:
         return make()
-    costs, ways = ("beside", "marks", "update", "whole", "expected"), list[TapeGroups]()
+    costs, ways = ("beside", "update", "whole", "expected"), list[TapeGroups]()
 
     def told() -> list[tuple[Chain, dict[str, int]]]:
         ways.extend(make())

@@ -105,7 +105,7 @@ def make_plan(
     if fitting := [one for one in reused if one.peak <= limit]:
         return min(fitting, key=lambda one: one.trace.makespan)
     smallest: StepPlan | None = None
-    if limit < AMPLE * min(groups.constant(_during(request)) + _floor(groups.chain, request) for groups in ways):
+    if limit < AMPLE * min(groups.beside + _floor(groups.chain, request) for groups in ways):
         smallest = _smallest(profile, ways, request)
     if near:  # training has begun, and waits
         refine = EFFORT * ways[0].found.chain.compute_time
@@ -181,7 +181,7 @@ def _least(profile: TapeProfile, ways: Several[TapeGroups], request: Request) ->
     for when, mode, groups in product(whens, modes, ways):
         quick = replace(request, mode=mode, options={**request.options, "refine": False, "updates": when})
         even = replace(groups, chain=_evenly_timed(groups.chain))
-        floor = _floor(even.chain, quick) + even.constant(_during(request))
+        floor = _floor(even.chain, quick) + even.beside
         tried += [(int(more * floor), replace(quick, mem_limit=int(more * floor)), even, groups) for more in MORE]
     for limit, quick, even, groups in sorted(tried, key=lambda one: one[0]):
         if best is not None and limit >= best.peak:
@@ -226,7 +226,7 @@ def _proposed(
     """Propose plans for the request's limit. Where the first run of a stage exceeds it, the next is for a chain
     that charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which
     to go on."""
-    constant, limit = groups.constant(_during(request)), request.mem_limit
+    constant, limit = groups.beside, request.mem_limit
     chain, asked = (groups.chain, limit - constant) if start is None else (start.chain, start.asked)
     options, more = {**request.options, "updates": _when(request)}, start is None
     for _ in range(ROUNDS):

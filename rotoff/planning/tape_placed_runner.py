@@ -316,5 +316,5 @@ class PlacedRunner(StepRunner):
         placement, self.placement = self.placement, None
         if placement is not None:
             if not placement.here:  # the process that this one was forked from has placed them
-                placement.gradients.marks.remove()
+                placement.gradients.clear()
             placement.close(resident=resident and placement.here)

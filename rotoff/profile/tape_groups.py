@@ -56,10 +56,10 @@ class TapeGroups:
     found: the step. chain: its chain, with what the groups cost. placed: their parameters. outside: those that stay on
     the device. on_host: where the host's memory is the device's, of each group, the most that the update there of one
     of its parameters takes, and with what the first one leaves behind. beside: bytes that the device holds throughout:
-    what is outside, buffers, the caller's loss. marks: those of the gradients that are used up. update: bytes that the
-    update of what is outside takes. whole: the bytes with which the plain model and its optimizers run; expected: those
-    of them that they take if no gradients are there when a step begins. backwards: of the stages, with the
-    parameters' gradients; None if those are not known. ask: as for `TapeChain`.
+    what is outside, buffers, the caller's loss. update: bytes that the update of what is outside takes. whole: the
+    bytes with which the plain model and its optimizers run; expected: those of them that they take if no gradients are
+    there when a step begins. backwards: of the stages, with the parameters' gradients; None if those are not known.
+    ask: as for `TapeChain`.
     """
 
     found: TapeChain
@@ -68,17 +68,12 @@ class TapeGroups:
     outside: tuple[nn.Parameter, ...]
     on_host: tuple[tuple[int, int], ...]
     beside: int
-    marks: int
     update: int
     whole: int
     expected: int
     device: torch.device
     backwards: StageBackwards | None = None
     ask: Callable[..., list[int]] | None = None
-
-    def constant(self, during: bool) -> int:
-        """Bytes that the device holds throughout."""
-        return self.beside + during * self.marks
 
     def is_like(self, other: TapeGroups) -> bool:
         """Whether a plan of the other one's is a plan of this."""
@@ -99,7 +94,7 @@ class TapeGroups:
         if self.ask is not None:
             return self.ask(sequence, during)
         leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
-        levels, stays, updated = list[int](), self.constant(during), set[int]()
+        levels, stays, updated = list[int](), self.beside, set[int]()
         ran, stage = False, len(self.chain)  # whether the forward has ended; the stage whose B has begun last
         returned = max((one.nbytes for one in self.found.trace.made if one.returned), default=0)
         for op, level, machine, _ in self.found.followed(sequence, self.chain.parameters):
@@ -156,7 +151,7 @@ class TapeGroups:
             early=early,
             outside=self.outside,
             during=during,
-            room=max(0, limit - self.constant(during) - self.chain.input_bytes - alone - kept),
+            room=max(0, limit - self.beside - self.chain.input_bytes - alone - kept),
             on_host=all(one.host_update_time is not None for one in self.chain.parameters if one.grad_bytes)
             or not apart,
         )
@@ -239,7 +234,6 @@ def groups_of(
         tuple(left),
         tuple(on_host),
         beside,
-        marks=sum(p.requires_grad for p in every) * rounded(8, block),
         update=probe.update_bytes(left),
         whole=max(resting + sum(one.grad_bytes for one in costs) + plain_levels(profile.trace)[0], updating),
         expected=max(resting - gradients + with_gradients, updating),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -11,38 +13,59 @@ from torch.optim import Optimizer
 from ...errors import ExecutionError
 from ...tensors.tree import flatten
 from .groups import PlacedGroups
-from .guard import Marks
 from .tensor import placeable
 from .updates import parameters_of, read_by
+from .used_up import UsedUp, clear, is_used_up, watch
 
 
 class CallersGradients:
     """Hides gradients from an optimizer that has nothing left to do for them, and refuses what would need gradients
-    that a backward has used up, which are marked."""
+    that a backward has used up."""
 
     def __init__(self, groups: PlacedGroups) -> None:
         self._groups = groups
         self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         # optimizers whose parameters a backward has updated, without their own step since, and what it read of them
-        self._await_step: dict[Optimizer, list[Any]] = {}
-        self.marks = Marks()
+        self._await_step: MutableMapping[Optimizer, list[Any]] = WeakKeyDictionary()
         self._used_up: set[int] = set()  # by id, the parameters that the last backward has updated
         self._zeros: set[int] = set()  # by id, the parameters whose gradients before it were zeros
 
+    @property
+    def during(self) -> bool:
+        """Whether a backward updates parameters."""
+        return self._groups.planned and self._groups.plan.during
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether an ``optimizer.step()`` has yet to find that nothing is left to do."""
+        return bool(self._await_step)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether the parameter is in a group of the plan."""
+        return id(parameter) in self._groups.places
+
+    def hides_from(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of `optimizer`, or of one that it wraps, find no gradients that are used up."""
+        wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
+        return bool(self._groups.places) and any(one in self._groups.optimizers for one in (optimizer, *wrapped))
+
     def use_up(self, updated: set[int]) -> None:
-        """After a backward: mark the gradients of the parameters that it has updated, given by id. The others that had
-        zeros get them back: plain PyTorch updates these, too."""
+        """After a backward: the gradients of the parameters that it has updated, given by id, are used up. The others
+        that had zeros get them back: plain PyTorch updates these, too."""
+        watch(self)
         owners = (one for one in self._groups.optimizers if not updated.isdisjoint(map(id, parameters_of(one))))
-        self._await_step = {one: read_by(one) for one in owners}
+        self._await_step = WeakKeyDictionary({one: read_by(one) for one in owners})
         self._used_up = updated & self._groups.places.keys()
         for parameter in (self._groups.places[key].parameter for key in self._zeros - updated):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        places = [self._groups.places[key] for key in self._used_up]
-        for one in places:
-            one.gradient.mark()
-        self.marks.note(one.parameter for one in places if one.gradient.marked)
-        self.marks.awaited = bool(self._await_step)
+        for parameter in (self._groups.places[key].parameter for key in self._used_up):
+            if parameter.grad is None:
+                parameter.grad = UsedUp(parameter, self, self._await_step)
+
+    def clear(self) -> None:
+        """Remove what stands for gradients that are used up."""
+        clear(places.parameter for places in self._groups.places.values())
 
     def refuse_earlier(self) -> None:
         """Raise if there are gradients before a backward that updates parameters."""
@@ -58,8 +81,8 @@ class CallersGradients:
 
     def watch(self, result: Any) -> None:
         """Have the backward of a step without a plan, whose forward has returned `result`, begin as a planned one's:
-        autograd cannot add to marks."""
-        if any(places.gradient.marked for places in self._groups.places.values()):
+        autograd cannot add to what is used up."""
+        if any(is_used_up(places.parameter) for places in self._groups.places.values()):
             for tensor in flatten(result)[0]:
                 if tensor.requires_grad:
                     tensor.register_hook(lambda _: self.backward_begins())
@@ -70,27 +93,25 @@ class CallersGradients:
         Raises:
             ExecutionError: if not, since plain PyTorch would add to them.
         """
-        coming = {key: one.gradient for key, one in self._groups.places.items() if one.parameter.requires_grad}
-        if any(gradient.stale for gradient in coming.values()):
+        coming = [places.parameter for places in self._groups.places.values() if places.parameter.requires_grad]
+        left = [parameter for parameter in coming if is_used_up(parameter)]
+        if any(map(_is_stale, left)):
             raise _accumulates("the gradients of the step before are gone, but have not been cleared")
-        for key, gradient in coming.items():
-            if gradient.marked:  # and zeroed since
-                self._zeros.add(key)
-            gradient.unmark()
-        self.marks.note(self.marks.left())  # each takes a few bytes
+        self._zeros |= set(map(id, left))
+        clear(left)
 
-    def hide_marks(self, optimizer: Optimizer, told: bool) -> None:
-        """Before ``optimizer.step()``: hide the marks. told: whether the caller gives the step arguments.
+    def hide_used_up(self, optimizer: Optimizer, told: bool) -> None:
+        """Before ``optimizer.step()``: hide what is used up. told: whether the caller gives the step arguments.
 
         Raises:
             ExecutionError: if the step would have updated the parameters otherwise than the backward has.
         """
-        placed = [(p, self._groups.places.get(id(p))) for p in parameters_of(optimizer)]
-        marked = [p for p, places in placed if places is not None and places.gradient.marked]
+        placed = [p for p in parameters_of(optimizer) if self.has(p)]
+        marked = [p for p in placed if is_used_up(p)]
         awaited = optimizer in self._await_step
-        used_up = [places.gradient for p, places in placed if places is not None and id(p) in self._used_up]
-        if awaited and any(one.get() is None and not one.stale for one in used_up):
-            self._has_stepped(optimizer)
+        used_up = [p for p in placed if id(p) in self._used_up]
+        if awaited and any(self._groups.places[id(p)].gradient.get() is None and not _is_stale(p) for p in used_up):
+            del self._await_step[optimizer]
             raise ExecutionError(
                 "gradients were cleared between the backward and optimizer.step(), and"
                 ' updates="during" has updated the parameters in the backward; plan with updates="after"'
@@ -107,12 +128,8 @@ class CallersGradients:
                 f'optimizer.step() {finds}, and updates="during" has updated the parameters in the backward; plan with'
                 ' updates="after"' + ("" if told else ", or change them before the backward")
             )
-        self._has_stepped(optimizer)
-        self.hide(marked)
-
-    def _has_stepped(self, optimizer: Optimizer) -> None:
         self._await_step.pop(optimizer, None)
-        self.marks.awaited = bool(self._await_step)
+        self.hide(marked)
 
     def hide(self, parameters: list[nn.Parameter]) -> None:
         """Hide the gradients of `parameters` until `show`, so that the optimizer's own step finds nothing to do."""
@@ -132,6 +149,11 @@ class CallersGradients:
         has not come. what: the caller does now."""
         if self._await_step:
             raise _accumulates(f"{what} comes between a backward and optimizer.step()")
+
+
+def _is_stale(parameter: nn.Parameter) -> bool:
+    """Whether its gradient is used up, and the caller has not cleared it, as ``zero_grad(set_to_none=False)`` does."""
+    return isinstance(parameter.grad, UsedUp) and not parameter.grad.cleared
 
 
 def _accumulates(what: str) -> ExecutionError:

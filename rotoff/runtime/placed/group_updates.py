@@ -14,6 +14,7 @@ from ...errors import ExecutionError
 from .groups import PlacedGroups
 from .tensor import prefetch, remember, settle
 from .updates import Chunks, HostLane, counts_changes
+from .used_up import is_used_up
 
 
 class GroupUpdates:
@@ -141,7 +142,7 @@ class GroupUpdates:
             k
             for k in self.begun
             for p in groups.parameters(k)
-            if p.grad is not None and id(p) in self.gone and not groups.places[id(p)].gradient.marked
+            if p.grad is not None and id(p) in self.gone and not is_used_up(p)
         ]
         if late:
             raise ExecutionError(

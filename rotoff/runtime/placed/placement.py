@@ -24,10 +24,10 @@ from ..sharded import Shard
 from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
-from .guard import Guard
 from .placed_plan import PlacedPlan
 from .tensor import PlacedTensor, offload, prefetch, settle
 from .updates import is_nested, parameters_of
+from .used_up import is_used_up, watch
 
 
 class Placement:
@@ -46,8 +46,6 @@ class Placement:
         self.updates = GroupUpdates(self._groups)
         self.gradients = CallersGradients(self._groups)
         self._rest: tuple[Op, ...] = ()  # operations after ``B 1`` that have not run yet
-        self._guarded: PlacedPlan | None = None
-        self._unguard: Callable[[], object] = tuple  # closes the `Guard`
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
         self._hooks = [
@@ -71,11 +69,8 @@ class Placement:
         self.gradients.show()
         self.link.begin()
         self._groups.follow(plan)
-        if plan is not self._guarded:
-            self._unguard()
-            if plan.during:
-                self._unguard = self._guard()
-            self._guarded = plan
+        if plan.during:
+            watch(self.gradients)
         self._groups.rest(beginning=True)
 
     def check_process(self) -> None:
@@ -90,11 +85,6 @@ class Placement:
     def here(self) -> bool:
         """Whether this process has placed the parameters, and not one that it was forked from."""
         return self._process == os.getpid()
-
-    def _guard(self) -> Callable[[], object]:
-        guard = Guard(self._groups.every(), self.optimizers)
-        self.gradients.marks = guard.marks
-        return weakref.finalize(self, guard.close)
 
     def _abandon(self) -> None:
         if self._groups.step is not None and (step := self._groups.step()) is not None:
@@ -120,15 +110,15 @@ class Placement:
         """Return everything to the caller, on the device if `resident`, else where it lies; and free the host's
         bytes."""
         self._abandon()
-        if self.gradients.marks.awaited:
+        if self.gradients.awaits_step:
             warnings.warn(
                 "rotoff: closed between a backward that has updated the parameters and optimizer.step(), which finds"
                 " nothing left to do",
                 RuntimeWarning,
                 stacklevel=2,
             )
+            self.gradients.clear()
         self.updates.host.close()
-        self._unguard()
         self.gradients.show()
         for _, *hooks in self._hooks:
             for hook in hooks:
@@ -224,7 +214,7 @@ class Placement:
     def between_steps(self) -> bool:
         """Whether no step runs or waits for its update, so that everything may be moved."""
         running = self._groups.step is not None and self._groups.step() is not None
-        return not (running or self._rest or self.gradients.marks.awaited)
+        return not (running or self._rest or self.gradients.awaits_step)
 
     @property
     def tight(self) -> bool:
@@ -237,7 +227,7 @@ class Placement:
 
     def beside_parameters(self) -> list[torch.Tensor]:
         """Return the gradients and optimizer states, wherever they lie."""
-        gradients = [p.grad for one in self.optimizers for p in parameters_of(one)]
+        gradients = [p.grad for one in self.optimizers for p in parameters_of(one) if not is_used_up(p)]
         return tensor_leaves([gradients, *(state for one in self.optimizers for state in one.state.values())])
 
     @property
@@ -313,7 +303,7 @@ class Placement:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.gradients.show()
-        self.gradients.hide_marks(optimizer, any(given is not None for given in (*args, *kwargs.values())))
+        self.gradients.hide_used_up(optimizer, any(given is not None for given in (*args, *kwargs.values())))
         self.updates.begin(optimizer, args, kwargs)
         rest, self._rest = self._rest, ()
         try:

@@ -9,7 +9,6 @@ another tensor there, this one is used.
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from ...tensors.storage import (
 from ...tensors.tree import tensor_leaves
 from ..links.base import Link, Ticket
 from ..sharded import Shard
+from .used_up import UsedUp
 
 ALIGNMENT = 64  # bytes; kernels may take another path, and round otherwise, on tensors that begin elsewhere
 BLOCKS = 16  # of a checksum, which shows that numbers have moved from one to another
@@ -464,7 +464,6 @@ class PlacedGradient(PlacedTensor):
         super().__init__(host, offset, room)
         self._parameter = parameter
         self.apart: torch.Tensor | None = None
-        self._marker: torch.Tensor | None = None  # see `mark`
 
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Those of shards that FSDP2 gathers at once are parts of one tensor."""
@@ -479,9 +478,12 @@ class PlacedGradient(PlacedTensor):
         super().release()
 
     def get(self) -> torch.Tensor | None:
-        if self.apart is None and not self.marked:
-            return None if (gradient := self._parameter.grad) is None else local(gradient)
-        return self.apart
+        gradient = self._parameter.grad
+        return (
+            self.apart
+            if self.apart is not None or gradient is None or isinstance(gradient, UsedUp)
+            else local(gradient)
+        )
 
     def put(self, tensor: torch.Tensor) -> None:
         if self.apart is not None:
@@ -546,34 +548,6 @@ class PlacedGradient(PlacedTensor):
         if self.apart is None:
             self._parameter.grad = None
         self.apart = None
-
-    def mark(self) -> None:
-        """After a backward that has updated the parameter: put NaN into ``parameter.grad``, in no memory. It shows
-        that the gradient is gone, and whether the caller clears it before the next backward."""
-        if self._parameter.grad is None:
-            whole: Any = self._parameter
-            here = local(whole)
-            nothing = here.new_full((), math.nan).expand_as(here)
-            if here is not whole:
-                sizes = {"shape": whole.shape, "stride": whole.stride()}
-                nothing = type(whole).from_local(nothing, whole.device_mesh, whole.placements, run_check=False, **sizes)
-            self._marker = whole.grad = nothing
-
-    @property
-    def marked(self) -> bool:
-        """Whether the caller has not put another gradient, or None, in place of the mark."""
-        return self._marker is not None and self._parameter.grad is self._marker
-
-    @property
-    def stale(self) -> bool:
-        """Whether there is a mark that the caller has not cleared, as ``zero_grad(set_to_none=False)`` does."""
-        return self.marked and self._marker is not None and self._marker._version == 0
-
-    def unmark(self) -> None:
-        """Remove the mark."""
-        if self.marked:
-            self._parameter.grad = None
-        self._marker = None
 
 
 class PlacedState(PlacedTensor):
