@@ -130,7 +130,7 @@ class PlacedRunner(StepRunner):
         probe = OptimizerProbe(self.optimizers, self.device, self._times)
         return [
             groups_of(course.profile, found, course.reads, self.model, probe, host, self._staying, self._shards)
-            for found in course.profile.without_gradients().chains
+            for found in course.profile.moving.chains
             for host in ((False, True) if self.device.type == "cpu" else (True,))
         ]
 

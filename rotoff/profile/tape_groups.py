@@ -197,7 +197,7 @@ def groups_of(
     """Group the parameters of each stage, or of the stages that share them; or the shards that are gathered at once.
 
     Args:
-        found: a chain of the profile `without_gradients`. host: whether the host may update a group. outside: ids of
+        found: a chain of `profile.moving`. host: whether the host may update a group. outside: ids of
             parameters that stay on the device, beyond those that must.
     """
     device, block = profile.device, block_bytes(profile.device)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -89,10 +90,11 @@ class TapeProfile:
         """The first of the chains."""
         return self.chains[0].chain
 
-    def without_gradients(self) -> TapeProfile:
-        """Return this of a step whose parameters' gradients count as those of groups."""
-        backward = tuple(event for event in self.trace.backward if not event.kept)
-        return replace(self, trace=replace(self.trace, backward=backward), common=(), plain=None)
+    @cached_property
+    def moving(self) -> Any:  # of the same class
+        """This of a step whose parameters' gradients count as those of groups, cut into the same stages."""
+        trace = replace(self.trace, backward=tuple(event for event in self.trace.backward if not event.kept))
+        return replace(self, trace=trace, like=tuple(self.chains), common=(), plain=None)
 
     def timed_by(self, other: Trace) -> TapeProfile:
         """Return this with the shorter time of each operation of its trace and of `other`, the same step again."""

@@ -51,11 +51,6 @@ class Estimate(TapeProfile):
             return None
         return Collectives.of(step.collectives, step.log, step.positions, begins, self.target.interconnect is None)
 
-    @cached_property
-    def moving(self) -> Estimate:
-        """The profile of steps whose gradients are those of groups of parameters, cut into the same stages."""
-        return replace(self, trace=self.without_gradients().trace, like=tuple(self.chains))
-
 
 def estimate_profile(
     model: nn.Module,
