@@ -130,7 +130,6 @@ class Recorded:
     hint: str
     shapes: tuple[tuple[int, ...], ...]
     batch_bytes: int
-    device: torch.device
 
 
 def _refuse_capture() -> None:
@@ -362,7 +361,7 @@ class StepRunner:
     def _begin(self, key: Any, hint: str, run: Call, patient: bool = False) -> Recorded:
         given, step = tensor_leaves((run.args, run.keywords)), self._recorder(self._spill(run), patient)
         shapes = tuple(tuple(t.shape) for t in given)
-        return Recorded(step, key, hint, shapes, self._batch_bytes(given), self.device_for(given))
+        return Recorded(step, key, hint, shapes, self._batch_bytes(given))
 
     def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:
         """What records a step; its parameters lie where it reads them, or are lent."""
@@ -424,11 +423,11 @@ class StepRunner:
 
     def _learn(self, recorded: Recorded) -> Course:
         """Return the course of a recorded step."""
-        units = sharded(self.model)
+        units, device = sharded(self.model), recorded.step.device
         profile = TapeProfile(
             trace_of(recorded.step),
-            recorded.device,
-            self._rates_of(recorded.device),
+            device,
+            self._rates_of(device),
             recorded.batch_bytes,
             tuple(filter(None, units)) or stages_of(self.model, self.options.stages),
             bool(self.options.forms),

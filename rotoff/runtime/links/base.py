@@ -50,9 +50,8 @@ class Link(ABC):
 
     @abstractmethod
     def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:
-        """Secure at least `nbytes` bytes of host memory until `close`; called within a step only for values that its
-        data made larger than measured. whole: those of the new bytes that `host_bytes` will be asked for, each in one
-        piece.
+        """Secure at least `nbytes` bytes of host memory until `close`; within a step only for tensors whose own bytes
+        the caller keeps. whole: those of the new bytes that `host_bytes` will be asked for, each in one piece.
 
         Raises:
             rotoff.ExecutionError: if the host cannot give them.
