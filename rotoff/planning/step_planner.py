@@ -34,6 +34,7 @@ ROUNDS = 12  # chains that are tried, each with more for the first runs that exc
 FEW = 10  # slots of the dynamic program for the smallest limit, where seconds are of no interest
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
 LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
+SHORTEST = 0.02  # seconds of a search from which on it finds what whole tables do, in less time
 EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
 
 
@@ -207,11 +208,11 @@ def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
     """Return the fastest plan within the limit. Near the smallest limit of the chain, short searches find plans that
     hold less than it charges."""
     tries = [(request.mode, request, profile.chains)]
-    if _searches(request) and len(profile.chains) > 1:  # in the chain with the fastest plan that needs no search
-        first = _fastest(profile, request, [(request.mode, _quick(request, request.mem_limit), profile.chains)])
+    if (quick := _quick(request)) != request and len(profile.chains) > 1:  # in the chain with the fastest plan of it
+        first = _fastest(profile, request, [(request.mode, quick, profile.chains)])
         tries[0] = (request.mode, request, profile.chains if first is None else [first.tape_chain])
     if request.policy is None:
-        least = _quick(request, 1)
+        least = replace(request, mem_limit=1, options={**request.options, "refine": False})
         several = (least, replace(least, mem_slots=FEW))  # the second as for `least_limit`
         tries += [(part, one, profile.chains) for one in several for part in _parts(request.mode)]
     return _fastest(profile, request, tries)
@@ -229,13 +230,12 @@ def _fastest(
     return None
 
 
-def _searches(request: Request) -> bool:
-    return request.policy is None and bool(request.options.get("refine", True))
-
-
-def _quick(request: Request, limit: int) -> Request:
-    """`request` for another limit, without a search."""
-    return replace(request, mem_limit=limit, options={**request.options, "refine": False})
+def _quick(request: Request) -> Request:
+    """`request` without a search, unless that is short."""
+    effort = request.options.get("refine", True)
+    if request.policy is not None or (effort is not True and SHORTEST <= effort <= SHORT):
+        return request
+    return replace(request, options={**request.options, "refine": False})
 
 
 def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: str) -> Iterator[StepPlan]:
@@ -244,8 +244,8 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
     searched for."""
     chain, limit = found.chain, request.mem_limit + profile.batch_bytes
     request, asked, raised = replace(request, mode=mode), limit, False
-    searches = _searches(request)
-    quick = _quick(request, request.mem_limit) if searches else request
+    quick = _quick(request)
+    searches = quick != request
     if request.policy is None and len(chain) > LARGE:
         quick = replace(quick, options={**quick.options, "refine": SHORT})
     for n in range(ROUNDS):

@@ -6,7 +6,6 @@ Symbols: L stages; |a_i| output bytes, |ā_i^k| saved bytes of form k, |δ_i| gr
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import replace
 from functools import lru_cache
 
@@ -168,10 +167,22 @@ def _input_bytes(c: Arrays, i: int, form: int, output_usable: bool) -> int:
 
 
 def _joint_minimum(chain: Chain, updates: str) -> int:
-    high = _offload_minimum(chain, updates)
-    if not chain.parameters:
-        high = min(high, _remat_minimum(chain))
-    return bisect_left(range(high), True, key=lambda limit: host_plan(chain, limit, updates) is not None)
+    """The smallest limit for which there is a `host_plan`: over the same states, the least of the largest needs."""
+    c, (read, trained, update) = arrays(chain), own_needs(chain, updates)
+    alone = np.maximum(c.M_all + read[:, None], c.M_B + trained[:, None]).tolist()
+    making = (c.out + c.ck_transient + read).tolist()
+    needs = {(0, True): 0}
+    for i in range(1, len(chain) + 1):
+        level = dict[tuple[int, bool], int]()
+        for (k_before, a_before), need in needs.items():
+            entering = _input_bytes(c, i, k_before, a_before)
+            for k in range(int(c.n_forms[i])):
+                most = max(need, entering + alone[i][k])
+                for makes_a, least in ((False, most), (True, max(most, entering + making[i]))):
+                    level[k, makes_a] = min(least, level.get((k, makes_a), least))
+        needs = level
+    least = max(update, int(c.out[0]) + min(needs.values()))
+    return least if chain.parameters else min(least, _remat_minimum(chain))
 
 
 def largest_operation(chain: Chain) -> tuple[str, int, int]:
