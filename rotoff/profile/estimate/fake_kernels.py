@@ -24,7 +24,7 @@ from ...tensors.tree import leaves
 _aten = torch.ops.aten
 CPU = torch.device("cpu")  # of all fake tensors
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-SMALL = 2**16  # elements
+SMALL = 2**22  # elements
 QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
 # returns its argument, and on fake tensors a copy
 WAITS = frozenset([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else [])
