@@ -583,7 +583,8 @@ def test_gradients_cleared_to_zero_around_a_size_that_fits_as_it_is() -> None:
     """Its step runs without a plan, autograd adds to what is left of the gradients, and a planned step follows."""
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64)) for _ in range(6)])
     model, x = rotoff.Checkpointable(copy.deepcopy(plain)), torch.randn(512, 64)
-    twin, optimizers = adamw(list(plain.parameters())), adamw(list(model.parameters()))
+    make = OPTIMIZERS["AdamW foreach"]  # zeroes all at once
+    twin, optimizers = make(list(plain.parameters())), make(list(model.parameters()))
     model.measure(x).compute_sequence(device_limit=2_600_000, optimizer=optimizers, updates="during")
     assert not model._plan.keeps_all
     for n, rows in enumerate((2, 512, 512, 2, 512, 2)):

@@ -51,7 +51,7 @@ class UsedUp(torch.Tensor):
                     one.cleared = True
                 else:
                     one.zero_()
-            return args[0]
+            return args[0] if func is torch.ops.aten.zero_.default else None
         if func._schema.is_mutable:
             raise _refusing("clipping")
         return func(*tree_map_only(cls, _nothing, args), **tree_map_only(cls, _nothing, kwargs or {}))
