@@ -72,7 +72,8 @@ class Course:
 
     hint: the input's leaves that are no tensors. reads: of parameters. strayed: steps that made others.
     patience: how many such steps there may be until another course is recorded. beside: bytes of outputs beside the
-    loss from which the measured backward started, too. hints: of inputs whose steps have kept it.
+    loss from which the measured backward started, too. hints: of inputs whose steps have kept it. overwrites: whether
+    each step has to be verified as the first one, since it writes unseen into what it made before.
     """
 
     profile: TapeProfile
@@ -83,6 +84,7 @@ class Course:
     patience: int = PATIENCE
     beside: int = 0
     hints: set[str] = field(default_factory=set)
+    overwrites: bool = False
 
     def watched(self, hint: str) -> bool:
         """Whether a step with such an input may make other operations, so that it is followed though it keeps
@@ -244,7 +246,7 @@ class StepRunner:
         if (course := self._course(key, hint)) is None:
             self._say_larger(key)
             course = self._foretold(key, hint, run)
-        if course is None or self._is_new(course):
+        if course is None or course.overwrites or self._is_new(course):
             _refuse_capture()
             return self._record(run, key, hint)
         if self.waits:
@@ -335,7 +337,7 @@ class StepRunner:
         if (near := next(seen, None)) is None:
             return None
         profile = at_size(near.profile, self.known, self.model, run.args, run.keywords)
-        if profile is None:
+        if profile is None or near.overwrites:
             self._unforeseen.add(family)
             return None
         return self.take(key, Course(profile, hint, near.reads))
@@ -349,7 +351,8 @@ class StepRunner:
         if profiled:
             self.say_plain("it cannot be recorded while a profiler is active; train or measure one step before")
         if not everywhere(not several and not profiled, self.group):
-            return self._away(run)
+            course = self._course(key, hint)
+            return self._away(run) if course is None or not course.overwrites else self._as_it_is(run)
         recorded = self._recorded = together(partial(self._begin, key, hint, run), MEASURE, self.group)
         try:
             return self._watched(together(partial(recorded.step.run, run), MEASURE, self.group))
@@ -437,6 +440,7 @@ class StepRunner:
         )
         course = self.take(recorded.key, Course(self._common(profile), recorded.hint, recorded.step.reading))
         course.profile = self._common(course.profile)  # with the times of the step before, too
+        course.overwrites = recorded.step.overwrites
         for found in course.profile.chains:
             recorded.step.trust_as(profile.trace.keys(found.layout.begins))
         return course

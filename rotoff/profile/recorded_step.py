@@ -36,6 +36,7 @@ from .allocations import Event, Log, check_allocator, region
 
 END = "end"
 GRADIENT = "gradient"
+ARRIVED = "arrived"  # a gradient that something beside its parameter has, too
 LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
@@ -156,6 +157,7 @@ class RecordedStep(Verified):
         self._units = list(sharded(model).values())
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._gradients: list[StorageWeakRef] = []  # of parameters, that the backward still has
+        self._aliased: set[str] = set()  # addresses of those that the caller has, too
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
@@ -386,6 +388,7 @@ class RecordedStep(Verified):
             reduced = [key for key, p in self._shards.items() if p.grad is not None]
         for key in reduced:  # FSDP calls no hook of theirs
             self._accumulated(self._shards.pop(key))
+        self._hand_over()
         with self.region(OWN):
             self.fetch(stage)
             fetched = self.fetched.setdefault(stage, {})
@@ -409,6 +412,9 @@ class RecordedStep(Verified):
         return super().storage_of(content) if back is None else back()
 
     def _ended(self) -> None:
+        self._hand_over()
+        left = map(torch.UntypedStorage._new_with_weak_ptr, (one.cdata for one in self._gradients))
+        self._aliased = {str(self.address(storage)) for storage in left if storage is not None}
         with self.region(END):
             self.waits.append((self._clock, self.moment()))
         self._away.clear()
@@ -477,6 +483,8 @@ class RecordedStep(Verified):
         for part in [getattr(gradient, name) for name in names] or [gradient]:
             if isinstance(part, torch.Tensor) and not is_wrapper(part):
                 self._gradients.append(StorageWeakRef(part.untyped_storage()))
+                with self.region(f"{ARRIVED} {self.address(part.untyped_storage())}"):
+                    pass
         self._hand_over()
         if self.arrived is not None:
             with self.region(OWN), torch._C._DisableTorchDispatch(), torch.no_grad():
@@ -491,6 +499,11 @@ class RecordedStep(Verified):
                 self._gradients = [one for one in self._gradients if one != reference]
                 with self.region(f"{GRADIENT} {self.address(storage)}"):
                     pass
+
+    def given(self, event: Event) -> int | None:
+        """The address of the gradient that an event of the log says to be its parameter's; None if it does not."""
+        kind, _, address = event.begins.partition(" ")
+        return int(address) if kind == GRADIENT or (kind == ARRIVED and address in self._aliased) else None
 
     @property
     def shown(self) -> bool:
@@ -509,8 +522,8 @@ class RecordedStep(Verified):
                 level += event.size
             elif event.size < 0:
                 level -= live.pop(event.ptr, 0)
-            elif event.begins.startswith(GRADIENT):
-                level -= live.pop(int(event.begins.removeprefix(GRADIENT)), 0)
+            elif (address := self.given(event)) is not None:
+                level -= live.pop(address, 0)
             most = max(most, level)
         return most
 

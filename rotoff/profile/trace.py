@@ -18,7 +18,7 @@ from ..accelerator import block_bytes
 from ..tape.contents import Content
 from ..tape.tape import MASK, Key, Operation
 from ..tensors.storage import rounded
-from .recorded_step import ASIDE, BACK, END, GATHERED, GRADIENT, LOSS, OWN, READ, STAGE, RecordedStep
+from .recorded_step import ASIDE, BACK, END, GATHERED, LOSS, OWN, READ, STAGE, RecordedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,8 +260,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
             owner.update(step.fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):
             events.append(Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0)))
-        elif event.begins.startswith(GRADIENT):
-            if (n := live.pop(int(event.begins.removeprefix(GRADIENT)), None)) is not None:
+        elif (address := step.given(event)) is not None:
+            if (n := live.pop(address, None)) is not None:
                 events[n] = replace(events[n], kept=True)
                 events.append(Event(-events[n].size, kept=True))
         elif event.size > 0:

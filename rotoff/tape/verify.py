@@ -20,9 +20,13 @@ logger = logging.getLogger("rotoff")
 
 
 class Verified(Tape):
-    """A tape that verifies each stage that it does not know, when the stage has ended."""
+    """A tape that verifies each stage that it does not know, when the stage has ended.
+
+    overwrites: whether something that PyTorch does not see has written into what an earlier stage has made.
+    """
 
     known: Known
+    overwrites = False
 
     def __init__(self, known: Known) -> None:
         super().__init__(known)
@@ -109,6 +113,7 @@ class Verified(Tape):
 
     def _replace(self, keys: set[tuple[Key, int]]) -> None:
         """Note that storages of earlier contents now have others, which no operation made."""
+        self.overwrites = True
         for content in [content for content in self._contents.values() if self._keys.get(content) in keys]:
             storage = content.storage(seen=True)
             if storage is None:

@@ -91,11 +91,14 @@ def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str,
     """`options` with `mem_limit`, or over the fields of a configuration; exactly one limit is in them.
 
     Raises:
-        LimitError: if two limits are given.
+        LimitError: if two limits are given. OptionError: if a configuration's options are none, or are its fields.
     """
     if isinstance(mem_limit, RotoffConfig):
         given = mem_limit.to_dict()
-        options = {**given.pop("options", {}), **given, **options}
+        further, own = given.pop("options", {}), [one.name for one in fields(RotoffConfig)]
+        if not isinstance(further, Mapping) or not set(further).isdisjoint(own):
+            raise OptionError(f"options is {further!r}; give further arguments of rotoff.solve, such as refine: 2")
+        options = {**further, **given, **options}
     elif mem_limit is not None:
         options = {**options, "mem_limit": mem_limit}
     limit, device_limit = options.get("mem_limit"), options.get("device_limit")

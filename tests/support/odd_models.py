@@ -49,6 +49,18 @@ def saved_and_loaded(x: torch.Tensor) -> torch.Tensor:
     return torch.load(file)
 
 
+@runs("a result overwritten unseen after autograd has saved it")
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """By NumPy, two blocks later: the gradients are those of what it wrote."""
+    x = kept = torch.sigmoid(net.blocks[0](x))
+    for block in net.blocks[1:3]:
+        x = block(x)
+    kept.detach().numpy()[:] *= 0.5
+    for block in net.blocks[3:]:
+        x = block(x)
+    return net.head(x + kept)
+
+
 @runs("a result saved to a file and loaded")
 def _(net: Any, x: torch.Tensor) -> torch.Tensor:
     """What the first block made, at the end."""
