@@ -21,7 +21,7 @@ from ..tools.config import RotoffConfig
 
 class RotoffCallback(ForTrainer, Callback):  # type: ignore[misc]
     """Trains a submodule of the LightningModule inside `mem_limit` or ``device_limit``, from the start of ``fit`` to
-    its end. Another ``fit`` of the same module goes on with the plan.
+    its end. Another ``fit`` with the same callback goes on with the plan.
 
     Args:
         mem_limit, options: as for `rotoff.attach`; a `RotoffConfig` holds all of them.
