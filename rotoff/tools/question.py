@@ -102,7 +102,8 @@ class Question:
         leaves, rebuild = flatten((args, kwargs))
         if not (batch := batch_of(args, kwargs)):
             return None
-        count = max(2 * batch, batch * self.usable // max(1, min_mem_limit(profile.chain, "joint")))
+        # more than twice, since a batch of 1 may have operations of its own, and the line begins at 2 then
+        count = max(3 * batch, batch * self.usable // max(1, min_mem_limit(profile.chain, "joint")))
 
         def larger(many: int) -> Estimate:
             def resized(t: Any) -> Any:
@@ -199,7 +200,13 @@ class Question:
             states = "; states and master weights in float32"
         elif small:
             states = f"; states in {' and '.join(sorted(small))} as the parameters, without float32 master weights"
-        return (f"times are estimates, with the updates of {self.optimizer}{states}",)
+        notes = [f"times are estimates, with the updates of {self.optimizer}{states}"]
+        if (outputs := profile.step.unnamed) > 1:
+            notes.append(
+                f"the gradients of all {outputs} outputs are charged; if the backward starts from the loss alone, it"
+                ' takes less: backward_from="loss" (--backward-from loss)'
+            )
+        return tuple(notes)
 
 
 def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

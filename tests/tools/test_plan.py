@@ -315,6 +315,8 @@ def test_options_of_the_wrapper_are_options_of_plan_and_no_arguments_of_the_mode
     assert found.min_mem_limits == rotoff.plan(wrapped, x, mem_limit="13 MiB", **how).min_mem_limits
     without = rotoff.plan(model, x, mem_limit="13 MiB", **how)
     assert found.chain.grad_bytes(len(found.chain)) < without.chain.grad_bytes(len(without.chain))
+    note = "the gradients of all 2 outputs are charged; if the backward starts from the loss alone, it takes less"
+    assert note in str(without) and note not in str(found)
     tight = rotoff.plan(model, x, mem_limit=found.keep_all_bytes - 1, backward_from="loss", **how)
     assert tight.best is not None and tight.best.setting.endswith("backward_from='loss')")
     with pytest.raises(rotoff.OptionError, match="is a Checkpointable; give backward_from to it alone"):

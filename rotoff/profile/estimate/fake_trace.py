@@ -118,6 +118,7 @@ def fake_step(
                 result = step.run(copied, *args, **kwargs)
                 step.check([t for t in tensor_leaves(result) if t.requires_grad])
                 parts = starts(result, names)
+                step.unnamed = 0 if names else len(parts)
                 if any(isinstance(name, LossAlone) for name in names):
                     del result
                 run_backward(parts)
@@ -149,6 +150,7 @@ class FakeStep(RecordedStep):
     """A recorded step of fake tensors: nothing is copied, verified or timed."""
 
     is_mode = True  # what fake tensors run is below
+    unnamed = 0  # outputs from which the backward starts because none was named
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, log: FakeLog) -> None:
         super().__init__(Known(), model, _Nowhere(CPU))
