@@ -139,7 +139,7 @@ class Checkpointable(ModuleProxy):
         weakref.finalize(self, self._links.close)
 
     def _runner(self) -> StepRunner:
-        return StepRunner(self._model, self._options, self._links, self._check, self._group)
+        return StepRunner(self._model, self._options, self._links, self._check, self._group, weakref.ref(self))
 
     @property
     def _placed(self) -> PlacedRunner | None:

@@ -41,7 +41,7 @@ from ..runtime.held_check import HeldCheck
 from ..runtime.links.base import Link
 from ..runtime.links.pool import LinkPool
 from ..runtime.links.spill import Spill
-from ..runtime.sharded import gathering_apart, sharded
+from ..runtime.sharded import gathered, gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_placed import Lending, PlacedTape
 from ..runtime.tape_step import TapeStep
@@ -181,7 +181,8 @@ class StepRunner:
 
     Args:
         links: where steps take their links. check: whether every operation compares the bytes held with the bytes
-            charged, and the model never runs as it is. group: of processes that follow one plan.
+            charged, and the model never runs as it is. group: of processes that follow one plan. root: returns the
+            module that runs them, which FSDP2 may have sharded.
 
     Attributes:
         request: for every plan; None: none yet.
@@ -195,7 +196,13 @@ class StepRunner:
     follows_all = True  # whether a step that may vary is followed though its plan keeps everything
 
     def __init__(
-        self, model: nn.Module, options: Options, links: LinkPool, check: bool = False, group: Any = None
+        self,
+        model: nn.Module,
+        options: Options,
+        links: LinkPool,
+        check: bool = False,
+        group: Any = None,
+        root: Callable[[], nn.Module | None] = lambda: None,
     ) -> None:
         self.model, self.options, self.links = model, options, links
         self.request: Request | None = None
@@ -206,7 +213,7 @@ class StepRunner:
         self.waits = False
         self.known = Known()
         self.new_tape: Callable[[Known], Tape] = kernel.Tape
-        self.group, self._check = group, check
+        self.group, self.root, self._check = group, root, check
         self._courses: OrderedDict[Any, list[Course]] = OrderedDict()
         self._recorded: Recorded | None = None
         self._rates: dict[torch.device, LinkRates] = {}
@@ -369,7 +376,7 @@ class StepRunner:
     def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:
         """What records a step; its parameters lie where it reads them, or are lent."""
         if (lending := self._lending()) is None:
-            return RecordedStep(self.known, self.model, spill, patient)
+            return RecordedStep(self.known, self.model, spill, patient, gathered(self.root() or self.model))
         return RecordedLent(self.known, self.model, lending, spill, patient)
 
     def _batch_bytes(self, given: list[torch.Tensor]) -> int:

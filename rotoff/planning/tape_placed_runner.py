@@ -59,7 +59,7 @@ class PlacedRunner(StepRunner):
     follows_all = False
 
     def __init__(self, before: StepRunner, optimizers: Sequence[Optimizer] = (), shards: Shards | None = None) -> None:
-        super().__init__(before.model, before.options, before.links, group=before.group)
+        super().__init__(before.model, before.options, before.links, group=before.group, root=before.root)
         self.take_over(before)
         self.optimizers, self.device = tuple(optimizers), before.device_for([])
         self.placement: Placement | None = None

@@ -20,10 +20,10 @@ from torch import nn
 from torch.autograd.variable import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..accelerator import finish, take_workspaces
+from ..accelerator import block_bytes, finish, take_workspaces
 from ..errors import MeasureError
 from ..runtime.links.spill import Back, Spill
-from ..runtime.sharded import gathering_apart, sharded
+from ..runtime.sharded import Gathered, gathering_apart, sharded
 from ..tape.contents import Content, Slot, SlotReference
 from ..tape.operators import tensors_of
 from ..tape.regions import OPERATORS
@@ -31,7 +31,7 @@ from ..tape.tape import Key, Known, Operation, Tape, is_wrapper
 from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled, eagerly, parts_of
-from ..tensors.storage import local, stored
+from ..tensors.storage import local, rounded, stored
 from .allocations import Event, Log, check_allocator, region
 
 END = "end"
@@ -111,7 +111,8 @@ class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
     Args:
-        spill: where what is saved goes. patient: whether it waits for the end of one in another thread.
+        spill: where what is saved goes. patient: whether it waits for the end of one in another thread. gathered: what
+            FSDP2 has gathered by now, with which the log begins.
 
     Attributes:
         segments: in the order of the forward. death: of each content that the model's code has let go of, the number of
@@ -125,9 +126,17 @@ class RecordedStep(Verified):
             did. copies: bytes of each copy of what was overwritten.
     """
 
-    def __init__(self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False) -> None:
+    def __init__(
+        self,
+        known: Known,
+        model: nn.Module,
+        spill: Spill | None = None,
+        patient: bool = False,
+        gathered: Gathered | None = None,
+    ) -> None:
         super().__init__(known)
         self._patient = patient
+        self._gathered = Gathered() if gathered is None else gathered
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.arrived: Callable[[torch.Tensor], None] | None = None
         self.segments = [Segment("", 0)]
@@ -204,7 +213,8 @@ class RecordedStep(Verified):
                 module._compiled_call_impl = partial(self._call, module, call)  # its hooks are compiled, too
         # while its parameters are there
         self._hooks += [module.register_forward_hook(eagerly(self._left), prepend=True) for module in self._units]
-        trained = [p for p in self.parameters if p.requires_grad and p.is_leaf]
+        others = self._gathered.parameters  # whose whole gradients are the step's, until FSDP2 reduces them
+        trained = [p for p in self.parameters if p.requires_grad and p.is_leaf and id(p) not in others]
         this = weakref.ref(self)  # or the parameters would keep a step whose graph is dropped
 
         def accumulated(parameter: torch.Tensor) -> None:
@@ -437,7 +447,7 @@ class RecordedStep(Verified):
             self._unstopped.detach()
             try:
                 log.__exit__(None, None, None)
-                self.log = log.events(self.device)
+                self.log = self._gathered_before(log.events(self.device))
             finally:
                 BUSY.release()
             finish(self.device)
@@ -461,6 +471,16 @@ class RecordedStep(Verified):
         self.thread = threading.get_ident()
         OPEN.add(self)
         self._unstopped = weakref.finalize(self, _discarded, log, self._gradient_hooks)
+
+    def _gathered_before(self, log: list[Event]) -> list[Event]:
+        """Return `log` as if it had begun before FSDP2 gathered. When a block from before is freed, none tells."""
+        told, block = self._gathered, block_bytes(self.device)
+        for moments, blocks in (((LOSS,), told.resharded), ((GATHERED, LOSS), told.passing)):
+            after = next((n for n, event in enumerate(log, 1) if event.ends in moments), len(log))
+            log[after:after] = [Event(-rounded(nbytes, block), address) for address, nbytes in blocks]
+        held = told.stays | told.passing | told.resharded
+        found = [Event(rounded(nbytes, block), address) for address, nbytes in held]
+        return [Event(0, begins=GATHERED), *found, Event(0, ends=GATHERED), *log]
 
     def region(self, name: str) -> AbstractContextManager[object]:
         """A region of the log."""

@@ -546,7 +546,7 @@ class StageRun:
             copied = {c for c in changed if c not in mine or c in wanted or last[c] > number}
             into = {c for _, c in op.writes if c is not None}
             level += size(copied)
-            most = max(most, level + op.copies + op.peak)
+            most = max(most, level + op.copies + op.peak - op.gathered)
             level += size(set(op.makes) - into)
             level -= sum(made[c].nbytes for c in copied if (n := made[c].later) is None or made[n].op != number)
             ends = {*op.reads, *op.makes} - wanted - (changed - copied)

@@ -220,7 +220,7 @@ def groups_of(
     gradients = sum(local(p).nbytes for p in left if p.requires_grad)
     beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
     beside += sum(local(p).nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
-    beside += checksum_bytes(block) + 2 * rounded(8, block) + (0 if shards is None else shards.throughout)
+    beside += checksum_bytes(block) + 2 * rounded(8, block)
     read = sum(one.bytes for one in costs) if shards is None else whole
     resting = beside + profile.batch_bytes + read + sum(one.state_bytes for one in costs)
     updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)

@@ -46,15 +46,17 @@ class Ran:
     """An operation.
 
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
-    before it, with what FSDP2 has gathered. copies: of what no operation made and it overwrites. factor, term: its key
-    is that of the operation before, times `factor`, plus `term`. at: its position. module: in whose call it runs.
-    operator: its name. draws: whether it draws random numbers.
+    before it, with what FSDP2 has gathered. gathered: bytes of that, which the backward has among its events. copies:
+    of what no operation made and it overwrites. factor, term: its key is that of the operation before, times `factor`,
+    plus `term`. at: its position. module: in whose call it runs. operator: its name. draws: whether it draws random
+    numbers.
     """
 
     reads: tuple[int, ...]
     writes: tuple[tuple[int, int | None], ...]
     makes: tuple[int, ...]
     peak: int
+    gathered: int
     copies: int
     seconds: float
     factor: int
@@ -172,7 +174,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 tuple({number[c]: None for c in (r.content for r in op.references) if c in number}),
                 tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
-                peaks[n],
+                *peaks[n],
                 sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} if c not in number),
                 step.seconds[n],
                 (other - one) & MASK,
@@ -220,10 +222,10 @@ def number_bytes(number: Number) -> int:
     return 16 if isinstance(number, complex) else 8
 
 
-def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> list[int]:
+def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> list[tuple[int, int]]:
     """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then but
-    for what `stays`: threads, as those of gloo, hold it for a moment longer than FSDP does."""
-    peaks, level, begins = [0] * many, 0, dict[str, int]()
+    for what `stays`: threads, as those of gloo, hold it for a moment longer than FSDP does. And the bytes of that."""
+    peaks, level, begins = [(0, 0)] * many, 0, dict[str, int]()
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     for n, event in enumerate(step.log):
         if event.begins:
@@ -237,7 +239,8 @@ def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> list[int]:
             gathered.pop(event.ptr, None)
         for name, start in begins.items() if event.size > 0 or event.begins else ():
             if name.isdigit() and int(name) < many:
-                peaks[int(name)] = max(peaks[int(name)], level - start + sum(gathered.values()))
+                there = sum(gathered.values())
+                peaks[int(name)] = max(peaks[int(name)], (level - start + there, there))
     return peaks
 
 

@@ -10,10 +10,11 @@ gradients and optimizer states are moved. So FSDP2 works as ever, and no operati
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,11 +23,59 @@ from ..errors import OptionError
 from ..tape.tape import Tape
 from ..tensors.storage import View, is_wrapper, local, stored
 
+logger = logging.getLogger("rotoff")
+
 
 def sharded(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules inside `model` that FSDP2 has sharded, by name."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not used unless imported
     return {} if fsdp is None else {name: m for name, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)}
+
+
+Blocks = frozenset[tuple[int, int]]  # of memory: address and bytes
+
+
+class Gathered(NamedTuple):
+    """What FSDP2 holds gathered when the forward of a model begins, as the root's own parameters.
+
+    parameters: ids of those that it has put in the place of shards. stays: what they take. resharded: the same of
+    modules that it empties when their forward ends. passing: of what it lets go when it gathers the next ones.
+    """
+
+    parameters: frozenset[int] = frozenset()
+    stays: Blocks = frozenset()
+    resharded: Blocks = frozenset()
+    passing: Blocks = frozenset()
+
+
+def gathered(root: nn.Module) -> Gathered:
+    """Return what FSDP2 holds gathered of the modules in `root`, whose forward begins now."""
+    found = Gathered()
+    try:
+        for module in sharded(root).values():
+            for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator]
+                blocks = _blocks_of(t for own in group.fsdp_params for t in _gathered_tensors(own))
+                copied = group.comm_ctx.all_gather_state
+                output = [] if copied is None else [copied.all_gather_result.all_gather_output]
+                found = Gathered(
+                    found.parameters | {id(_gathered(own)) for own in group.fsdp_params},
+                    found.stays | (frozenset() if group._reshard_after_forward else blocks),
+                    found.resharded | (blocks if group._reshard_after_forward else frozenset()),
+                    found.passing | _blocks_of(output),
+                )
+    except AttributeError as error:
+        logger.warning(
+            "rotoff: torch %s keeps what FSDP2 has gathered where rotoff does not find it (%s), so no limit counts what"
+            " the root gathers; give each of its modules that has parameters a fully_shard of its own",
+            torch.__version__,
+            error,
+        )
+    return found
+
+
+def _blocks_of(tensors: Iterable[torch.Tensor]) -> Blocks:
+    storages = [t.untyped_storage() for t in tensors]
+    return frozenset((storage.data_ptr(), storage.nbytes()) for storage in storages if storage.nbytes())
 
 
 @contextmanager
@@ -174,8 +223,7 @@ class Shards:
             self.of = {id(shard.parameter): shard for several in self.units.values() for shard in several}
             for shard in self.of.values():
                 shard.data  # noqa: B018
-            self._root = [own for group in root._get_fsdp_state()._fsdp_param_groups for own in group.fsdp_params]  # type: ignore[operator]
-            self.reduces, self.waiting, self.throughout  # noqa: B018
+            self.reduces, self.waiting  # noqa: B018
             self.tell(lambda error: error)
         except AttributeError as error:
             raise OptionError(
@@ -192,12 +240,6 @@ class Shards:
         """Return the parameters of `model` that are not sharded."""
         ours = {id(p) for own in self._own.values() for p in (own.sharded_param, _gathered(own))}
         return [p for p in model.parameters() if id(p) not in ours]
-
-    @property
-    def throughout(self) -> int:
-        """The bytes that the root gathers before the model's forward, and keeps to the end of the backward; known once
-        it has gathered them."""
-        return sum({id(t): t.nbytes for own in self._root for t in _gathered_tensors(own)}.values())
 
     @property
     def reduces(self) -> bool:
