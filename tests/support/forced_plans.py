@@ -71,12 +71,16 @@ Pairs = list[tuple[Any, Any, list[Optimizer]]]
 
 
 def twins(
-    net: nn.Module, *batch: Any, updates: str = "after", share: Share = 0.0, make: Any = adamw, plan: Any = force
-) -> Pairs:
-    """A model as it is and a copy under a plan: the model, what is called, and the optimizers."""
+    net: nn.Module, *batch: Any, updates: str = "after", share: Share = 0.0, make: Any = adamw, plan: Any = force,
+    device: str | None = None,
+) -> Pairs:  # fmt: skip
+    """A model as it is and a copy under a plan: the model, what is called, and the optimizers. device: where the plain
+    model is, and the planned one's steps run, if not where they are."""
     model = copy.deepcopy(net)
-    run = rotoff.Checkpointable(model).measure(*batch, repeats=1)
+    run = rotoff.Checkpointable(model, device=device).measure(*batch, repeats=1)
     model.zero_grad()
+    if device is not None:
+        net.to(device)
     own, others = (make([p for p in one.parameters() if p.requires_grad]) for one in (model, net))
     plan(run, own, share, updates=updates)
     return [(net, net, others), (model, run, own)]

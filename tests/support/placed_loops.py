@@ -8,9 +8,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from forced_plans import Pairs, adamw
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+Make = Callable[[list[nn.Parameter]], list[Optimizer]]
 
 
 def nothing(*_: Any) -> None: ...
@@ -33,6 +36,16 @@ def result(model: nn.Module, optimizers: list[Optimizer]) -> list[torch.Tensor]:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 found += [t.clone() for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
+    return found
+
+
+def left(pairs: Pairs, step: Any, batch: Callable[[], Any], steps: int = 5) -> list[list[torch.Tensor]]:
+    """What training leaves of each of `twins`."""
+    found = []
+    for model, run, own in pairs:
+        torch.manual_seed(2)
+        losses = [step(run, own, n, batch) for n in range(steps)]
+        found.append([*(t.cpu() for t in (*losses, *result(model, own))), torch.get_rng_state()])
     return found
 
 
@@ -182,3 +195,89 @@ def frozen_later(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tenso
         if n in (1, 3) and k % 3 == 0:
             p.requires_grad_(n == 3)
     return usual(model, optimizers, n, batch)
+
+
+def penalised(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """A penalty of the parameters, asked for before the forward or after it: its gradient counts once."""
+    x = batch()
+
+    def penalty() -> torch.Tensor:
+        return 0.1 * sum(p.square().sum().to(x.device) for p in model.parameters())
+
+    early = penalty() if n % 2 else 0.0
+    loss = model(x).float().square().mean()
+    (loss + early if n % 2 else loss + penalty()).backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    return loss.detach()
+
+
+def share(*several: Any) -> None:
+    for tensor in tree_leaves(several):
+        if isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
+            tensor.share_memory_()
+
+
+shared = loop(  # moved, in place, into memory that processes share, as tensors are that go to another process
+    "shared",
+    lambda model, own, n: share([(p.data, p.grad) for p in model.parameters()]) if n == 3 else None,
+    lambda model, own, n: share(dict(model.state_dict()), own[0].state_dict()),
+)
+
+
+STEPS = (
+    clipped, accumulated, zeroed, clamped, clamped_before, loaded, kept, given_up, changed_within, looked_at, frozen_later, hooked,
+    penalised, shared,
+)  # fmt: skip
+
+
+class Scaled(torch.optim.AdamW):
+    """Its step calls that of its base class, and takes an argument."""
+
+    def step(self, closure: Any = None, share: float | None = None) -> Any:
+        groups = self.param_groups
+        if share is not None:
+            self.param_groups = [{**group, "lr": share * group["lr"]} for group in groups]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+
+class Decayed(torch.optim.Optimizer):
+    """Adds the weight decay to ``p.grad`` itself, as old optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad.add_(parameter, alpha=0.01), alpha=0.1)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: [torch.optim.SGD(p, lr=0.05)],
+    "SGD with momentum": lambda p: [torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True)],
+    "Adam": lambda p: [torch.optim.Adam(p, lr=0.01, amsgrad=True)],
+    "AdamW": adamw,
+    "AdamW foreach": lambda p: [torch.optim.AdamW(p, lr=0.01, foreach=True)],
+    "AdamW fused": lambda p: [torch.optim.AdamW(p, lr=0.01, fused=True)],
+    "Adagrad": lambda p: [torch.optim.Adagrad(p, lr=0.01)],
+    "Adafactor": lambda p: [torch.optim.Adafactor(p, lr=0.01)],
+    "Adamax": lambda p: [torch.optim.Adamax(p, lr=0.01)],
+    "RMSprop": lambda p: [torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True)],
+    "NAdam": lambda p: [torch.optim.NAdam(p, lr=0.01)],
+    "RAdam": lambda p: [torch.optim.RAdam(p, lr=0.01)],
+    "Rprop": lambda p: [torch.optim.Rprop(p, lr=0.01)],
+    "ASGD": lambda p: [torch.optim.ASGD(p, lr=0.01)],
+    "Adadelta": lambda p: [torch.optim.Adadelta(p, lr=0.01)],
+    "groups": lambda p: [
+        torch.optim.AdamW([{"params": p[::2], "lr": 0.02, "weight_decay": 0.0}, {"params": p[1::2]}], lr=0.01)
+    ],
+    "two": lambda p: [torch.optim.AdamW(p[::2], lr=0.02), torch.optim.SGD(p[1::2], lr=0.01, momentum=0.9)],
+    "of a base class": lambda p: [Scaled(p, lr=0.02)],
+    "a part": lambda p: [torch.optim.AdamW(p[3:], lr=0.02)],
+    "decay in the gradient": lambda p: [Decayed(p)],
+}

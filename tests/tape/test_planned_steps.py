@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from allocated import left_bytes, peak_bytes
-from models import ALL, TIMES, many
+from models import ALL, TIMES, many, same
 from on_tape import TAPES
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -26,16 +26,12 @@ def train(run: Any, args: Any) -> torch.Tensor:
     return loss.detach()
 
 
-def gradients(net: nn.Module) -> list[torch.Tensor | None]:
-    found = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
+def gradients(net: nn.Module) -> list[torch.Tensor]:
+    """Zeros are left."""
+    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
     for p in net.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
+        p.grad = torch.zeros_like(p)
     return found
-
-
-def same(a: list[Any], b: list[Any]) -> bool:
-    return all((x is None) == (y is None) and (x is None or torch.equal(x, y)) for x, y in zip(a, b, strict=True))
 
 
 def within(net: nn.Module, args: Any, share: float, new_tape: Any, mode: str = "joint") -> rotoff.Checkpointable:
