@@ -13,9 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from forced_plans import place
-from models import ALL, Attention, Does, Residual, linears
-from placed_loops import accumulated, clamped, clipped, frozen_later, given_up, hooked, loaded, looked_at, result, usual
+from forced_plans import place, twins
+from models import ALL, Attention, Does, Residual, linears, same
+from placed_loops import (
+    OPTIMIZERS,
+    STEPS,
+    Make,
+    clamped,
+    clipped,
+    frozen_later,
+    hooked,
+    left,
+    loaded,
+    penalised,
+    usual,
+)
 from placed_models import drawn, words
 from torch import nn
 
@@ -64,15 +76,6 @@ def _deterministic() -> Iterator[None]:
         yield
 
 
-def penalised(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """Parameters that the loss takes outside of the model."""
-    loss = model(batch()).float().square().mean()
-    (loss + sum(p.square().sum().to(CUDA) for p in model.parameters() if p.requires_grad)).backward()
-    optimizers[0].step()
-    optimizers[0].zero_grad()
-    return loss.detach()
-
-
 class Slowly(torch.autograd.Function):
     """Its gradient comes when a model's own backward has ended."""
 
@@ -113,95 +116,61 @@ def carried(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     return loss.detach()
 
 
-def shared(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
-    """Moved, in place, into memory that processes share, as tensors are that go to another process."""
-    loss = usual(model, optimizers, n, batch)
-    for tensor in model.state_dict().values():
-        if not tensor.is_cuda:
-            tensor.share_memory_()
-    return loss
+names = ["AdamW", "AdamW foreach", "SGD with momentum", "Adafactor", *([] if STANDIN else ["AdamW fused"])]
+MAKE: dict[str, Make] = {name: OPTIMIZERS[name] for name in names} | {
+    "on the device alone": lambda p: [torch.optim.AdamW(p, lr=1e-2, capturable=True)]  # which PyTorch refuses on a host
+}
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "AdamW foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "on the device alone": lambda p: torch.optim.AdamW(p, lr=1e-2, capturable=True),  # which PyTorch refuses on a host
-} | ({} if STANDIN else {"AdamW fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True)})
-
-
-def placed(
-    name: str, share: float, updates: str, make: Any = OPTIMIZERS["AdamW"]
-) -> tuple[rotoff.Checkpointable, torch.optim.Optimizer, Any, int]:
-    """A model planned within a share of its room, its optimizer, its batch and its limit."""
-    model, x = made(name)
-    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
-    assert all(p.device.type == "cpu" for p in model.parameters())
-    optimizer = make([p for p in wrapped.parameters() if p.requires_grad])
-    limit = place(wrapped, [optimizer], share, updates=updates)
-    return wrapped, optimizer, x, limit
-
-
-def plain_twin(model: nn.Module, make: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    plain = copy.deepcopy(model).to(CUDA)
-    return plain, make([p for p in plain.parameters() if p.requires_grad])
-
-
-def compare(name: str, share: float, updates: str, how: Any, make: Any, record: Record, steps: int = 4) -> None:
-    wrapped, optimizer, x, _ = placed(name, share, updates, make)
-    plain, twin = plain_twin(made(name)[0], make)
-    results = []
-    for one, own in ((wrapped, optimizer), (plain, twin)):
-        torch.manual_seed(2)
-        losses = [how(one, [own], n, lambda: x).cpu() for n in range(steps)]
-        results.append([*losses, *(t.cpu() for t in result(one, [own]))])
-    equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def compare(net: nn.Module, how: Any, x: Any, record: Record, make: Make = OPTIMIZERS["AdamW"], **options: Any) -> None:
+    """What training leaves of the plain model on the device and of one that is planned from the host."""
+    pairs = twins(net, x, make=make, plan=place, device="cuda", **options)
+    results = left(pairs, how, lambda: x)
+    equal = same(*results)
     record("bits equal", equal)
     # PyTorch adds up the norms to clip by device by device; here gradients may lie on two
     assert equal or not STANDIN or how is clipped
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-    wrapped.close()
+    pairs[1][1].close()
 
 
 @pytest.mark.parametrize(("share", "updates"), [(0.0, "after"), (0.5, "during")])
 @pytest.mark.parametrize("name", ["language", "adapted", "first frozen", "writes", *sorted(set(ALL) - NOT_THERE)])
 @pytest.mark.grid(every=3)
 def test_training_is_the_plain_models(name: str, share: float, updates: str, record_property: Record) -> None:
-    compare(name, share, updates, usual, OPTIMIZERS["AdamW"], record_property)
-
-
-STEPS = (
-    clipped, accumulated, hooked, looked_at, penalised, penalised_late, clamped, loaded, given_up, carried, shared, frozen_later,
-)  # fmt: skip
+    model, x = made(name)
+    compare(model, usual, x, record_property, share=share, updates=updates)
 
 
 @pytest.mark.parametrize(
     ("how", "share", "updates"),
     [
-        *((how, share, "after") for how in STEPS for share in (0.0, 0.5)),
+        *((how, share, "after") for how in (*STEPS, penalised_late, carried) for share in (0.0, 0.5)),
         *((how, 0.3, "during") for how in (usual, hooked, clamped, loaded)),
     ],
 )
 def test_what_surrounds_a_step(how: Any, share: float, updates: str, record_property: Record) -> None:
     least = 0.3 if how is frozen_later else 0.0  # a limit for more parameters that need gradients
-    name = "untied" if how is penalised else "language"  # the gradients of a tied weight are added up in another order
-    compare(name, max(share, least), updates, how, OPTIMIZERS["AdamW"], record_property)
+    # the gradients of a tied weight are added up in another order
+    model, x = made("untied" if how is penalised else "language")
+    compare(model, how, x, record_property, share=max(share, least), updates=updates)
 
 
 def test_a_gradient_that_comes_after_its_update_is_refused(record_property: Record) -> None:
     # of what saves the parameter, PyTorch itself may say that it has changed
     how = functools.partial(penalised_late, times=1, seconds=1.0, of=torch.neg)
+    model, x = made("language")
     with pytest.raises(rotoff.ExecutionError, match='after the backward had updated them; plan with updates="after"'):
-        compare("language", 0.0, "during", how, OPTIMIZERS["AdamW"], record_property)
+        compare(model, how, x, record_property, updates="during")
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", MAKE)
 @pytest.mark.grid(every=3)
 def test_optimizers(optimizer: str, updates: str, record_property: Record) -> None:
-    compare("language", 0.5, updates, usual, OPTIMIZERS[optimizer], record_property)
+    model, x = made("language")
+    compare(model, usual, x, record_property, MAKE[optimizer], share=0.5, updates=updates)
 
 
 @pytest.mark.parametrize("updates", ["after", "during"])
@@ -255,25 +224,14 @@ def turns(net: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.grid(every=4)
 def test_steps_off_their_course(again: set[int], cut: int, share: float, updates: str, record_property: Record) -> None:
     """Calls that the plan does not know find the parameters on the device, and their gradients those on the host."""
-    torch.manual_seed(0)
+
+    def off(model: nn.Module, own: Any, n: int, batch: Any) -> torch.Tensor:
+        (net,) = (one for one in model.modules() if isinstance(one, Does))
+        net.again, net.cut = (again, cut) if n in (1, 3) else (set(), -1)
+        return usual(model, own, n, batch)
+
     model, x = Does(turns, layers=linears(6), again=set(), cut=-1), torch.randn(16, 32).to(CUDA)
-    plain, twin = plain_twin(model, OPTIMIZERS["AdamW"])
-    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
-    optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
-    place(wrapped, [optimizer], share, updates=updates)
-    results = []
-    for one, own, net in ((wrapped, optimizer, model), (plain, twin, plain)):
-        losses = []
-        for n in range(5):
-            net.again, net.cut = (again, cut) if n in (1, 3) else (set(), -1)
-            losses.append(usual(one, [own], n, lambda: x).cpu())
-        results.append([*losses, *(t.cpu() for t in result(one, [own]))])
-    equal = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    record_property("bits equal", equal)
-    assert equal or not STANDIN
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
-    wrapped.close()
+    compare(model, off, x, record_property, share=share, updates=updates)
 
 
 def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:
@@ -340,11 +298,14 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
-def test_a_forward_without_gradients_may_write_its_parameters() -> None:
-    plain, x = nn.Sequential(*(Clamped(128, 128) for _ in range(8))), torch.randn(4, 128, device=CUDA)
-    net = copy.deepcopy(plain)
-    model = rotoff.Checkpointable(net, device="cuda").measure(x)
-    place(model, [torch.optim.AdamW(net.parameters())], 0.0)
-    with torch.no_grad():
-        assert torch.equal(model.eval()(x), plain.to(CUDA).eval()(x))
-    assert all(map(torch.equal, (p.to(CUDA) for p in net.parameters()), plain.parameters()))
+def test_a_forward_without_gradients_may_write_its_parameters(record_property: Record) -> None:
+    @torch.no_grad()
+    def evaluated(model: nn.Module, own: Any, n: int, batch: Any) -> torch.Tensor:
+        return model.eval()(batch())
+
+    compare(
+        nn.Sequential(*(Clamped(128, 128) for _ in range(8))),
+        evaluated,
+        torch.randn(4, 128, device=CUDA),
+        record_property,
+    )
