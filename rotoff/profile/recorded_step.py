@@ -60,6 +60,7 @@ VARYING = frozenset([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_s
 BUSY = threading.Lock()  # there is one profiler
 PATIENCE = 20.0  # seconds in which another thread is to end its recorded step
 META = torch.device("meta")  # of fake tensors
+NONE = Gathered()
 OPEN: weakref.WeakSet[RecordedStep] = weakref.WeakSet()  # those whose log has not ended
 
 
@@ -111,7 +112,7 @@ class RecordedStep(Verified):
     """Records a step, from the model's forward to the end of its backward; `stop` ends it before the next one.
 
     Args:
-        spill: where what is saved goes. patient: whether it waits for the end of one in another thread. gathered: what
+        spill: where what is saved goes. patient: whether it waits for the end of one in another thread. before: what
             FSDP2 has gathered by now, with which the log begins.
 
     Attributes:
@@ -127,16 +128,10 @@ class RecordedStep(Verified):
     """
 
     def __init__(
-        self,
-        known: Known,
-        model: nn.Module,
-        spill: Spill | None = None,
-        patient: bool = False,
-        gathered: Gathered | None = None,
+        self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False, before: Gathered = NONE
     ) -> None:
         super().__init__(known)
-        self._patient = patient
-        self._gathered = Gathered() if gathered is None else gathered
+        self._patient, self._gathered = patient, before
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.arrived: Callable[[torch.Tensor], None] | None = None
         self.segments = [Segment("", 0)]
