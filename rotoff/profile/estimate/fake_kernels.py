@@ -24,7 +24,7 @@ from ...tensors.tree import leaves
 _aten = torch.ops.aten
 CPU = torch.device("cpu")  # of all fake tensors
 _CONTENTS = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-SMALL = 2**22  # elements
+SMALL, SMALL_WHOLE = 2**16, 2**22  # elements of floating point, and of whole numbers, such as positions of tokens
 QUERIES = frozenset({torch.ops.prim.device.default})  # not counted: fake tensors query their device so
 # returns its argument, and on fake tensors a copy
 WAITS = frozenset([torch.ops._c10d_functional.wait_tensor.default] if torch.distributed.is_available() else [])
@@ -59,13 +59,13 @@ class FakeKernels(EagerMode, FakeTensorMode):
         """Return the result of an operation without fake tensors: a real one if all is small and known."""
         given = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(
-            t.numel() <= SMALL and not t.requires_grad and t.untyped_storage()._cdata not in self._unknown
+            _is_small(t) and not t.requires_grad and t.untyped_storage()._cdata not in self._unknown
             for t in given
         )
         if known and given and not _CONTENTS.isdisjoint(func.tags):
             return func(*args, **kwargs)
         result = self._fake(func, types, args, kwargs)
-        if known and all(t.numel() <= SMALL for t in leaves(result) if isinstance(t, torch.Tensor)):
+        if known and all(_is_small(t) for t in leaves(result) if isinstance(t, torch.Tensor)):
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             self._forget(func, args, kwargs)
@@ -109,6 +109,10 @@ class FakeKernels(EagerMode, FakeTensorMode):
         result: Any = super().dispatch(func, types, (*given, *args[2:]), kwargs)
         with self:
             return torch.empty_strided(result.size(), result.stride(), dtype=wanted, device=result.device)
+
+
+def _is_small(t: torch.Tensor) -> bool:
+    return t.numel() <= (SMALL if t.is_floating_point() else SMALL_WHOLE)
 
 
 @cache
