@@ -59,8 +59,7 @@ class FakeKernels(EagerMode, FakeTensorMode):
         """Return the result of an operation without fake tensors: a real one if all is small and known."""
         given = [t for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = torch.Tag.nondeterministic_seeded not in func.tags and all(
-            _is_small(t) and not t.requires_grad and t.untyped_storage()._cdata not in self._unknown
-            for t in given
+            _is_small(t) and not t.requires_grad and t.untyped_storage()._cdata not in self._unknown for t in given
         )
         if known and given and not _CONTENTS.isdisjoint(func.tags):
             return func(*args, **kwargs)
