@@ -604,11 +604,21 @@ def a_fifth(least: int, whole: int) -> list[int]:
     return [int(least + 0.2 * (whole - 1 - least))]
 
 
+def cleared(optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+
+
 def peaks(
-    name: str, updates: str, limits: Callable[[int, int], list[int]] = a_fifth, measured: bool = False
+    name: str,
+    updates: str,
+    limits: Callable[[int, int], list[int]] = a_fifth,
+    measured: bool = False,
+    backwards: int = 1,
+    clear: Callable[[Optimizer], None] = cleared,
 ) -> list[tuple[int, int, int]]:
     """Measured and expected bytes of steps, and the limit. limits: given the smallest and that of everything. measured:
-    whether `measure` has shown what a step takes, or a step of the loop."""
+    whether `measure` has shown what a step takes, or a step of the loop. backwards: of each step. clear: what the loop
+    does with the gradients after the update."""
     model, batch = drawn(name, SIZED)
     x = batch()
     wrapped = rotoff.Checkpointable(model)
@@ -616,12 +626,16 @@ def peaks(
     towards = torch.randn_like(output).flatten()
     order = sorted(range(output.dim()), key=output.stride, reverse=True)
 
-    def step() -> None:
+    def backward() -> None:
         """Of a loss that takes nothing beside the gradient of the output, which is held."""
         y = wrapped(x)
         torch.dot(y.permute(order).flatten(), towards).backward()
+
+    def step() -> None:
+        for _ in range(backwards):
+            backward()
         optimizers[0].step()
-        optimizers[0].zero_grad()
+        clear(optimizers[0])
 
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizers = adamw(trained)
@@ -673,6 +687,24 @@ def test_no_limit_is_exceeded(name: str, updates: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(HostFile, "read", slowly)
     found = peaks(name, updates, lambda least, _: [int(more * least) for more in (1, 1.2, 2)], measured=True)
     assert all(measured <= expected <= limit for measured, expected, limit in found), found
+
+
+def to_zero(optimizer: Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(("backwards", "clear"), [(3, cleared), (1, bool), (2, to_zero)], ids=["added", "kept", "zero"])
+@pytest.mark.parametrize("name", SIZED)
+@pytest.mark.grid(every=5)
+def test_gradients_that_a_step_finds_take_no_more_bytes(name: str, backwards: int, clear: Any) -> None:
+    """Those of the backwards before lie on the host when the next one begins. Where everything fits, they stay."""
+
+    def limits(least: int, whole: int) -> list[int]:
+        return [least, *a_fifth(least, whole), whole]
+
+    *planned, (measured, _, whole) = peaks(name, "after", limits, backwards=backwards, clear=clear)
+    assert all(measured <= expected <= limit for measured, expected, limit in planned), planned
+    assert 0.95 * whole <= measured <= whole
 
 
 # -- what is there, and what is refused

@@ -50,10 +50,15 @@ def left(pairs: Pairs, step: Any, batch: Callable[[], Any], steps: int = 5) -> l
 
 
 def loop(
-    name: str, updated: Any = nothing, stepped: Any = nothing, set_to_none: bool = True, around: Any = nullcontext
+    name: str,
+    updated: Any = nothing,
+    stepped: Any = nothing,
+    set_to_none: bool | None = True,
+    around: Any = nullcontext,
 ) -> Any:
     """A step that calls ``updated(model, optimizers, n)`` after the backward, and `stepped` after the update. updated may
-    return what the step returns, which is the loss otherwise. around: the forward."""
+    return what the step returns, which is the loss otherwise. set_to_none: None if gradients are never cleared. around:
+    the forward."""
 
     def step(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
         with around():
@@ -61,7 +66,8 @@ def loop(
         loss.backward()
         told = updated(model, optimizers, n)
         optimizers[0].step()
-        optimizers[0].zero_grad(set_to_none=set_to_none)
+        if set_to_none is not None:
+            optimizers[0].zero_grad(set_to_none=set_to_none)
         stepped(model, optimizers, n)
         return loss.detach() if told is None else told
 
@@ -77,7 +83,7 @@ def clamp(model: Any, *_: Any) -> None:
 
 clipped = loop("clipped", lambda model, *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01))
 clamped, clamped_before = loop("clamped", stepped=clamp), loop("clamped_before", clamp)
-zeroed = loop("zeroed", set_to_none=False)
+zeroed, uncleared = loop("zeroed", set_to_none=False), loop("uncleared", set_to_none=None)
 in_bfloat16 = loop("in_bfloat16", around=lambda: torch.autocast("cpu", torch.bfloat16))
 
 
@@ -226,8 +232,8 @@ shared = loop(  # moved, in place, into memory that processes share, as tensors 
 
 
 STEPS = (
-    clipped, accumulated, zeroed, clamped, clamped_before, loaded, kept, given_up, changed_within, looked_at, frozen_later, hooked,
-    penalised, shared,
+    clipped, accumulated, uncleared, zeroed, clamped, clamped_before, loaded, kept, given_up, changed_within, looked_at, frozen_later,
+    hooked, penalised, shared,
 )  # fmt: skip
 
 

@@ -142,11 +142,10 @@ class PlacedGroups:
         with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again below if need be
             settle(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
         if not self.link.queues:
-            for of in (g, o, w):  # what goes makes room for what comes
-                values = [of(k) for k in self.numbers]
-                for v in sorted(values, key=lambda v: v in resident):
-                    for tensor in self.tensors(v):
-                        tensor.rest(v in resident, v in on_both)
+            values = [of(k) for of in (g, o, w) for k in self.numbers]
+            for v in sorted(values, key=lambda v: v in resident):  # what goes makes room for what comes
+                for tensor in self.tensors(v):
+                    tensor.rest(v in resident, v in on_both)
             self._remember()
             return
         for parameter in self.plan.outside:
