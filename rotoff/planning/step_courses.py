@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..accelerator import is_capturing, retries
 from ..core.backward_from import LossAlone, read_backward_from
@@ -219,6 +220,8 @@ class StepRunner:
         self._rates: dict[torch.device, LinkRates] = {}
         self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
         self._said_in_flight = 0
+        self._returned: list[tuple[StorageWeakRef, int]] = []  # by the step before, with their bytes
+        self._said_held = False
         self._retries: int | None = None  # of the allocator, before the first planned step
         self._said_retries = False
         self._said_astray = False
@@ -362,7 +365,7 @@ class StepRunner:
             return self._away(run) if course is None or not course.overwrites else self._as_it_is(run)
         recorded = self._recorded = together(partial(self._begin, key, hint, run), MEASURE, self.group)
         try:
-            return self._watched(together(partial(recorded.step.run, run), MEASURE, self.group))
+            return self._noted(self._watched(together(partial(recorded.step.run, run), MEASURE, self.group)))
         except BaseException:
             recorded.step.stop()
             self._recorded = None
@@ -513,6 +516,7 @@ class StepRunner:
 
     def _follow(self, key: Any, course: Course, planned: StepPlan, hint: str, run: Call) -> Any:
         device = course.profile.device
+        self._warn_of_held(planned, tensor_leaves((run.args, run.keywords)))
         step, tape = self._begun(course, planned)
         if self.recording is not None and self.recording.times is None:
             step.times = self.recording.begin(planned.execution.trace, device, step.link)
@@ -529,7 +533,7 @@ class StepRunner:
                 " plain model, and what it saves leaves the device at once, which takes longer, until such a step is"
                 " planned; that happens when it recurs"
             )
-        return result
+        return self._noted(result)
 
     def _begun(self, course: Course, planned: Any) -> tuple[TapeStep, Tape]:
         """Return a step by a plan, and its tape."""
@@ -561,6 +565,33 @@ class StepRunner:
                 many,
                 self.request.in_flight,
                 many,
+            )
+
+    def _noted(self, result: Any) -> Any:
+        """Return what a step has returned, and note its bytes, which the caller may hold until the next one."""
+        made = [t for t in tensor_leaves(result) if is_plain(t) and t.dim() and t.grad_fn is not None]
+        storages = {storage_key(t): t.untyped_storage() for t in made}
+        self._returned = [(StorageWeakRef(one), one.nbytes()) for one in storages.values()]
+        return result
+
+    def _warn_of_held(self, planned: StepPlan, given: list[torch.Tensor]) -> None:
+        """Warn, once, if the caller holds what the step before has returned, and the forward exceeds the limit by it.
+        given: the input, which the plan counts."""
+        if self._said_held or self.request is None or self.request.in_flight > 1:
+            return
+        if any(not one.ended for one in self._in_flight):  # what these hold is another warning
+            return
+        counted = {t.untyped_storage()._cdata for t in given if is_plain(t)}
+        held = sum(nbytes for one, nbytes in self._returned if one.cdata not in counted and not one.expired())
+        over = planned.forward_peak + held - self.request.mem_limit
+        if held and over > 0:
+            self._said_held = True
+            logger.warning(
+                "rotoff: while the forward runs, the loop still holds %s that the step before has returned, which no"
+                " plan counts, so the limit may be exceeded by %s; delete them after the backward (del output), or give"
+                " a limit that is smaller by as much",
+                format_bytes(held),
+                format_bytes(over),
             )
 
     def _warn_of_retries(self, device: torch.device) -> None:

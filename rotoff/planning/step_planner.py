@@ -82,6 +82,12 @@ class StepPlan:
         return self.execution.keeps_all
 
     @property
+    def forward_peak(self) -> int:
+        """The most bytes until the model's forward has ended, in the terms of the limit."""
+        end = next(n for n, op in enumerate(self.sequence) if op.kind in FORWARDS and op.stage == len(self.chain))
+        return max(self.levels[: end + 1])
+
+    @property
     def resting(self) -> int:
         """Bytes that the step holds between forward and backward, if several are under way."""
         if self.execution.keeps_all:

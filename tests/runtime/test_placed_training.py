@@ -707,6 +707,41 @@ def test_gradients_that_a_step_finds_take_no_more_bytes(name: str, backwards: in
     assert 0.95 * whole <= measured <= whole
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_an_output_that_the_loop_holds_while_the_next_forward_runs_is_said(
+    held: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes on top of the plan, as in plain PyTorch."""
+    model, batch = drawn("deep", SIZED)
+    x, optimizers = batch(), adamw(list(model.parameters()))
+    wrapped = rotoff.Checkpointable(model).measure(x, repeats=1)
+    model.zero_grad()
+    limit = least(wrapped, optimizer=optimizers, refine=False)
+    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizers)
+
+    def steps() -> None:
+        for n in range(4):
+            y = wrapped(x)
+            y.backward(torch.ones_like(y))
+            if not held:
+                del y
+            if n % 2:
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+
+    def plan() -> None:
+        own_again(model, optimizers)
+        wrapped.compute_sequence(device_limit=limit, optimizer=optimizers, refine=False)
+
+    with caplog.at_level("WARNING", "rotoff"):
+        measured = peak_bytes(steps, before=plan) + x.nbytes
+    told = [record.message for record in caplog.records]
+    over = [float(re.search(r"exceeded by ([\d.]+) KiB", one)[1]) for one in told]  # type: ignore[index]
+    assert len(over) == held
+    assert measured <= limit + 1024 * sum(over)
+    assert (measured > limit) == held
+
+
 # -- what is there, and what is refused
 
 
