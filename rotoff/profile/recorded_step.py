@@ -127,6 +127,11 @@ class RecordedStep(Verified):
             did. copies: bytes of each copy of what was overwritten.
     """
 
+    varies = False
+    complete = False  # whether the backward has ended
+    thread = 0
+    _queued = False
+
     def __init__(
         self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False, before: Gathered = NONE
     ) -> None:
@@ -148,8 +153,6 @@ class RecordedStep(Verified):
         self.log: list[Event] = []
         self.copies: list[int] = []
         self.elsewhere: set[Content] = set()  # what is made on another device than that of the step
-        self.varies = False
-        self.complete = False  # whether the backward has ended
         self.parameters = list(stored(model.parameters()))
         device = next((p.device for p in self.parameters if not p.is_meta), torch.device("cpu"))
         self._spill = Spill(device) if spill is None else spill
@@ -183,8 +186,6 @@ class RecordedStep(Verified):
         self._casts: dict[Content, int] = {}
         self._uses: Counter[Content] = Counter()  # of casts
         self._profile: Log | None = None
-        self.thread = 0
-        self._queued = False
         self._clock: Any = None
         self._last: Any = 0.0
         self.on_backward = RecordedStep._reached

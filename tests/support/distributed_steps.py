@@ -112,12 +112,12 @@ def main(kind: str) -> None:
         assert planned is not None
         equal = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
         x = torch.randn(ROWS - 8 * dist.get_rank(), 16)
-        peaks, told, within = list[int](), planned.get_expected_memory(), False
-        while not within and len(peaks) < ATTEMPTS:
+        peaks, told, within, close = list[int](), planned.get_expected_memory(), False, False
+        while not (within and close) and len(peaks) < ATTEMPTS:  # threads of gloo hold tensors for a moment, or do not
             peaks.append(peak_bytes(partial(step, module, x)))
             within = all(everyone(min(peaks) <= told <= (planned.mem_limit or 0)))
-        # one plan covers the largest of all processes
-        close = told <= max(everyone(max((one for one in peaks if one <= told), default=0))) * 1.05
+            # one plan covers the largest of all processes
+            close = told <= max(everyone(max((one for one in peaks if one <= told), default=0))) * 1.05
         same = len(set(everyone(f"{planned.sequence}\n{planned.mem_limit}"))) == 1
         by_first(f"{mode}: equal={equal} same_plan={same} works={works(planned)} within={within} close={close}")
         figures = everyone((told, planned.mem_limit, *peaks))
