@@ -9,6 +9,8 @@ from typing import Any
 from ..trace import Trace
 from .estimate import Estimate
 
+_NUMBERS = {"nbytes", "peak", "copies", "gathered", "size", "seconds"}
+
 
 @dataclass(frozen=True)
 class Growth:
@@ -23,9 +25,11 @@ class Growth:
     @classmethod
     def of(cls, estimated: Callable[[int], Estimate], profile: Estimate, batch: int, count: int) -> Growth | None:
         """The growth; None if a larger batch takes other operations or stages. estimated: makes the profile of a batch.
-        profile: of a batch of `batch`, where a dimension of 1 may save some operations."""
+        profile: of a batch of `batch`, where a dimension of 1 may save copies."""
         larger, base = estimated(count), profile
-        if _shape(base.trace) != _shape(larger.trace):
+        if _shape(base.trace) != _shape(larger.trace) and (filled := _filled(profile, larger, batch / count)):
+            base = filled
+        elif _shape(base.trace) != _shape(larger.trace):
             batch *= 2
             base = estimated(batch) if batch < count else larger
         alike = _stages(base) == _stages(profile) and _shape(base.trace) == _shape(larger.trace)
@@ -56,6 +60,39 @@ def _shape(trace: Trace) -> object:
     made = [(one.op, one.out, one.dies, one.later) for one in trace.made]
     ran = [(op.reads, op.writes, op.makes, op.at) for op in trace.ran]
     return made, ran, trace.saved, [(event.size > 0, event.freed, event.reads) for event in trace.backward]
+
+
+def _filled(profile: Estimate, larger: Estimate, share: float) -> Estimate | None:
+    """`profile` with the operations of `larger` that it lacks, in one place, such as copies that a dimension of 1
+    saves. They take `share` of their bytes and seconds there. None if the two differ in more."""
+    few, many = profile.trace, larger.trace
+    pairs = enumerate(zip(few.ran, many.ran, strict=False))
+    first = next((n for n, (a, b) in pairs if a.operator != b.operator), len(few.ran))
+    last = first + len(many.ran) - len(few.ran)
+    ran = [*few.ran[:first], *(_scaled(op, share) for op in many.ran[first:last]), *few.ran[first:]]
+    new = [_scaled(one, share) for one in many.made if first <= one.op < last]
+    before = [one for one in few.made if one.op < first]
+    made = [*before, *new, *few.made[len(before) :]]
+    alike = [[(op.operator, len(op.makes)) for op in ops] for ops in (ran, many.ran)]
+    events = [[(one.size > 0, one.size < 0, one.kept, one.reads is None) for one in of.backward] for of in (few, many)]
+    if alike[0] != alike[1] or len(made) != len(many.made) or events[0] != events[1]:
+        return None
+    numbers = {"made": made, "ran": ran, "backward": few.backward}
+    told = {
+        name: tuple(replace(one, **_numbers(other)) for one, other in zip(getattr(many, name), found, strict=True))
+        for name, found in numbers.items()
+    }
+    trace = replace(many, **told, beside=few.beside, states=few.states)  # type: ignore[arg-type]
+    return replace(larger, trace=trace, batch_bytes=profile.batch_bytes)
+
+
+def _numbers(one: Any) -> dict[str, Any]:
+    """Bytes and seconds of a part of a trace."""
+    return {field.name: getattr(one, field.name) for field in fields(one) if field.name in _NUMBERS}
+
+
+def _scaled(one: Any, share: float) -> Any:
+    return replace(one, **{name: type(value)(share * value) for name, value in _numbers(one).items()})
 
 
 def _between(a: Any, b: Any, share: float) -> Any:
