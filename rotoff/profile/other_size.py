@@ -9,13 +9,12 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..accelerator import capability
 from ..errors import MeasureError
 from ..tape.tape import Key, Known
+from ..tensors.tree import flatten
 from .estimate.devices import Device
 from .estimate.fake_trace import fake_step
 from .tape_profile import TapeProfile
@@ -33,15 +32,15 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     Args:
         known: what is known of the operations; what is known of those of `near` holds for these, too.
     """
-    given, tree = pytree.tree_flatten((args, kwargs))
-    sizes = iter(near.shapes)
-    same = [t.new_empty(next(sizes), device="meta") if isinstance(t, torch.Tensor) else t for t in given]
+    given, rebuild = flatten((args, kwargs))
+    pairs = zip(given, near.shapes, strict=True)
+    same = [t.new_empty(shape, device="meta").requires_grad_(t.requires_grad) for t, shape in pairs]
     here = Device("here", 1 << 40, 1e11, {"float32": 1e12}, 1e10, 1e10, capability=capability(near.device))
     try:
         trace = trace_of(fake_step(model, args, kwargs, here))
         if _operations(trace) != _operations(near.trace):
             return None
-        args, kwargs = pytree.tree_unflatten(same, tree)
+        args, kwargs = rebuild(same)
         again = trace_of(fake_step(model, args, kwargs, here))
     except MeasureError:
         return None
@@ -54,7 +53,7 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     scale = ratio * all_of / whole if whole else 0.0
     backward, level = list[Event](), 0
     foretold, measured, computed = map(_levels, (trace, near.trace, again))
-    unknown = {at: max(0, level - computed.get(at, 0)) for at, level in measured.items()}  # fake kernels take no more
+    unknown = {at: max(0, nbytes - computed.get(at, 0)) for at, nbytes in measured.items()}  # fake kernels take no more
     for event in trace.backward:
         backward.append(replace(event, seconds=event.seconds * scale))
         level += event.size
@@ -63,9 +62,8 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
             backward += [Event(nbytes), Event(-nbytes)]
     beside = max(trace.beside, int(near.trace.beside * ratio)) + unknown[LOSS]
     trace = replace(trace, ran=tuple(ran), backward=tuple(backward), beside=beside)
-    batch = [t for t in given if isinstance(t, torch.Tensor)]
-    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in batch}.values())
-    shapes = tuple(tuple(t.shape) for t in batch)
+    nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
+    shapes = tuple(tuple(t.shape) for t in given)
     found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=near.cuts)
     held: dict[Key, list[int]] = {}
     for key, out in known.held:

@@ -36,7 +36,7 @@ from .allocations import Event, Log, check_allocator, region
 
 END = "end"
 GRADIENT = "gradient"
-ARRIVED = "arrived"  # a gradient that something beside its parameter has, too
+ARRIVED = "arrived"  # a gradient has come; until the end nobody knows whether the caller has it, too
 LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
