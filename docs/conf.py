@@ -31,7 +31,7 @@ GROUPS = {
     + ("Trace", "parse_bytes", "format_bytes"),
     "Showing": ("render", "chrome_trace", "save_chrome_trace"),
 }
-MODULES = ("rotoff.plot", "rotoff.nn", "rotoff.integrations.transformers", "rotoff.integrations.lightning")
+MODULES = ("rotoff.plot", "rotoff.integrations.transformers", "rotoff.integrations.lightning")
 
 project, author, release = "rotoff", "the rotoff authors", rotoff.__version__
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "myst_nb"]
@@ -71,7 +71,7 @@ def reference() -> str:
             lines += ["```{eval-rst}", f".. auto{kind}:: rotoff.{name}", "```", ""]
     for module in MODULES:
         lines += [f"## {module}", "", "```{eval-rst}", f".. automodule:: {module}"]
-        lines += ["   :imported-members:" if module in ("rotoff.plot", "rotoff.nn") else "", "```", ""]
+        lines += ["   :imported-members:" if module == "rotoff.plot" else "", "```", ""]
     return "\n".join(lines)
 
 

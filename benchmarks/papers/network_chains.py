@@ -15,6 +15,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tests" / "support"))
 import torchvision_operators
+from invertible_norm import InvertibleBatchNormLeakyReLU
 
 import rotoff
 from rotoff import Chain
@@ -103,7 +104,6 @@ def _resnet_stages(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _invertible(model: nn.Module) -> nn.Module:
     """Each BatchNorm that a ReLU follows becomes an invertible one, and that ReLU nothing."""
     BasicBlock, Bottleneck = torchvision.models.resnet.BasicBlock, torchvision.models.resnet.Bottleneck
-    from rotoff.nn import InvertibleBatchNormLeakyReLU
 
     def swap(owner: nn.Module, name: str) -> None:
         setattr(owner, name, InvertibleBatchNormLeakyReLU(getattr(owner, name).num_features))
@@ -137,7 +137,6 @@ def _invertible(model: nn.Module) -> nn.Module:
 
 def _mobilenet(invertible: bool) -> list[tuple[str, nn.Module]]:
     """MobileNet of Howard et al. (2017), table 1: a convolution, then depthwise and pointwise ones."""
-    from rotoff.nn import InvertibleBatchNormLeakyReLU
 
     def unit(c_in: int, c_out: int, stride: int, kernel: int = 3, groups: int = 1) -> nn.Module:
         conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, groups=groups, bias=False)

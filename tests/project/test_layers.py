@@ -25,7 +25,6 @@ WITH_TORCH = [
     "accelerator",
     "tensors",
     "tape",
-    "nn",
     "runtime",
     "profile",
     "planning",

@@ -15,8 +15,8 @@ Interpretation:
   and for every k the k stages of most forward time per byte; the fastest that fits.
 - In `operations`, `parallel` false is the ablation of its table 2: each copy is waited for at once.
 
-The pinned buffers, allocated beforehand, are the runtime's (one slab for each plan); the invertible BatchNorm is
-`rotoff.nn.InvertibleBatchNormLeakyReLU`; half precision on the way is an option of `Checkpointable`.
+The pinned buffers, allocated beforehand, are the runtime's (one slab for each plan). The invertible BatchNorm is in
+`benchmarks/papers/invertible_norm.py`. Copies in half precision are left out.
 """
 
 from __future__ import annotations
