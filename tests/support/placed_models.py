@@ -229,6 +229,7 @@ SIZED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {  # larger ones, of w
     "shared": (shared, numbers(64, 64)),
     "lstm": (lambda: nn.Sequential(recurs(48, 48, 1), recurs(48, 48, 1)), numbers(8, 16, 48)),
     "small": (lambda: nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh()), numbers(64, 24)),
+    "narrow": (lambda: nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(60, 60), nn.Tanh()))), numbers(16, 60)),
     "convolutions": (lambda: nn.Sequential(*(layer for n in (3, 16, 16) for layer in (
         nn.Conv2d(n, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()))), numbers(4, 3, 12, 12)),
 }  # fmt: skip

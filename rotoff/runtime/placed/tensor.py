@@ -394,10 +394,13 @@ def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:
     found = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     for n, tensor in enumerate(tensors):
         content = bytes_of(tensor.untyped_storage())
-        whole = content.numel() // (8 * BLOCKS) * 8 * BLOCKS
-        blocks = content[:whole].view(torch.int64).view(BLOCKS, -1).sum(1)
-        found[n] += blocks.cumsum_(0).sum()
-        found[n] += content[whole : tensor.nbytes].sum()
+        words = content[: content.numel() // 8 * 8].view(
+            torch.int64
+        )  # bytes would be added up in a copy 8 times as large
+        even = words.numel() // BLOCKS * BLOCKS
+        found[n] += words[:even].view(BLOCKS, -1).sum(1).cumsum_(0).sum()
+        found[n] += words[even:].sum()
+        found[n] += content[words.nbytes :].sum()
     return list(map(int, found.tolist()))
 
 
