@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ...core.sequence import Op, OpKind, g, o, w
 from ...errors import ExecutionError
 from .groups import PlacedGroups
-from .tensor import prefetch, remember, settle
+from .tensor import prefetch, settle
 from .updates import Chunks, HostLane, counts_changes
 from .used_up import is_used_up
 
@@ -73,7 +73,6 @@ class GroupUpdates:
                 for tensor in groups.tensors(v):
                     tensor.hand_over()
                     tensor.rest(True, v in groups.plan.on_both)
-                remember(groups.tensors(v))
         if self._in_backward:
             self.gone = {key for one in self._chunks for key in one.updated}
         self._chunks, self._in_backward = [], False

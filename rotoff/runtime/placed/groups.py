@@ -26,7 +26,6 @@ from .tensor import (
     PlacedTensor,
     placeable,
     prefetch,
-    remember,
     room_of,
     settle,
 )
@@ -141,30 +140,22 @@ class PlacedGroups:
         resident, on_both = self.plan.resident, self.plan.on_both
         with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again below if need be
             settle(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
-        if not self.link.queues:
-            values = [of(k) for of in (g, o, w) for k in self.numbers]
-            for v in sorted(values, key=lambda v: v in resident):  # what goes makes room for what comes
-                for tensor in self.tensors(v):
-                    tensor.rest(v in resident, v in on_both)
-            self._remember()
-            return
+        apart = self.link.queues
         for parameter in self.plan.outside:
             move(parameter, self.link.device)
-        for k in self.numbers:
-            for state in self.tensors(o(k)):
-                state.rest(o(k) in resident, o(k) in on_both)
-            for parameter in self.parameters(k):
-                places = self.places[id(parameter)]
-                here = w(k) in resident and not (beginning and places.gradient.get() is not None)
-                places.weight.rest(here, w(k) in on_both)
-                places.gradient.rest(here)
-                if beginning and not here and w(k) in resident | self.plan.early:
-                    prefetch([places.weight])
-        self._remember()
-        self.link.drain()
-
-    def _remember(self) -> None:
-        remember(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
+        places = [(k, self.places[id(parameter)]) for k in self.numbers for parameter in self.parameters(k)]
+        todo: list[tuple[PlacedTensor, Value, bool]] = []
+        for k, one in places:
+            here = w(k) in resident and not (apart and beginning and one.gradient.get() is not None)
+            todo += [(one.weight, w(k), here), (one.gradient, g(k), apart and here)]
+            todo += [(state, o(k), o(k) in resident) for state in self.states(one.parameter)]
+        for tensor, v, here in sorted(todo, key=lambda each: each[2]):  # what goes makes room for what comes
+            tensor.rest(here, v in on_both)
+        if apart and beginning:
+            coming = [one.weight for k, one in places if w(k) in resident | self.plan.early]
+            prefetch(weight for weight in coming if weight.on_host)
+        if apart:
+            self.link.drain()
 
     def give_back(self) -> None:
         """Put everything on the device; there is no plan then."""

@@ -252,8 +252,7 @@ class PlacedTensor(ABC):
                 self._same = self._content(counted)
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
-        """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`;
-        `remember` then notes what it is."""
+        """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`."""
         self.settle()
         if not self.look():
             return
@@ -270,6 +269,8 @@ class PlacedTensor(ABC):
         if on_both and not self._valid:
             offload([self])
             self.settle()
+        if self._valid and self._same is None:
+            self._same = self._content()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return bytes on the device for the copy."""
@@ -302,14 +303,14 @@ class PlacedTensor(ABC):
         """Whether hooks of the caller's may change it within the backward, through ``.data``."""
         return False
 
-    def _content(self, counted: bool) -> tuple[int, ...]:
+    def _content(self, counted: bool = False) -> tuple[int, ...]:
         """What changes with the caller's tensor: its checksum and version, or, if `counted`, the tensor and that."""
         tensor = self.get()
         assert tensor is not None
         if counted and not tensor.is_inference():
             return id(tensor), tensor._version
         assert self.device is not None
-        return (hash((_sums([self.device])[0], version_of(tensor))),)
+        return (hash((_checksum(self.device), version_of(tensor))),)
 
     def _have_host(self, like: torch.Tensor) -> torch.Tensor:
         view = View.of(like)._replace(offset=0)
@@ -376,37 +377,21 @@ def _is_kept(own: torch.Tensor) -> bool:
     return uses_of(own) > 2  # `own`, and that call's
 
 
-def remember(tensors: Iterable[PlacedTensor]) -> None:
-    """Note what those are that rest on the device and on the host; an accelerator makes the host wait for each read, so
-    many are read at once."""
-    new = [one for one in tensors if one._valid and one._same is None and one.device is not None]
-    for begin in range(0, len(new), BLOCKS):
-        some = new[begin : begin + BLOCKS]
-        for one, number in zip(some, _sums([one.device for one in some if one.device is not None]), strict=True):
-            tensor = one.get()
-            assert tensor is not None
-            one._same = (hash((number, version_of(tensor))),)
-
-
-def _sums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a checksum of each of at most `BLOCKS` tensors. It also shows changes that autograd's version counter does
-    not count, such as ``parameter.data.mul_``; of those that only move numbers, it shows moves between its blocks."""
-    found = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
-    for n, tensor in enumerate(tensors):
-        content = bytes_of(tensor.untyped_storage())
-        words = content[: content.numel() // 8 * 8].view(
-            torch.int64
-        )  # bytes would be added up in a copy 8 times as large
-        even = words.numel() // BLOCKS * BLOCKS
-        found[n] += words[:even].view(BLOCKS, -1).sum(1).cumsum_(0).sum()
-        found[n] += words[even:].sum()
-        found[n] += content[words.nbytes :].sum()
-    return list(map(int, found.tolist()))
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a number that also shows changes that autograd's version counter does not count, such as
+    ``parameter.data.mul_``; of those that only move numbers, it shows moves between its blocks."""
+    content = bytes_of(tensor.untyped_storage())
+    words = content[: content.numel() // 8 * 8].view(torch.int64)  # PyTorch adds up bytes in a copy, 8 times as large
+    even = words.numel() // BLOCKS * BLOCKS
+    found = words[:even].view(BLOCKS, -1).sum(1).cumsum_(0).sum()
+    found += words[even:].sum()
+    found += content[words.nbytes :].sum()
+    return int(found)
 
 
 def checksum_bytes(block: int) -> int:
-    """The bytes on the device that making checksums takes, if the allocator hands out blocks of `block` bytes."""
-    return 2 * rounded(8 * BLOCKS, block) + rounded(8, block)
+    """The bytes on the device that making a checksum takes, if the allocator hands out blocks of `block` bytes."""
+    return rounded(8 * BLOCKS, block) + 2 * rounded(8, block)
 
 
 class PlacedParameter(PlacedTensor):
