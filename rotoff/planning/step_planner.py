@@ -92,7 +92,7 @@ class StepPlan:
         """Bytes that the step holds between forward and backward, if several are under way."""
         if self.execution.keeps_all:
             return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
-        return resting_bytes(self.chain, self.sequence.ops) - self.profile.batch_bytes
+        return resting_bytes(self.chain, self.sequence.ops) - self.profile.shared_bytes
 
     def figures(self, limit: int | None) -> Figures:
         """The figures of the step under a `mem_limit`, which does not count the batch, or a `device_limit`, which does.
@@ -146,8 +146,9 @@ def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flig
     Raises:
         InvalidSequenceError: if the machine refuses it.
     """
-    resting = (in_flight - 1) * (resting_bytes(found.chain, sequence.ops) - profile.batch_bytes) if in_flight > 1 else 0
-    levels = tuple(level - profile.batch_bytes + resting for level in found.levels(sequence))
+    resting = resting_bytes(found.chain, sequence.ops) - profile.shared_bytes if in_flight > 1 else 0
+    others = (in_flight - 1) * resting - profile.batch_bytes
+    levels = tuple(level + others for level in found.levels(sequence))
     execution = compile_sequence(found.chain, sequence, in_flight=in_flight)
     charged = replace(sequence, mem_limit=max(sequence.mem_limit or 0, execution.trace.peak_bytes))
     return StepPlan(profile, found, replace(execution, sequence=charged), levels, max(levels))
@@ -256,9 +257,9 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
         quick = replace(quick, options={**quick.options, "refine": SHORT})
     for n in range(ROUNDS):
         if request.policy is None:
-            asked = max(asked, least_in_flight(chain, mode, request.in_flight, -profile.batch_bytes))
+            asked = max(asked, least_in_flight(chain, mode, request.in_flight, -profile.shared_bytes))
         try:
-            sequence = quick.solve(chain, asked, -profile.batch_bytes)
+            sequence = quick.solve(chain, asked, -profile.shared_bytes)
             plan = compiled(profile, found, sequence, request.in_flight)
         except InfeasibleError as error:
             if request.policy is None or n or error.min_mem_limit <= asked:

@@ -32,6 +32,7 @@ from ..tape.verify import Verified
 from ..tensors.clock import mark, seconds_between
 from ..tensors.modules import compiled, eagerly, parts_of
 from ..tensors.storage import local, rounded, stored
+from ..tensors.tree import tensor_leaves
 from .allocations import Event, Log, check_allocator, region
 
 END = "end"
@@ -41,6 +42,7 @@ LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
 GATHERED = "gathered"  # FSDP gathers parameters, or releases them
+RESHARDED = "resharded"  # at the end of the backward FSDP releases those of the root, then it reduces their gradients
 ASIDE, BACK = "aside", "back"  # the backward of another step begins, and ends
 OWN = "own"  # what the recording itself does: neither the model nor a plan
 
@@ -130,13 +132,13 @@ class RecordedStep(Verified):
     varies = False
     complete = False  # whether the backward has ended
     thread = 0
-    _queued = False
+    _queued = _announced = False
 
     def __init__(
         self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False, before: Gathered = NONE
     ) -> None:
         super().__init__(known)
-        self._patient, self._gathered = patient, before
+        self._patient, self.gathered = patient, before
         self.before_write: Callable[[torch.UntypedStorage], None] | None = None
         self.arrived: Callable[[torch.Tensor], None] | None = None
         self.segments = [Segment("", 0)]
@@ -196,7 +198,11 @@ class RecordedStep(Verified):
         """Call the forward, and record it."""
         apart = gathering_apart(self._units, self, lambda: self.region(GATHERED))
         with apart, self, torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        for t in tensor_leaves(result) if self.gathered.at_end else ():
+            if t.requires_grad:
+                t.register_hook(self._backward_begins)  # before FSDP's
+        return result
 
     def __enter__(self) -> RecordedStep:
         self._start()
@@ -209,7 +215,7 @@ class RecordedStep(Verified):
                 module._compiled_call_impl = partial(self._call, module, call)  # its hooks are compiled, too
         # while its parameters are there
         self._hooks += [module.register_forward_hook(eagerly(self._left), prepend=True) for module in self._units]
-        others = self._gathered.parameters  # whose whole gradients are the step's, until FSDP2 reduces them
+        others = self.gathered.parameters  # whose whole gradients are the step's, until FSDP2 reduces them
         trained = [p for p in self.parameters if p.requires_grad and p.is_leaf and id(p) not in others]
         this = weakref.ref(self)  # or the parameters would keep a step whose graph is dropped
 
@@ -381,6 +387,16 @@ class RecordedStep(Verified):
 
     # -- the backward
 
+    def _backward_begins(self, gradient: torch.Tensor) -> None:
+        """FSDP2's root, whose hook is called next, will have its callback called right after this one."""
+        if not self._announced:
+            self._announced = True
+            Variable._execution_engine.queue_callback(self._resharded)
+
+    def _resharded(self) -> None:
+        with self.region(RESHARDED):
+            pass
+
     def _reached(self: Tape, stage: int) -> None:
         """The backward has come to what a segment has saved: bring it back."""
         assert isinstance(self, RecordedStep)
@@ -470,11 +486,12 @@ class RecordedStep(Verified):
 
     def _gathered_before(self, log: list[Event]) -> list[Event]:
         """Return `log` as if it had begun before FSDP2 gathered. When a block from before is freed, none tells."""
-        told, block = self._gathered, block_bytes(self.device)
-        for moments, blocks in (((LOSS,), told.resharded), ((GATHERED, LOSS), told.passing)):
+        told, block = self.gathered, block_bytes(self.device)
+        ends = ((LOSS,), told.resharded), ((GATHERED, LOSS), told.passing), ((RESHARDED,), told.at_end)
+        for moments, blocks in ends:
             after = next((n for n, event in enumerate(log, 1) if event.ends in moments), len(log))
             log[after:after] = [Event(-rounded(nbytes, block), address) for address, nbytes in blocks]
-        held = told.stays | told.passing | told.resharded
+        held = told.stays.union(*(blocks for _, blocks in ends))
         found = [Event(rounded(nbytes, block), address) for address, nbytes in held]
         return [Event(0, begins=GATHERED), *found, Event(0, ends=GATHERED), *log]
 

@@ -264,12 +264,17 @@ class TapeChain:
                     new = self.contents(op.value, machine) - held.contents
                     level += self.trace.size(new) - machine.device[op.value]
                 if ran and not turned:
-                    level += self.runs[ran - 1].left_over(held.contents)
+                    level += self.runs[ran - 1].left_over(held.contents) + self._gathered(ran)
                 if machine.backward_phase and not turned:
                     level -= self.chain.grad_bytes(len(self.runs))  # the caller has yet to make the loss
             if own:
                 held.follow(machine, op)
             yield op, level, machine, held
+
+    def _gathered(self, ran: int) -> int:
+        """Return the bytes that FSDP2 has gathered, beside what stays, between the first runs of stage `ran` and of the
+        next one, which begins within a call that it has gathered for, or the end of the forward."""
+        return self.trace.passing if ran == len(self.runs) else self.trace.ran[self.runs[ran].first].gathered
 
     def _backward_level(self, i: int, form: int, held: Held) -> int:
         """Return the most bytes in the backward of stage i. held: when it begins."""

@@ -109,7 +109,13 @@ class TapeProfile:
         """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
         followed = self.trace.states if self.varies else 0
         most, resting = plain_levels(self.trace) if self.plain is None else self.plain
-        return most + (in_flight - 1) * resting + in_flight * followed
+        return most + (in_flight - 1) * (resting - self.trace.unsharded) + in_flight * followed
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of what the chain counts, what a micro-batch more does not add to a `mem_limit`: the batch, and parameters
+        that FSDP2 has gathered for all."""
+        return self.batch_bytes + self.trace.unsharded
 
     @property
     def strategy(self) -> str:

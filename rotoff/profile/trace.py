@@ -6,7 +6,7 @@ A position counts operations and saved tensors, in the order of the forward. Sta
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -96,8 +96,10 @@ class Event:
 @dataclass(frozen=True)
 class Trace:
     """One step. end: the position after its forward. beside: bytes that it holds beside its contents; states: those of
-    them that only what is made again needs: generators' states, numbers, and copies of what is overwritten. calls: of
-    each module, the number of operations and the position at the begin and at the end of each of its calls."""
+    them that only what is made again needs: generators' states, numbers, and copies of what is overwritten; unsharded:
+    those that FSDP2 has gathered for all steps that are under way. passing: what it lets go of when the forward has
+    ended. calls: of each module, the number of operations and the position at the begin and at the end of each of its
+    calls."""
 
     made: tuple[Made, ...]
     ran: tuple[Ran, ...]
@@ -105,6 +107,8 @@ class Trace:
     backward: tuple[Event, ...]
     beside: int
     states: int
+    unsharded: int
+    passing: int
     end: int
     calls: Mapping[str, Several[tuple[int, int, int, int]]]
 
@@ -190,7 +194,8 @@ def trace_of(step: RecordedStep) -> Trace:
     states.append(max(states, default=0))  # one is put back while an operation runs again
     numbers = sum(map(_numbers, step.operations)) if step.device.type == "cpu" else 0
     again = sum(states) + numbers
-    beside = _beside(step, stays) + again - sum(states[:-1])
+    beside, unsharded, passing = _beside(step, stays)
+    beside += again - sum(states[:-1])
     again += sum(rounded(nbytes, block) for nbytes in step.copies)
     return Trace(
         made,
@@ -199,6 +204,8 @@ def trace_of(step: RecordedStep) -> Trace:
         tuple(_backward(step, number)),
         beside,
         again,
+        unsharded,
+        passing,
         step.position,
         step.calls,
     )
@@ -222,7 +229,7 @@ def number_bytes(number: Number) -> int:
     return 16 if isinstance(number, complex) else 8
 
 
-def _peaks(step: RecordedStep, many: int, stays: Collection[int]) -> list[tuple[int, int]]:
+def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, int]]:
     """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then but
     for what `stays`: threads, as those of gloo, hold it for a moment longer than FSDP does. And the bytes of that."""
     peaks, level, begins = [(0, 0)] * many, 0, dict[str, int]()
@@ -250,6 +257,7 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     # by address, what autograd has of the segments that the backward has come to
     owner: dict[int, tuple[Content, int]] = {}
     waiting = {ptr: number[c] for ptr, c in step.handed_at.items() if c in number and c not in step.returned}
+    unsharded = {address for address, _ in step.gathered.at_end}
     seconds = iter(step.waits)
     in_own = False
     start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
@@ -274,6 +282,9 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
                 events.append(Event(event.size))
         elif event.size < 0 and event.ptr in waiting:
             events.append(Event(gone=waiting.pop(event.ptr)))
+        elif event.size < 0 and event.ptr in unsharded:
+            unsharded.discard(event.ptr)
+            events.append(Event(event.size))
         elif event.size < 0 and event.ptr in live:
             events.append(Event(-events[live.pop(event.ptr)].size))
         elif event.size < 0 and event.ptr in owner:
@@ -282,12 +293,17 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     return events
 
 
-def _beside(step: RecordedStep, stays: Collection[int]) -> int:
+def _beside(step: RecordedStep, stays: set[int]) -> tuple[int, int, int]:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
-    wraps, copies of what is overwritten, what the tape does not see, what FSDP has gathered that `stays`."""
-    there = _there_at(step, LOSS)
-    beside = (n for n, within in there if OWN not in within and (GATHERED not in within or n in stays))
-    return sum(step.log[n].size for n in beside if step.log[n].ptr not in step.handed_at)
+    wraps, copies of what is overwritten, what the tape does not see, what FSDP has gathered that `stays`. And the bytes
+    of that, and of what it has gathered beside that when the forward ends."""
+    there = [(n, within) for n, within in _there_at(step, LOSS) if step.log[n].ptr not in step.handed_at]
+    gathered = {n for n, within in there if GATHERED in within}
+    others = {n for n, within in there if OWN not in within} - gathered
+    beside, unsharded, passing = (
+        sum(step.log[n].size for n in several) for several in (others, gathered & stays, gathered - stays)
+    )
+    return beside + unsharded, unsharded, passing
 
 
 def _there_at(step: RecordedStep, *moments: str) -> list[tuple[int, set[str]]]:

@@ -39,12 +39,14 @@ class Gathered(NamedTuple):
     """What FSDP2 holds gathered when the forward of a model begins, as the root's own parameters.
 
     parameters: ids of those that it has put in the place of shards. stays: what they take. resharded: the same of
-    modules that it empties when their forward ends. passing: of what it lets go when it gathers the next ones.
+    modules that it empties when their forward ends; at_end: of those that it empties when the backward ends. passing:
+    of what it lets go when it gathers the next ones.
     """
 
     parameters: frozenset[int] = frozenset()
     stays: Blocks = frozenset()
     resharded: Blocks = frozenset()
+    at_end: Blocks = frozenset()
     passing: Blocks = frozenset()
 
 
@@ -57,12 +59,11 @@ def gathered(root: nn.Module) -> Gathered:
                 blocks = _blocks_of(t for own in group.fsdp_params for t in _gathered_tensors(own))
                 copied = group.comm_ctx.all_gather_state
                 output = [] if copied is None else [copied.all_gather_result.all_gather_output]
-                found = Gathered(
-                    found.parameters | {id(_gathered(own)) for own in group.fsdp_params},
-                    found.stays | (frozenset() if group._reshard_after_forward else blocks),
-                    found.resharded | (blocks if group._reshard_after_forward else frozenset()),
-                    found.passing | _blocks_of(output),
-                )
+                early, late = group._reshard_after_forward, group.reshard_after_backward
+                leaves = "resharded" if early else "at_end" if late else "stays"
+                parameters = found.parameters | {id(_gathered(own)) for own in group.fsdp_params}
+                found = found._replace(parameters=parameters, passing=found.passing | _blocks_of(output))
+                found = found._replace(**{leaves: getattr(found, leaves) | blocks})
     except AttributeError as error:
         logger.warning(
             "rotoff: torch %s keeps what FSDP2 has gathered where rotoff does not find it (%s), so no limit counts what"

@@ -175,11 +175,12 @@ class _Sharing:
     def _needed(self, plans: dict[int, Any]) -> int:
         """The most bytes that these plans hold together at any time of the schedule."""
         rest = {s: plan.resting for s, plan in plans.items()}
-        active = {s: plan.peak - (plan.execution.in_flight - 1) * rest[s] for s, plan in plans.items()}
+        shared = {s: plan.profile.trace.unsharded for s, plan in plans.items()}
+        active = {s: plan.peak - (plan.execution.in_flight - 1) * rest[s] - shared[s] for s, plan in plans.items()}
         held = sent = most = 0
         for task in self._order:
             held -= rest[task.stage] if task.backward else 0
-            most = max(most, held + sent + active[task.stage])
+            most = max(most, held + sent + active[task.stage] + sum(shared.values()))
             held += 0 if task.backward else rest[task.stage]
             if task.backward:
                 chain = plans[task.stage].chain

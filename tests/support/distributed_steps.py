@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,11 +23,12 @@ from rotoff.core.sequence import OpKind
 SHARDED: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "root_alone": {},
+    "root_alone_small": {},
     "root": {},
     "root_resharded": {"reshard_after_forward": True},
     "root_unsharded": {"reshard_after_forward": False},
 }
-ROWS = 192
+ROWS = {"root_alone_small": 64}  # 192 unless it says so
 ATTEMPTS = 40  # steps whose bytes are looked at: a thread of gloo may hold what it has gathered for a moment
 
 
@@ -54,7 +56,7 @@ def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable 
     inner: nn.Module = stages
     planned = None
     for stage in stages if kind in SHARDED else ():
-        if kind == "fsdp" or (isinstance(stage, Residual) and kind != "root_alone"):
+        if kind == "fsdp" or (isinstance(stage, Residual) and not kind.startswith("root_alone")):
             fully_shard(stage, **SHARDED[kind])
     if mode is not None:
         inner = planned = rotoff.Checkpointable(stages, process_group=True).compute_sequence(1 << 40)
@@ -64,7 +66,7 @@ def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable 
         module = DistributedDataParallel(inner, gradient_as_bucket_view=True)
     if planned is not None and mode is not None:
         buffers = [b.clone() for b in module.buffers()]
-        module(torch.randn(ROWS - 8 * dist.get_rank(), 16)).sum().backward()  # measured within the root's first forward
+        module(batch(kind)).sum().backward()  # measured within the root's first forward
         module.zero_grad()
         for buffer, old in zip(module.buffers(), buffers, strict=True):
             buffer.copy_(old)
@@ -75,6 +77,11 @@ def wrap(kind: str, mode: str | None) -> tuple[nn.Module, rotoff.Checkpointable 
     return module, planned
 
 
+def batch(kind: str) -> torch.Tensor:
+    """Of another size in each process."""
+    return torch.randn(ROWS.get(kind, 192) - 8 * dist.get_rank(), 16)
+
+
 def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
@@ -83,12 +90,12 @@ def works(planned: rotoff.Checkpointable) -> bool:
     return any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
 
 
-def train(module: nn.Module) -> list[torch.Tensor]:
+def train(module: nn.Module, kind: str) -> list[torch.Tensor]:
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     seen = []
-    for most in (ROWS, ROWS, 24, ROWS):
-        x = torch.randn(most - 8 * dist.get_rank(), 16)  # batches of other sizes in each process
+    for n in range(4):
+        x = batch(kind) if n != 2 else torch.randn(24 - 8 * dist.get_rank(), 16)
         optimizer.zero_grad()
         if isinstance(module, DistributedDataParallel):
             with module.no_sync():  # a micro-batch whose gradients are only added up
@@ -100,26 +107,40 @@ def train(module: nn.Module) -> list[torch.Tensor]:
     return [*seen, torch.get_rng_state()]
 
 
-def step(module: nn.Module, x: torch.Tensor) -> None:
-    module(x).square().mean().backward()
+def step(module: nn.Module, *micro_batches: torch.Tensor) -> None:
+    for loss in [module(x).square().mean() for x in micro_batches]:
+        loss.backward()
+
+
+def peaks(planned: rotoff.Checkpointable, run: Callable[[], None]) -> tuple[bool, bool, object]:
+    """Whether the predicted peak is at least the measured one of each process and at most the limit, and whether it is
+    at most 5 % above; with the figures."""
+    found, told, within, close = list[int](), planned.get_expected_memory(), False, False
+    while not (within and close) and len(found) < ATTEMPTS:  # threads of gloo hold tensors for a moment, or do not
+        found.append(peak_bytes(run))
+        within = all(everyone(min(found) <= told <= (planned.mem_limit or 0)))
+        # one plan covers the largest of all processes
+        close = told <= max(everyone(max((one for one in found if one <= told), default=0))) * 1.05
+    return within, close, everyone((told, planned.mem_limit, *found))
 
 
 def main(kind: str) -> None:
-    expected = train(wrap(kind, None)[0])
+    expected = train(wrap(kind, None)[0], kind)
     for mode in ("joint", "remat", "offload"):
         module, planned = wrap(kind, mode)
-        got = train(module)
+        got = train(module, kind)
         assert planned is not None
         equal = len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-        x = torch.randn(ROWS - 8 * dist.get_rank(), 16)
-        peaks, told, within, close = list[int](), planned.get_expected_memory(), False, False
-        while not (within and close) and len(peaks) < ATTEMPTS:  # threads of gloo hold tensors for a moment, or do not
-            peaks.append(peak_bytes(partial(step, module, x)))
-            within = all(everyone(min(peaks) <= told <= (planned.mem_limit or 0)))
-            # one plan covers the largest of all processes
-            close = told <= max(everyone(max((one for one in peaks if one <= told), default=0))) * 1.05
+        x = batch(kind)
+        within, close, figures = peaks(planned, partial(step, module, x))
         same = len(set(everyone(f"{planned.sequence}\n{planned.mem_limit}"))) == 1
         by_first(f"{mode}: equal={equal} same_plan={same} works={works(planned)} within={within} close={close}")
-        figures = everyone((told, planned.mem_limit, *peaks))
         by_first(f"{figures}")
+        if kind == "root_unsharded" and mode == "joint":
+            many = (planned.min_mem_limit(mode, in_flight=2) + planned.keep_all_memory) // 2
+            planned.compute_sequence(many, mode=mode, in_flight=2)
+            step(module, x, x.clone())
+            within, close, figures = peaks(planned, partial(step, module, x, x.clone()))
+            by_first(f"two in flight: within={within} close={close}")
+            by_first(f"{figures}")
         planned.close()
