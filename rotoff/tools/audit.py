@@ -21,13 +21,13 @@ from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
 from .foreign_settings import ForeignSettings, read_foreign
-from .planned_steps import MARGIN, PlannedStep, PlannedSteps, steps_table
+from .planned_steps import MARGIN, PLAIN, PlannedStep, PlannedSteps, steps_table
 from .question import HOST_BANDWIDTH, Question, batch_of
 
 
 @dataclass(frozen=True)
 class Audit:
-    """The answer of `audit`; prints as a table.
+    """The answer of `audit`; prints as a table, with a row of plain PyTorch, which neither recomputes nor moves.
 
     read: the settings. now: the step that they make. possible: the plan in the bytes of `now`. notes: what the figures
     do not count, as sentences.
@@ -54,6 +54,7 @@ class Audit:
             "kind": self.read.kind,
             **{name: {key: str(value) for key, value in keys.items()} for name, keys in said.items()},
             "now": asdict(self.now),
+            "plain": asdict(self.possible[PLAIN]),
             "best": asdict(self.best),
             "bound_time": self.possible.bound_time,
             "notes": list(self.notes),
@@ -68,7 +69,9 @@ class Audit:
         else:
             less = percent(best.step_time / now.step_time - 1)
             says += f"; {best.name} takes {best.step_time:.4g} s in the same bytes ({less})"
-        rows = [replace(now, name=f"now: {now.name}"), *(row for row in self.possible if row.setting)]
+        plain = self.possible[PLAIN]
+        rows = [replace(now, name=f"now: {now.name}"), *([plain] if now.name != PLAIN else [])]
+        rows += [row for row in self.possible if row.setting]
         lines = [says, *self.notes, *self.possible.notes, "", *steps_table(self.possible, rows)]
         if best.setting:
             lines += ["", best.to_paste]

@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..errors import OptionError
+from torch import nn
+
+from ..core.sizes import is_auto, parse_bytes, parse_share
+from ..errors import LimitError, OptionError
 from ..io.files import load_settings
-from ..planning.request import check_limits
+from ..planning.options import Options, check_flag
+from ..planning.request import check_limits, check_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class RotoffConfig:
         cache_directory: not used, as in `Checkpointable`.
         options: further arguments of `rotoff.solve`, such as ``{"refine": 2}``.
 
-    `attach` refuses bad values.
+    `attach` refuses bad values, and so do `from_dict` and `load`.
     """
 
     mem_limit: int | str | None = None
@@ -52,7 +56,8 @@ class RotoffConfig:
         """The configuration that a dict describes.
 
         Raises:
-            OptionError: for anything but a dict, and for unknown fields.
+            OptionError: for anything but a dict, unknown fields, and values that no model can have. LimitError: for a
+                limit that is none, and for two.
         """
         known = [one.name for one in fields(cls)]
         if not isinstance(data, Mapping):
@@ -61,20 +66,23 @@ class RotoffConfig:
             raise OptionError(f"the configuration names {', '.join(unknown)}; known names are {', '.join(known)}")
         if not isinstance(data.get("options", {}), Mapping):
             raise OptionError(f"options is {data['options']!r}; give names and values, such as refine: 2")
-        return cls(**data)
+        made = cls(**data)
+        _check(made)
+        return made
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RotoffConfig:
         """Read a YAML, TOML or JSON file. The settings may be the whole file, or its part ``rotoff:``.
 
         Raises:
-            OptionError: if the file is none of these, or has unknown fields. OSError: if it cannot be read.
+            OptionError: if the file is none of these; else as for `from_dict`, with the file's name. OSError: if it
+                cannot be read.
         """
         data = load_settings(path)
         try:
             return cls.from_dict(data["rotoff"] if isinstance(data, Mapping) and "rotoff" in data else data)
-        except OptionError as error:
-            raise OptionError(f"{path}: {error}") from error
+        except (LimitError, OptionError) as error:
+            raise type(error)(f"{path}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """The fields that differ from the defaults; `from_dict` is the reverse."""
@@ -85,6 +93,22 @@ class RotoffConfig:
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments for `rotoff.attach`."""
         return read_settings(self, {})
+
+
+def _check(said: RotoffConfig) -> None:
+    """Raise LimitError or OptionError for a value that no model can have; modules and devices are looked for when a
+    model is attached."""
+    given = said.arguments()
+    check_limits(given["mem_limit"], said.device_limit, policy=said.policy, in_flight=said.in_flight)
+    if said.device_limit is not None:
+        parse_bytes(said.device_limit, "device_limit")
+    elif not is_auto(given["mem_limit"]) and parse_share(given["mem_limit"]) is None:
+        parse_bytes(given["mem_limit"])
+    beside = {*(one.name for one in fields(said))} - {"host_limit", "updates"}
+    solving = {name: value for name, value in given.items() if name not in beside}
+    check_options(said.mode, said.mem_slots, said.policy, solving)
+    check_flag("check", said.check)
+    Options(None, said.backward_from, said.forms, said.host_directory).check(nn.Module())
 
 
 def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str, Any]) -> dict[str, Any]:

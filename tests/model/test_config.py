@@ -116,22 +116,32 @@ def test_a_file_that_is_none_says_so(said: str, sentence: str, tmp_path: Path) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("said", "sentence"),
-    [
-        ({"mem_limit": "6 GiBi"}, "unknown unit"),
-        ({"mem_limit": "1 GiB", "device_limit": "2 GiB"}, "give one of them"),
-        ({"mem_slots": "many"}, "mem_slots is 'many'; give a whole number"),
-        ({"in_flight": 0}, "in_flight is 0"),
-        ({"device_limit": "1 GiB", "updates": "never"}, "updates is 'never'; give 'during' or 'after'"),
-        ({"stages": [1, 2]}, "stages names 1, which is no module"),
-        ({"device_limit": "1 GiB", "policy": "vdnn"}, "policy is 'vdnn'; with a device_limit give a mode alone"),
-        ({"host_directory": 5}, "host_directory is 5; give the path of a directory"),
-        ({"backward_from": b"loss"}, "backward_from is b'loss'; give the key"),
-        ({"check": "maybe"}, "check is 'maybe'; give true or false"),
-        ({"options": {"modee": "remat"}}, "modee is not an option; .*; did you mean mode"),
-    ],
-)
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"mem_limit": "6 GiBi"}, "unknown unit"),
+    ({"mem_limit": "1 GiB", "device_limit": "2 GiB"}, "give one of them"),
+    ({"mem_slots": "many"}, "mem_slots is 'many'; give a whole number"),
+    ({"in_flight": 0}, "in_flight is 0"),
+    ({"device_limit": "1 GiB", "updates": "never"}, "updates is 'never'; give 'during' or 'after'"),
+    ({"device_limit": "1 GiB", "policy": "vdnn"}, "policy is 'vdnn'; with a device_limit give a mode alone"),
+    ({"host_directory": 5}, "host_directory is 5; give the path of a directory"),
+    ({"check": "maybe"}, "check is 'maybe'; give true or false"),
+    ({"options": {"modee": "remat"}}, "modee is not an option; .*; did you mean mode"),
+    ({"stages": [1, 2]}, "stages names 1, which is no module"),
+    ({"backward_from": b"loss"}, "backward_from is b'loss'; give the key"),
+]
+
+
+@pytest.mark.parametrize(("said", "sentence"), BAD[:-2])  # of the others, only a model or Python can tell
+def test_a_bad_value_of_a_file_is_refused_with_the_name_of_the_file(
+    said: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(said))
+    with pytest.raises((LimitError, OptionError), match=rf"train\.json: .*{sentence}"):
+        RotoffConfig.load(path)
+
+
+@pytest.mark.parametrize(("said", "sentence"), BAD)
 def test_a_bad_value_is_refused_where_the_model_is_attached(said: dict[str, Any], sentence: str) -> None:
     model = net()
     with pytest.raises((LimitError, OptionError), match=sentence):

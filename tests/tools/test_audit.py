@@ -84,6 +84,13 @@ def test_a_plan_in_the_same_bytes_is_faster_and_above_the_bound() -> None:
     assert (row.peak_bytes, row.step_time) == (found.now.peak_bytes, found.now.step_time)
     assert "the settings have a batch of 4, the sample has 4096" in str(found)
     assert f"to paste: {found.best.setting}" in str(found)
+    plain, said = found.possible["plain PyTorch"], found.to_dict()
+    assert [line.split("  ")[0] for line in str(found).splitlines() if line.startswith(("now: ", "plain"))] == [
+        "now: checkpoint every block",
+        "plain PyTorch",
+    ]
+    assert (said["plain"]["peak_bytes"], said["plain"]["fits"]) == (plain.peak_bytes, False)
+    assert plain.step_time < found.now.step_time and plain.peak_bytes > found.now.peak_bytes
 
 
 def test_what_keeps_everything_leaves_nothing_to_gain() -> None:
