@@ -128,10 +128,8 @@ def _read(said: Any, trace: Trace, keep_all_time: float) -> tuple[Figures, list[
             return None
         limit, memory = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
         limit = None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED))
-        known = {"host_bytes": trace.host_peak_bytes, **said}  # which files of older versions do not have
-        peak, host = (bytes_of(known[name], name, EXPECTED) for name in ("peak_bytes", "host_bytes"))
-        with_batch = said.get("with_batch", False) is True
-        return Figures(limit, peak, host, trace.makespan, keep_all_time, None, with_batch), memory
+        peak, host = (bytes_of(said[name], name, EXPECTED) for name in ("peak_bytes", "host_bytes"))
+        return Figures(limit, peak, host, trace.makespan, keep_all_time, None, said["with_batch"] is True), memory
     except (LookupError, TypeError, ChainError, LimitError):
         return None
 

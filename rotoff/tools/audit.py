@@ -107,11 +107,12 @@ def audit(
         MeasureError: if the model cannot be estimated.
     """
     read, target = read_foreign(settings), find(device)
-    masters = read.master_weights if master_weights is None else master_weights
-    how = optimizer or read.optimizer or "adamw", host_bandwidth, masters
+    said = {"optimizer": "adamw", "master_weights": False, "autocast": None, **read.said}
+    masters = said["master_weights"] if master_weights is None else master_weights
+    how = optimizer or said["optimizer"], host_bandwidth, masters
     question = Question(target, Options(stages, backward_from, forms), "joint", None, *how)
     kind = "cpu" if not is_available(named(0)) else named(0).type
-    within = torch.autocast(kind, getattr(torch, read.autocast)) if read.autocast else nullcontext()
+    within = torch.autocast(kind, getattr(torch, said["autocast"])) if said["autocast"] else nullcontext()
     with without_gc(), Bar("auditing") as bar:
         bar(0.0, "tracing the model")
         with within:
@@ -129,7 +130,7 @@ def _notes(read: ForeignSettings, batch: int | None, optimizer: str | None) -> I
         yield "not understood, and not counted: " + ", ".join(
             f"{key} = {value}" for key, value in read.not_read.items()
         )
-    if read.batch is not None and batch is not None and read.batch != batch:
-        yield f"the settings have a batch of {read.batch}, the sample has {batch}; the figures are for the sample"
-    if optimizer is None and read.optimizer is None:
+    if batch is not None and (of := read.said.get("batch", batch)) != batch:
+        yield f"the settings have a batch of {of}, the sample has {batch}; the figures are for the sample"
+    if optimizer is None and "optimizer" not in read.said:
         yield "the settings name no optimizer that is known; the figures are for adamw"

@@ -4,8 +4,8 @@ torchtitan file. Each reader takes the keys that it knows, and everything else i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import OptionError
@@ -19,29 +19,24 @@ _HOW = "give a Trainer's arguments, FSDP2's policies, or a DeepSpeed (JSON), axo
 class ForeignSettings:
     """What was read.
 
-    kind: whose settings. setting: how a step is made. optimizer, batch, autocast: None if not said. master_weights:
-    whether the tool holds float32 copies of parameters. read: keys that were understood, with their values. not_read:
-    all others.
+    kind: whose settings. said: what it means: fields of `Setting`; optimizer, batch, autocast; master_weights: whether
+    the tool holds float32 copies of parameters. read: keys that were understood, with their values. not_read: all
+    others.
     """
 
     kind: str
-    setting: Setting = field(default_factory=Setting)
-    optimizer: str | None = None
-    batch: int | None = None
-    autocast: str | None = None
-    master_weights: bool = False
+    said: dict[str, Any] = field(default_factory=dict)
     read: dict[str, Any] = field(default_factory=dict)
     not_read: dict[str, Any] = field(default_factory=dict)
 
-    def set(self, said: Mapping[str, Any]) -> None:
-        of_step = {name: value for name, value in said.items() if hasattr(self.setting, name)}
-        self.setting = replace(self.setting, **of_step)
-        vars(self).update({name: value for name, value in said.items() if name not in of_step})
+    @property
+    def setting(self) -> Setting:
+        """How a step is made."""
+        return Setting(**{one.name: self.said[one.name] for one in fields(Setting) if one.name in self.said})
 
 
-# By dotted key: what each known value means; or the name of a number; or NESTED, other settings within.
+# By dotted key: what each known value means; or the name of a number.
 Rules = Mapping[str, Any]
-NESTED = object()
 
 
 def _on(**said: Any) -> dict[Any, dict[str, Any]]:
@@ -52,7 +47,7 @@ def _on(**said: Any) -> dict[Any, dict[str, Any]]:
 _NAMES = {"sgd": "sgd", "adam": "adam", "adamw": "adamw", "adamw_torch": "adamw", "adamw_torch_fused": "adamw"}
 _OPTIMIZER = {name: {"optimizer": known} for name, known in _NAMES.items()}
 _OFFLOADED: dict[Any, dict[str, Any]] = {"none": {}, None: {}}
-_AUTOCAST: Rules = {"bf16": _on(autocast="bfloat16"), "fp16": _on(autocast="float16"), "deepspeed": NESTED}
+_AUTOCAST: Rules = {"bf16": _on(autocast="bfloat16"), "fp16": _on(autocast="float16")}
 _DEEPSPEED: Rules = {
     "zero_optimization.stage": {stage: {} for stage in range(4)},  # shards over devices, of which one is audited
     "zero_optimization.offload_optimizer.device": {**_OFFLOADED, "cpu": {"parameters": UPDATED_ON_HOST}},
@@ -63,6 +58,11 @@ _DEEPSPEED: Rules = {
     "bf16.enabled": _on(master_weights=True),
     "fp16.enabled": _on(master_weights=True),
 }
+_OF_DEVICE = ("zero_optimization", "bf16", "fp16")  # what counts of a DeepSpeed file that other settings name
+_NESTED: Rules = {
+    "deepspeed": {None: {}, "": {}},
+    **{f"deepspeed.{key}": rule for key, rule in _DEEPSPEED.items() if key.startswith(_OF_DEVICE)},
+}
 _TRAINER: Rules = {
     "gradient_checkpointing": _on(activations=CHECKPOINT),
     "gradient_checkpointing_kwargs.use_reentrant": _on(),
@@ -71,6 +71,7 @@ _TRAINER: Rules = {
     "per_device_train_batch_size": "batch",
     "optim": _OPTIMIZER,
     **_AUTOCAST,
+    **_NESTED,
 }
 _AXOLOTL: Rules = {
     "gradient_checkpointing": {**_on(activations=CHECKPOINT), "offload": {"activations": CHECKPOINT_ON_HOST}},
@@ -81,6 +82,7 @@ _AXOLOTL: Rules = {
     "optimizer": _OPTIMIZER,
     "fsdp_config.offload_params": _on(parameters=ON_HOST),
     **_AUTOCAST,
+    **_NESTED,
 }  # fmt: skip
 _TORCHTITAN: Rules = {
     "activation_checkpoint.mode": {"none": {}, "full": {"activations": CHECKPOINT}},
@@ -88,6 +90,7 @@ _TORCHTITAN: Rules = {
     "training.local_batch_size": "batch",
     "optimizer.name": _OPTIMIZER,
 }
+_FSDP2: Rules = {"CPUOffloadPolicy": _on(parameters=ON_HOST), "OffloadPolicy": _on()}
 # by a key that no other tool has
 _KINDS: Mapping[str, tuple[str, Rules]] = {
     "zero_optimization": ("DeepSpeed", _DEEPSPEED),
@@ -124,48 +127,36 @@ def read_foreign(given: Any) -> ForeignSettings:
             f"the settings name {', '.join(map(str, given)) or 'nothing'}, which no known tool reads; {_HOW}"
         )
     policies = list(given) if isinstance(given, Iterable) else [given]
-    names = [type(one).__name__ for one in policies]
-    if not policies or not all(name.endswith("Policy") for name in names):
+    by_name = {type(one).__name__: True for one in policies}
+    if not policies or not all(name.endswith("Policy") for name in by_name):
         raise OptionError(f"settings is {given!r}; {_HOW}")
-    found = ForeignSettings("FSDP2")
-    for name, one in zip(names, policies, strict=True):
-        if name == "CPUOffloadPolicy":
-            found.set({"parameters": ON_HOST})
-        (found.read if name in ("CPUOffloadPolicy", "OffloadPolicy") else found.not_read)[name] = one
-    return found
+    return _by("FSDP2", _FSDP2, by_name)
 
 
 def _by(kind: str, rules: Rules, given: Mapping[str, Any]) -> ForeignSettings:
-    found, said = ForeignSettings(kind), dict(_flat(given, rules))
-    for key in sorted(said, key=lambda key: [*rules, key].index(key)):  # in the rules' order
+    if isinstance(nested := given.get("deepspeed"), (str, os.PathLike)) and nested:
+        given = {**given, "deepspeed": load_settings(nested)}
+    found, flat = ForeignSettings(kind), dict(_flat(given))
+    for key in sorted(flat, key=lambda key: [*rules, key].index(key)):  # in the rules' order
         idle = "gradient_checkpointing_kwargs" in key and not given.get("gradient_checkpointing")
-        understood = key in rules and not idle and _understood(found, rules[key], said[key])
-        (found.read if understood else found.not_read)[key] = said[key]
+        meaning = None if idle or key not in rules else _meaning(rules[key], flat[key])
+        found.said |= meaning or {}
+        (found.not_read if meaning is None else found.read)[key] = flat[key]
     return found
 
 
-def _understood(found: ForeignSettings, rule: Any, value: Any) -> bool:
-    if rule is NESTED and value not in (None, "", []):
-        inner = read_foreign(value)
-        found.set({"parameters": inner.setting.parameters, "master_weights": inner.master_weights})
-        found.not_read |= {f"{inner.kind}: {key}": said for key, said in inner.not_read.items()}
-    elif isinstance(rule, str):  # a number
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            return False
-        found.set({rule: value})
-    elif rule is not NESTED:
-        value = getattr(value, "value", value)  # of an enumeration
-        value = value.lower() if isinstance(value, str) else value
-        if isinstance(value, (list, dict)) or value not in rule:
-            return False
-        found.set(rule[value])
-    return True
+def _meaning(rule: Any, value: Any) -> dict[str, Any] | None:
+    """What a value means; None if it is not understood."""
+    if isinstance(rule, str):
+        return {rule: value} if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+    value = getattr(value, "value", value)  # of an enumeration
+    value = value.lower() if isinstance(value, str) else value
+    return rule.get(value) if isinstance(value, Hashable) else None
 
 
-def _flat(given: Mapping[str, Any], rules: Rules, before: str = "") -> Iterable[tuple[str, Any]]:
+def _flat(given: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, Any]]:
     for name, value in given.items():
-        key = f"{before}{name}"
-        if isinstance(value, Mapping) and key not in rules:
-            yield from _flat(value, rules, f"{key}.")
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{name}.")
         else:
-            yield key, value
+            yield f"{before}{name}", value

@@ -55,13 +55,19 @@ class Largest:
 
 
 class _Answer(NamedTuple):
-    """About a size. margins: bytes and, if a step time was given, seconds that are left. why: makes the sentence that
-    says why it does not work. proven: whether no plan can make it work."""
+    """About a size. margins: bytes and, if a step time was given, seconds that are left. planned: makes the plan."""
 
     margins: dict[str, float]
     planned: Callable[[], PlannedSteps]
-    why: Callable[[], str] = str
-    proven: bool = True
+
+    def refusal(self, step_time: float | None) -> tuple[str, bool]:
+        """Why the size does not work, and whether no plan can make it work."""
+        found = self.planned()
+        if step_time is None or found.best is None or found.bound_time is None:
+            return found.verdict, True
+        best, bound = found.best.step_time, found.bound_time
+        why = f"the best plan found takes {best:.4g} s a step, and no plan takes less than {bound:.4g} s"
+        return why, bound > step_time
 
 
 def _answer(question: Question, built: Any, n: int, step_time: float | None) -> _Answer:
@@ -75,15 +81,11 @@ def _answer(question: Question, built: Any, n: int, step_time: float | None) -> 
     planned = cache(partial(question.answer, model, profile))
     least, room = question.least_bytes(profile)
     margins: dict[str, float] = {"bytes": room - least}
-    if margins["bytes"] < 0:
-        return _Answer(margins, planned, lambda: planned().verdict)
-    if step_time is None:
-        return _Answer(margins, planned)
-    found = planned()
-    assert found.best is not None and found.bound_time is not None
-    best, bound = found.best.step_time, found.bound_time
-    why = f"the best plan found takes {best:.4g} s a step, and no plan takes less than {bound:.4g} s"
-    return _Answer({**margins, "seconds": step_time - best}, planned, lambda: why, bound > step_time)
+    if least <= room and step_time is not None:
+        found = planned().best
+        assert found is not None
+        margins["seconds"] = step_time - found.step_time
+    return _Answer(margins, planned)
 
 
 def largest(
@@ -135,12 +137,13 @@ def largest(
 
         tried = {n: works(margins) for n, margins in sorted(searched(ask, most // step).items())}
     low = max((n for n, enough in tried.items() if enough), default=0)
-    refused = answers.get(low + 1)
+    refused = low + 1 if low + 1 in answers else None
+    binds, proven = ("", True) if refused is None else answers[refused].refusal(step_time)
     return Largest(
         size=low * step,
-        refused=None if refused is None else (low + 1) * step,
-        proven=refused is None or refused.proven,
-        binds="" if refused is None else refused.why(),
+        refused=refused and refused * step,
+        proven=proven,
+        binds=binds,
         planned=answers[low].planned() if low else None,
         tried={n * step: enough for n, enough in tried.items()},
     )
@@ -149,22 +152,17 @@ def largest(
 def _check_sizes(build: Any, step: int, most: int) -> None:
     whole_number(step, "step")
     whole_number(most, "most")
-    check_sized(build, "build")
-    if most < step:
-        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
-
-
-def check_sized(build: Callable[..., Any], name: str) -> None:
-    """Raise OptionError if `build`, called `name` in the error, cannot be called with a size."""
     if not callable(build) or isinstance(build, nn.Module):
-        raise OptionError(f"{name} is a {type(build).__name__}; give a function of a size that returns (model, sample)")
+        raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
     try:
         inspect.signature(build).bind(1)
     except TypeError as error:
         raise OptionError(
-            f"{name} cannot be called with a size ({error}); give a function such as build(n) that returns"
+            f"build cannot be called with a size ({error}); give a function such as build(n) that returns"
             " (model, sample)"
         ) from None
+    if most < step:
+        raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
 
 
 def _check_step_time(step_time: float | None) -> None:

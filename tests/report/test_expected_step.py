@@ -109,7 +109,7 @@ def test_what_is_expected_goes_with_the_plan_to_its_file_and_not_to_other_plans(
 
 
 BAD: list[Any] = ["x", [], {}, -1, math.nan, 10**400, "1 GiB", [None]]
-FIELDS = ("mem_limit", "peak_bytes", "memory")  # and host_bytes, which files of older versions do not have
+FIELDS = ("mem_limit", "peak_bytes", "host_bytes", "memory")
 
 
 def test_damaged_figures_are_as_none(
@@ -120,8 +120,8 @@ def test_damaged_figures_are_as_none(
     chain, plan = model.chain, model.sequence
     said = plan.meta["expected"]
     damaged = [*BAD, {"machine": said["machine"]}, {**said, "machine": {}}, {**said, "memory": [*said["memory"], 1]}]
-    damaged += [{**said, name: one} for name in (*FIELDS, "host_bytes") for one in BAD]
-    damaged += [{k: v for k, v in said.items() if k != name} for name in FIELDS]
+    damaged += [{**said, name: one} for name in FIELDS for one in BAD]
+    damaged += [{k: v for k, v in said.items() if k != name} for name in (*FIELDS, "with_batch")]
     damaged += [{**said, "memory": [one, *said["memory"][1:]]} for one in BAD]
     files = [str(tmp_path / name) for name in ("chain.json", "plan.json")]
     chain.save(files[0])
