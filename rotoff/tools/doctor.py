@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from ..accelerator import described, finish, is_accelerator, memory_of, peaks
 from ..checkpointable import Checkpointable
+from ..core.figures import Figures
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError
 from ..profile.allocations import logged, peak_of
@@ -90,7 +91,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON, in the format of docs/command-line.md."""
         said = {"rotoff": __version__, "device": self.device, "verdict": self.verdict}
-        return {"format": "rotoff.doctor", "version": 2, **said, "checks": [asdict(one) for one in self.findings]}
+        return {"format": "rotoff.doctor", "version": 3, **said, "checks": [asdict(one) for one in self.findings]}
 
 
 def judged(figures: dict[str, Any], said: str, *rules: tuple[object, str, str]) -> Finding:
@@ -105,28 +106,31 @@ def judged(figures: dict[str, Any], said: str, *rules: tuple[object, str, str]) 
 def examine(device: torch.device) -> Iterator[Report]:
     """Run all checks on `device`, and yield the report after each. An exception in one becomes its finding, and the
     others still run."""
-    report, small = Report(str(device)), SmallModel(device)
-    with small:
-        for check in CHECKS:
-            start = time.perf_counter()
-            try:
-                with bytes_by_default():
-                    finding = check(small)
-            except Exception as error:
-                said = f"{type(error).__name__}: {error}".splitlines()[0][:500]
-                trace = traceback.format_exc()[-6000:]
-                finding = Finding(FAILED, f"{said}; if that names no cure, send the file", error=trace)
-            name = check.__name__.replace("_", " ")
-            report.findings.append(replace(finding, check=name, seconds=time.perf_counter() - start))
-            yield report
+    report, threads = Report(str(device)), torch.get_num_threads()
+    for check in CHECKS:
+        start = time.perf_counter()
+        if not is_accelerator(device):  # a core for the thread that copies
+            torch.set_num_threads(min(threads, max(1, cores() - 1)))
+        try:
+            with bytes_by_default():
+                finding = check(device)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}".splitlines()[0][:500]
+            trace = traceback.format_exc()[-6000:]
+            finding = Finding(FAILED, f"{said}; if that names no cure, send the file", error=trace)
+        finally:
+            torch.set_num_threads(threads)
+        name = check.__name__.replace("_", " ")
+        report.findings.append(replace(finding, check=name, seconds=time.perf_counter() - start))
+        yield report
 
 
 # -- the machine
 
 
-def machine(small: SmallModel) -> Finding:
+def machine(device: torch.device) -> Finding:
     """Versions, and the memory of device and host."""
-    device, room, total = small.device, available_bytes(), meminfo("MemTotal")
+    room, total = available_bytes(), meminfo("MemTotal")
     figures: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     figures |= {"system": platform.platform(), "machine": platform.machine(), "device": processor(), "cores": cores()}
     figures |= {"load": os.getloadavg()[0], "host_total": total, "host_room": room}
@@ -156,29 +160,29 @@ def machine(small: SmallModel) -> Finding:
     )
 
 
-def host(small: SmallModel) -> Finding:
+def host(device: torch.device) -> Finding:
     """Whether plans get host memory (pinned, or a file on a CPU), copies bring back what was sent, and how fast."""
-    gpu, room = is_accelerator(small.device), available_bytes()
+    gpu, room = is_accelerator(device), available_bytes()
     nbytes, copied = (PINNED, COPIED) if gpu else (2 * COPIED_ON_CPU, COPIED_ON_CPU)
     if room is not None:
         nbytes, copied = (max(1 << 20, min(size, room // 4)) for size in (nbytes, copied))
     links = LinkPool()
-    link = links.take(small.device, 0)
+    link = links.take(device, 0)
     try:
         start = time.perf_counter()
         link.reserve(nbytes)
         figures: dict[str, Any] = {"nbytes": nbytes, "reserve": time.perf_counter() - start}
-        sent = torch.arange(1 << 20, device=small.device).to(torch.uint8)
+        sent = torch.arange(1 << 20, device=device).to(torch.uint8)
         back, middle = link.allocate(1 << 20), min(SEGMENT_BYTES, nbytes) - (1 << 19)  # across two segments
         offset = min(middle, nbytes - (1 << 20))
         link.wait(link.copy_in([back], offset, link.copy_out([sent], offset)))
-        figures["same"], figures["registered"] = torch.equal(sent, back), not gpu or _registers(small.device)
+        figures["same"], figures["registered"] = torch.equal(sent, back), not gpu or _registers(device)
         rates = (*measure_bandwidth(link, copied), *both_at_once(link, copied))
     finally:
         links.give_back(link)
         links.close()
     figures |= zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True)
-    return host_found(small.device, figures)
+    return host_found(device, figures)
 
 
 def host_found(device: torch.device, figures: dict[str, Any]) -> Finding:
@@ -228,11 +232,44 @@ def processor() -> str:
 # -- training
 
 
-def planned_steps(small: SmallModel) -> Finding:
+def planned_steps(device: torch.device) -> Finding:
     """Whether planned steps have a plain step's gradients (bit for bit on a CPU, up to rounding on a GPU), keep their
     limit, and take the predicted bytes and seconds, at each of `SHARES`."""
-    repeated, rows = small.repeated, small.steps
-    exact = not is_accelerator(small.device)
+    free = memory_of(device)[0] if is_accelerator(device) else 0
+    model, batch = made(*next(size for least, size in SIZES if free >= least))
+    batch = batch.to(device)
+    for p in model.to(device).parameters():
+        p.grad = torch.zeros_like(p)
+
+    def step(run: nn.Module) -> None:
+        """With the same random numbers each time; gradients accumulate."""
+        torch.manual_seed(SEED)
+        run(batch).backward()
+
+    def gradients(run: nn.Module) -> list[torch.Tensor]:
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        torch._foreach_zero_(found)
+        step(run)
+        return [gradient.clone() for gradient in found]
+
+    step(model)  # so that libraries allocate their workspaces
+    plain, rows = gradients(model), []
+    repeated = difference(gradients(model), plain)
+    with closing(Checkpointable(model).measure(batch)) as planned:
+        least, most = planned.min_mem_limit(), planned.keep_all_memory
+        for share in SHARES:
+            limit = int(least + share * (most - least))
+            planned.compute_sequence(limit)
+            row = {"share": share, "limit": limit, "predicted_bytes": planned.get_expected_memory()}
+            row |= difference(gradients(planned), plain) | _peak(device, partial(step, planned))
+            pair = partial(step, model), partial(step, planned)
+            rows.append(row | _times(device, *pair, planned._figures))
+    return steps_found(device, repeated, rows)
+
+
+def steps_found(device: torch.device, repeated: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Finding:
+    """The finding for the figures of `planned_steps`. repeated: the `difference` of two plain steps."""
+    exact = not is_accelerator(device)
     noisy, wrong = _differs(repeated, ROUNDING, exact), [row for row in rows if _differs(row, ROUNDING, exact)]
     limits = ", ".join(f"{row['share']:.0%}" for row in wrong)
     exceeds = any(row["asked"] > row["limit"] for row in rows)
@@ -257,21 +294,13 @@ def planned_steps(small: SmallModel) -> Finding:
     )
 
 
-def optimizer_steps(small: SmallModel) -> Finding:
+def optimizer_steps(device: torch.device) -> Finding:
     """Whether AdamW steps under a `device_limit`, with updates after the backward and during it, give the parameters of
     plain ones."""
-    plain, own = small.trained(None)
-    rows = [own]
-    for updates in ("after", "during"):
-        found, figures = small.trained(updates)
-        rows.append(figures | difference(found, plain))
-    said = ", ".join(f"{1e3 * row['step']:.0f} of {1e3 * row['predicted']:.0f} ms" for row in rows[1:])
-    bad = any(_differs(row, STEPS * ROUNDING, False) for row in rows[1:])
-    return judged(
-        {"rows": rows},
-        f"parameters of plain steps; measured of predicted: {said}",
-        (bad, FAILED, f"not the same parameters; {WRONG}"),
-    )
+    plain = trained(device, None)
+    rows = [{"updates": updates} | difference(trained(device, updates), plain) for updates in ("after", "during")]
+    bad = any(_differs(row, STEPS * ROUNDING, False) for row in rows)
+    return judged({"rows": rows}, "parameters of plain steps", (bad, FAILED, f"not the same parameters; {WRONG}"))
 
 
 CHECKS = (machine, host, planned_steps, optimizer_steps)
@@ -293,7 +322,6 @@ def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> 
 
 # From so many free bytes of a GPU on: blocks, channels, attention heads, positions and rows of a batch.
 SIZES = ((18 << 30, (8, 1024, 16, 1024, 8)), (4 << 30, (8, 512, 8, 512, 8)), (0, (6, 256, 4, 128, 4)))
-PLACED = (6, 128, 4, 64, 4)  # of steps under a `device_limit`
 
 
 class MeanSquare(nn.Module):
@@ -311,130 +339,56 @@ def made(layers: int, width: int, heads: int, context: int, rows: int) -> tuple[
     return nn.Sequential(next(ends), *blocks, next(ends), MeanSquare()), torch.randn(rows, context, width)
 
 
-class SmallModel:
-    """The transformer on `device`; `model` runs plain steps, `planned` runs planned ones. Within it as a context, a
-    core is left to the thread that copies on a CPU."""
+def _peak(device: torch.device, step: Callable[[], object]) -> dict[str, int]:
+    """Peak bytes of a step above those held before, and on an accelerator the other figures of `peaks`."""
+    if not is_accelerator(device):
+        return {"asked": peak_of(logged(step, device)[1])}
+    gc.collect()
+    return peaks(device, step)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
 
-    def __enter__(self) -> SmallModel:
-        self._threads = torch.get_num_threads()
-        if not is_accelerator(self.device):
-            torch.set_num_threads(min(self._threads, max(1, cores() - 1)))
-        return self
+def _times(
+    device: torch.device, plain: Callable[[], object], planned: Callable[[], object], figures: Figures
+) -> dict[str, float]:
+    """Seconds of planned steps and of alternating plain ones, and the predicted ones."""
+    pairs = []
+    for n in range(1 + PAIRS):
+        order = (plain, planned) if n % 2 else (planned, plain)
+        took = {step: seconds(device, step) for step in order}
+        pairs.append((took[plain], took[planned]))
+    plains, measured = zip(*pairs[1:], strict=True)  # after a warm-up
+    return {
+        "plain": statistics.median(plains),
+        "measured": statistics.median(measured),
+        "predicted": figures.step_time,
+        "measured_ratio": statistics.median(b / a for a, b in pairs[1:]),
+        "predicted_ratio": figures.step_time / figures.keep_all_time,
+    }
 
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._threads)
-        if "planned" in vars(self):
-            self.planned.close()
 
-    @cached_property
-    def _made(self) -> tuple[nn.Sequential, torch.Tensor]:
-        """Of the largest of `SIZES` for which the device has room."""
-        free = memory_of(self.device)[0] if is_accelerator(self.device) else 0
-        model, batch = made(*next(size for least, size in SIZES if free >= least))
-        for p in model.to(self.device).parameters():
-            p.grad = torch.zeros_like(p)
-        return model, batch.to(self.device)
-
-    @property
-    def model(self) -> nn.Sequential:
-        return self._made[0]
-
-    @cached_property
-    def planned(self) -> Checkpointable:
-        """The measured model."""
-        self.step(self.model)  # so that libraries allocate their workspaces
-        return Checkpointable(self.model).measure(self._made[1])
-
-    @cached_property
-    def repeated(self) -> dict[str, Any]:
-        """The difference between the gradients of two plain steps."""
-        return difference(self.gradients(self.model), self._plain)
-
-    @cached_property
-    def _plain(self) -> list[torch.Tensor]:
-        return self.gradients(self.model)
-
-    @cached_property
-    def steps(self) -> list[dict[str, Any]]:
-        """Planned steps at each of `SHARES`, with the `difference` of their gradients from a plain step's, their peak
-        bytes and their times, beside the predicted ones."""
-        rows, planned = [], self.planned
-        least, most = planned.min_mem_limit(), planned.keep_all_memory
-        for share in SHARES:
-            limit = int(least + share * (most - least))
-            planned.compute_sequence(limit)
-            row = {"share": share, "limit": limit, "predicted_bytes": planned.get_expected_memory()}
-            rows.append(row | difference(self.gradients(planned), self._plain) | self._peak() | self._times())
-        return rows
-
-    def _peak(self) -> dict[str, int]:
-        """Peak bytes of one planned step above those held before, and on an accelerator the other figures of
-        `peaks`."""
-        step = partial(self.step, self.planned)
-        if not is_accelerator(self.device):
-            return {"asked": peak_of(logged(step, self.device)[1])}
-        gc.collect()
-        return peaks(self.device, step)
-
-    def _times(self) -> dict[str, float]:
-        """Seconds of planned steps and of alternating plain ones, and the predicted ones."""
-        pairs = []
-        for n in range(1 + PAIRS):
-            order = (self.model, self.planned) if n % 2 else (self.planned, self.model)
-            took = {run: seconds(self.device, partial(self.step, run)) for run in order}
-            pairs.append((took[self.model], took[self.planned]))
-        plain, measured = zip(*pairs[1:], strict=True)  # after a warm-up
-        figures = self.planned._figures
-        return {
-            "plain": statistics.median(plain),
-            "measured": statistics.median(measured),
-            "predicted": figures.step_time,
-            "measured_ratio": statistics.median(b / a for a, b in pairs[1:]),
-            "predicted_ratio": figures.step_time / figures.keep_all_time,
-        }
-
-    def step(self, run: nn.Module) -> None:
-        """Run forward and backward of `run` with the same random numbers each time; gradients accumulate."""
-        torch.manual_seed(SEED)
-        run(self._made[1]).backward()
-
-    def gradients(self, run: nn.Module) -> list[torch.Tensor]:
-        """The gradients of one step."""
-        found = [p.grad for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_zero_(found)
-        self.step(run)
-        return [gradient.clone() for gradient in found]
-
-    def trained(self, updates: str | None) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The parameters of a model of size `PLACED` after three AdamW steps, and figures: `step`, the seconds of the
-        last one, the `limit`, and the `predicted` seconds.
-
-        updates: of a plan under a `device_limit` 1.3 times the smallest; None for plain steps."""
-        (model, batch), figures = made(*PLACED), dict[str, Any](updates=updates)
-        batch = batch.to(self.device)
-        run: Any = model.to(self.device) if updates is None else Checkpointable(model, device=self.device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        if updates is not None:
-            options = {"optimizer": optimizer, "updates": updates, "refine": False}
-            run.measure(batch)
-            try:
-                run.compute_sequence(device_limit=1, **options)
-            except InfeasibleError as error:
-                figures["limit"] = int(1.3 * error.min_mem_limit)
-            run.compute_sequence(device_limit=figures["limit"], **options)
-            figures["predicted"] = run.get_expected_makespan()
-        for n in range(3):
-            torch.manual_seed(n)
-            figures["step"] = seconds(
-                self.device, lambda: (run(batch).backward(), optimizer.step(), optimizer.zero_grad())
-            )
-        found = [p.detach().cpu().clone() for p in model.parameters()]
-        if updates is not None:
-            run.close()
-        return found, figures
+def trained(device: torch.device, updates: str | None) -> list[torch.Tensor]:
+    """The parameters of a model of the smallest of `SIZES` after three AdamW steps. updates: of a plan under a
+    `device_limit` 1.3 times the smallest; None for plain steps."""
+    model, batch = made(*SIZES[-1][1])
+    batch = batch.to(device)
+    run: Any = model.to(device) if updates is None else Checkpointable(model, device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if updates is not None:
+        how = {"optimizer": optimizer, "updates": updates, "refine": False}
+        run.measure(batch)
+        try:
+            run.compute_sequence(device_limit=1, **how)
+        except InfeasibleError as error:
+            run.compute_sequence(device_limit=int(1.3 * error.min_mem_limit), **how)
+    for n in range(3):
+        torch.manual_seed(n)
+        run(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [p.detach().cpu().clone() for p in model.parameters()]
+    if updates is not None:
+        run.close()
+    return found
 
 
 def seconds(device: torch.device, run: Callable[[], object]) -> float:
