@@ -72,21 +72,15 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    """Answer `plan` or `audit`."""
+    from ..tools.audit import audit
     from ..tools.plan import plan
 
     model, args, kwargs = _load(options)
-    found = plan(model, *args, **asked(options), **kwargs)
+    tool: Any = audit if options.command == "audit" else plan
+    found = tool(model, *args, **asked(options), **kwargs)
     answer(options, found.to_dict, found)
-    return 0 if found.fits else 1
-
-
-def _audit(options: argparse.Namespace) -> int:
-    from ..tools.audit import audit
-
-    model, args, kwargs = _load(options)
-    found = audit(model, *args, **asked(options), **kwargs)
-    answer(options, found.to_dict, found)
-    return 0
+    return 0 if getattr(found, "fits", True) else 1
 
 
 def _largest(options: argparse.Namespace) -> int:
@@ -179,7 +173,7 @@ def add_commands(commands: Any) -> None:
     add("--ranks-per-link", type=int, metavar="N", help="that share a link (default: 1)")
     add = add_command(
         commands,
-        _audit,
+        _plan,
         'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
         "say what another tool's settings take, and what is possible in the same bytes",
         _TARGET,

@@ -1,10 +1,14 @@
-"""A question of `rotoff.plan` about a model and a device, and its answer."""
+"""A question of `rotoff.plan` about a model and a device, and its answer.
+
+The time of an update is the bytes that it reads and writes, divided by the bandwidth of the memory where it runs.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +16,7 @@ from torch import nn
 
 from ..checkpointable import Checkpointable
 from ..core.modes import parse_modes
+from ..core.parameters import ParameterGroup
 from ..core.sequence import MODES
 from ..core.sizes import as_size, parse_bytes
 from ..core.steady_step import WHEN
@@ -22,15 +27,26 @@ from ..planning.step_planner import keeping_all, least_limit, least_time, make_p
 from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
+from ..profile.optimizer_probe import OptimizerProbe
+from ..profile.tape_groups import movable_of, parts_of
+from ..runtime.placed.tensor import room_of
 from ..solver.bounds import min_mem_limit
 from ..solver.settings import Setting
+from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .estimate import estimated
 from .mesh import ONE, Mesh, check_positive
 from .planned_steps import MARGIN, PlannedStep, PlannedSteps, usable_bytes
 from .size_search import MOST, largest_within
-from .whole_device import EFFORT, OPTIMIZER_STATES, SLOTS, WholeDevice, attaching, whole_device
+from .whole_device import EFFORT, SLOTS, WholeDevice, attaching
 
+# With states per element of a parameter.
+OPTIMIZERS: dict[str, tuple[Callable[[list[nn.Parameter]], torch.optim.Optimizer], int]] = {
+    "sgd": (partial(torch.optim.SGD, lr=1e-3), 0),
+    "momentum": (partial(torch.optim.SGD, lr=1e-3, momentum=0.9), 1),
+    "adam": (torch.optim.Adam, 2),
+    "adamw": (torch.optim.AdamW, 2),
+}
 HOST_BANDWIDTH = 40e9  # B/s of two channels of DDR5, half of which the link takes
 Noted = Callable[[float, str], None]
 
@@ -53,13 +69,12 @@ class Question:
     ranks: Mesh = ONE
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZER_STATES:
-            raise OptionError(f"optimizer is {self.optimizer!r}; known ones are {', '.join(OPTIMIZER_STATES)}")
+        if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
+            raise OptionError(f"optimizer is {self.optimizer!r}; known ones are {', '.join(OPTIMIZERS)}")
         check_flag("master_weights", self.master_weights)
         check_positive("host_bandwidth", self.host_bandwidth, "give bytes per second above 0")
         limit = None if self.mem_limit is None else parse_bytes(self.mem_limit)
-        read = {"modes": parse_modes(self.modes), "mem_limit": limit}
-        object.__setattr__(self, "device", self.ranks.on(self.device))
+        read = {"modes": parse_modes(self.modes), "mem_limit": limit, "device": self.ranks.on(self.device)}
         for name, value in read.items():
             object.__setattr__(self, name, value)
 
@@ -75,8 +90,46 @@ class Question:
 
     def whole(self, profile: Estimate, growth: Growth | None = None) -> WholeDevice:
         """What training a model of this profile takes on the device."""
-        how = self.optimizer, self.host_bandwidth, self.master_weights
-        return whole_device(profile, self.device, self.usable, *how, growth)
+        every = list(profile.step.model.parameters())
+        trained = [p for p in every if p.requires_grad]
+        make, many = OPTIMIZERS[self.optimizer]
+        probe = OptimizerProbe([make(trained)] if trained else [], torch.device("cpu"), None)
+        rate = self.device.memory_bandwidth * self.device.memory_efficiency
+
+        def masters(parameters: Iterable[nn.Parameter]) -> int:
+            """What copies in float32, and states in float32, take beyond the states that there are."""
+            small = [p for p in parameters if self.master_weights and p.requires_grad and p.element_size() < 4]
+            return sum(4 * (1 + many) * p.numel() - probe.state_bytes(p) for p in small)
+
+        def group(stages: tuple[int, ...], part: list[nn.Parameter]) -> ParameterGroup:
+            nbytes, name = sum(map(room_of, part)), profile.chain.stage(stages[0]).name
+            if not part[0].requires_grad:
+                return ParameterGroup(stages, nbytes, 0, 0, 0.0, None, name=name)
+            states = sum(map(probe.state_bytes, part)) + masters(part)
+            traffic = 3 * nbytes + 2 * states  # what is updated is read and written, gradients are read
+            times = traffic / rate, traffic / self.host_bandwidth
+            return ParameterGroup(stages, nbytes, nbytes, states, *times, probe.update_bytes(part), name=name)
+
+        reads = profile.step.reading
+        _, movable = movable_of(profile.step.model, reads.staying, may=lambda p: p.numel() > 0)
+        whole = sum(room_of(p) for p in movable if id(p) in reads.at)
+        parts = parts_of(movable, reads, profile.chains[0].layout.begins, probe, whole)
+        grouped = {id(p) for _, part in parts for p in part}
+        outside = [p for p in every if id(p) not in grouped]
+        beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in profile.step.model.buffers()}.values())
+        beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
+        beside += masters(outside) + probe.update_bytes(outside) + probe.unplaced_bytes(every)
+        gradients = sum(p.nbytes for p in trained)
+        resident = {
+            "parameters": sum(p.nbytes for p in every),
+            "buffers": profile.meta["buffer_bytes"],
+            "gradients": gradients,
+            f"{self.optimizer} states": many * gradients + masters(trained),
+            "batch": profile.batch_bytes,
+        }
+        groups, later = tuple(group(stages, part) for stages, part in parts), growth and growth.moving
+        calls = profile.collectives
+        return WholeDevice(profile.moving, self.usable, groups, beside, 0.0, later, 0, calls, resident)
 
     def request(self, limit: int, mode: str = "joint") -> Request:
         return Request(limit, mode, SLOTS, {"refine": EFFORT})

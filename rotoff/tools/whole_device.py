@@ -1,20 +1,16 @@
-"""What training takes on a device: the model's chain with its parameters, gradients and states, and rows of steps.
-
-The time of an update is the bytes that it reads and writes, divided by the bandwidth of the memory where it runs.
-"""
+"""What training takes on a device: the model's chain with its parameters, gradients and states, and rows of steps."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..core.chain import Chain
 from ..core.figures import Figures
@@ -26,14 +22,10 @@ from ..core.steady_step import WHEN
 from ..core.trace import Trace
 from ..planning.step_planner import keeping_all
 from ..profile.estimate.collectives import Collectives
-from ..profile.estimate.devices import Device
-from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
-from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.tape_chain import TapeChain
-from ..profile.tape_groups import TapeGroups, movable_of, parts_of
+from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
-from ..runtime.placed.tensor import room_of
 from ..solver.anneal import Budget
 from ..solver.bounds import least_compute, min_mem_limit, steady_bound
 from ..solver.placement import RESIDENT, place
@@ -48,17 +40,9 @@ from ..solver.settings import (
     Setting,
     sequence_of,
 )
-from ..tensors.storage import storage_key
 from .planned_steps import PlannedStep
 from .size_search import largest_within
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-    "sgd": partial(torch.optim.SGD, lr=1e-3),
-    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-}
-OPTIMIZER_STATES = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}  # states per parameter element
 EFFORT = 0.05  # `refine` of solve for estimates, whose times are off by more than a longer search gains
 SLOTS = 50
 _OWN = (*FORWARDS, OpKind.B)  # operations of activations
@@ -93,8 +77,8 @@ class WholeDevice:
 
     def of_step(self, profile: TapeProfile, limit: int, growth: Growth | None) -> WholeDevice:
         """What a step allocates, with all the rest on the device; `limit` is for that."""
-        made = WholeDevice(profile, limit, beside=-profile.batch_bytes, update_time=self.updating, growth=growth)
-        return replace(made, collectives=self.collectives)
+        beside, calls = -profile.batch_bytes, self.collectives
+        return WholeDevice(profile, limit, (), beside, self.updating, growth, collectives=calls)
 
     @cached_property
     def found(self) -> TapeChain:
@@ -248,59 +232,3 @@ def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate
     codes = () if known is None or known.codes is None else (known.codes,)
     found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates, codes), "joint")
     return found if known is None else min(found, known, key=lambda one: one.makespan)
-
-
-# -- of a model
-
-
-def whole_device(
-    profile: Estimate,
-    device: Device,
-    limit: int,
-    optimizer: str,
-    host_bandwidth: float,
-    master_weights: bool = False,
-    growth: Growth | None = None,
-) -> WholeDevice:
-    """What training a model of this profile takes. master_weights: whether parameters in half precision have a copy in
-    float32, and their states are in float32, too."""
-    every = list(profile.step.model.parameters())
-    trained = [p for p in every if p.requires_grad]
-    probe = OptimizerProbe([OPTIMIZERS[optimizer](trained)] if trained else [], torch.device("cpu"), None)
-    rate = device.memory_bandwidth * device.memory_efficiency
-
-    def masters(parameters: Iterable[nn.Parameter]) -> int:
-        """What copies in float32, and states in float32, take beyond the states that there are."""
-        small = [p for p in parameters if master_weights and p.requires_grad and p.element_size() < 4]
-        whole = 4 * (1 + OPTIMIZER_STATES[optimizer])
-        return sum(whole * p.numel() - probe.state_bytes(p) for p in small)
-
-    def group(stages: tuple[int, ...], part: list[nn.Parameter]) -> ParameterGroup:
-        nbytes, name = sum(map(room_of, part)), profile.chain.stage(stages[0]).name
-        if not part[0].requires_grad:
-            return ParameterGroup(stages, nbytes, 0, 0, 0.0, None, name=name)
-        states = sum(map(probe.state_bytes, part)) + masters(part)
-        traffic = 3 * nbytes + 2 * states  # what is updated is read and written, gradients are read
-        times = traffic / rate, traffic / host_bandwidth
-        return ParameterGroup(stages, nbytes, nbytes, states, *times, probe.update_bytes(part), name=name)
-
-    reads = profile.step.reading
-    _, movable = movable_of(profile.step.model, reads.staying, may=lambda p: p.numel() > 0)
-    whole = sum(room_of(p) for p in movable if id(p) in reads.at)
-    parts = parts_of(movable, reads, profile.chains[0].layout.begins, probe, whole)
-    grouped = {id(p) for _, part in parts for p in part}
-    outside = [p for p in every if id(p) not in grouped]
-    beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in profile.step.model.buffers()}.values())
-    beside += sum(p.nbytes * (1 + p.requires_grad) + probe.state_bytes(p) for p in outside)
-    beside += masters(outside) + probe.update_bytes(outside) + probe.unplaced_bytes(every)
-    groups = tuple(group(stages, part) for stages, part in parts)
-    gradients = sum(p.nbytes for p in trained)
-    resident = {
-        "parameters": sum(p.nbytes for p in every),
-        "buffers": profile.meta["buffer_bytes"],
-        "gradients": gradients,
-        f"{optimizer} states": OPTIMIZER_STATES[optimizer] * gradients + masters(trained),
-        "batch": profile.batch_bytes,
-    }
-    made = WholeDevice(profile.moving, limit, groups, beside, growth=growth and growth.moving, resident=resident)
-    return replace(made, collectives=profile.collectives)
