@@ -212,7 +212,9 @@ class WholeDevice:
             if bound is None:  # for both, and hardly differs; with a stage for each of many blocks it takes long
                 own = self.profile.borders_stay
                 bound = least_compute(chain) if own else steady_bound(chain, limit, "during")
-            best = _best(chain, limit, updates, bound, best)
+            budget = replace(Budget.of(EFFORT), bound=bound)
+            found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates), "joint")
+            best = found if best is None else min(best, found, key=lambda one: one.makespan)
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
             sequence = Sequence(best.ops, resident=list(best.resident))
             rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=setting))
@@ -222,13 +224,3 @@ class WholeDevice:
 def attaching(limit: str, options: Mapping[str, Any]) -> str:
     """The call of `rotoff.attach` as text."""
     return f"rotoff.attach(model, {limit}{''.join(f', {name}={value!r}' for name, value in options.items())})"
-
-
-def _best(chain: Chain, limit: int, updates: str, bound: float, known: Candidate | None) -> Candidate:
-    """The best plan found; `known` if that is close to the bound, and else a search starts from it."""
-    budget = replace(Budget.of(EFFORT), bound=bound)
-    if known is not None and known.makespan <= budget.enough(chain):
-        return known
-    codes = () if known is None or known.codes is None else (known.codes,)
-    found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates, codes), "joint")
-    return found if known is None else min(found, known, key=lambda one: one.makespan)
