@@ -38,9 +38,7 @@ def main() -> None:
         cases += [(f"{name} {share:.0%}", chain, int(share * peak)) for share in arguments.shares]
     rows: list[dict[str, object]] = []
     ways: dict[str, Callable[[Chain, int], float]] = {
-        name: lambda chain, limit, name=name: solve(chain, limit, policy=name).meta["makespan"]
-        for name in POLICIES
-        if name != "nonpersistent"  # which is for short chains
+        name: lambda chain, limit, name=name: solve(chain, limit, policy=name).meta["makespan"] for name in POLICIES
     }
     for mode in ("offload", "remat", "joint"):
         ways[f"mode {mode}"] = lambda chain, limit, mode=mode: solve(chain, limit, mode).meta["makespan"]

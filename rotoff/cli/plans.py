@@ -45,10 +45,8 @@ def _solve(options: argparse.Namespace) -> int:
 
 def _sweep(options: argparse.Namespace) -> int:
     chain, search = Chain.load(_path(options.chain)), asked(options)
-    if "all" in search.get("policies", ()):  # that can be asked of every chain: one searches all states
-        search["policies"] = [
-            name for name in (PLACEMENTS if chain.parameters else POLICIES) if name != "nonpersistent"
-        ]
+    if "all" in search.get("policies", ()):
+        search["policies"] = list(PLACEMENTS if chain.parameters else POLICIES)
     with Bar("sweeping") as bar:
         search["progress"] = lambda done, row: bar(done, f"{row.mode} {format_bytes(row.limit)}")
         made = sweep(chain, search.pop("mem_limit", None), **search)

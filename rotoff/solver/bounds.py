@@ -33,8 +33,7 @@ def min_mem_limit(chain: Chain, mode: str = "joint", updates: str = "during") ->
         everything else may be on the host.
     joint: the same with the cheapest operands that can be made, since any value may be made early and wait on the host.
     remat: the smallest peak over recompute trees, in which a saved set may also outlive its input. With large
-        `checkpoint_transient_bytes`, or forms whose transients differ, sequences may exist that fit a few percent less
-        (``policy="nonpersistent"`` finds them on short chains).
+        `checkpoint_transient_bytes`, or forms whose transients differ, sequences may exist that fit a few percent less.
 
     Parameters are on the host, except those that an operation reads or writes. In mode remat they stay on the device,
     so no limit below their sum works. updates: when the device updates groups that the host cannot, "during" the step
@@ -126,36 +125,41 @@ def remat_needs(chain: Chain, updates: str = "during") -> np.ndarray:
 
 
 def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:
-    """The forms and inputs with which every single operation fits `mem_limit`, or None.
+    """The forms and inputs with which every single operation fits `mem_limit`, or None."""
+    least, plan = _on_host(chain, updates, mem_limit)
+    return plan if least <= mem_limit else None
+
+
+def _on_host(chain: Chain, updates: str, enough: int = 0) -> tuple[int, HostPlan]:
+    """The bytes that every single operation fits, as few as can be but at least `enough`, and the forms and inputs.
 
     Each ā_i^k, and a_i if it is used, is made in the forward phase and offloaded; ``B i`` then needs ā_i^k, one form of
     its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether a_i
     can be made). The smallest possible input is always the best one, because needs add up.
     """
-    c, L = arrays(chain), len(chain)
-    room = mem_limit - int(c.out[0])
-    read, trained, update = own_needs(chain, updates)
-    if update > mem_limit:
-        return None
-    # state -> its predecessor; a state is (k, a_i usable)
-    levels: list[dict[tuple[int, bool], tuple[int, bool]]] = [{(0, True): (-1, True)}]
-    for i in range(1, L + 1):
-        level: dict[tuple[int, bool], tuple[int, bool]] = {}
-        for k_before, a_before in levels[i - 1]:
-            entering = _input_bytes(c, i, k_before, a_before)
-            makes_a = i < L and entering + int(c.out[i] + c.ck_transient[i] + read[i]) <= room
+    c, (read, trained, update) = arrays(chain), own_needs(chain, updates)
+    alone = np.maximum(c.M_all + read[:, None], c.M_B + trained[:, None]).tolist()
+    making = (c.out + c.ck_transient + read).tolist()
+    State = tuple[int, bool]
+    # state -> its bytes beside a_0, and the state before it
+    levels: list[dict[State, tuple[int, State]]] = [{(0, True): (max(enough, update) - int(c.out[0]), (0, True))}]
+    for i in range(1, len(chain) + 1):
+        level: dict[State, tuple[int, State]] = {}
+        for before, (need, _) in levels[-1].items():
+            entering = _input_bytes(c, i, *before)
             for k in range(int(c.n_forms[i])):
-                if entering + max(int(c.M_all[i, k] + read[i]), int(c.M_B[i, k] + trained[i])) <= room:
-                    level.setdefault((k, makes_a), (k_before, a_before))
-        if not level:
-            return None
+                most = max(need, entering + alone[i][k])
+                for state, least in (((k, True), max(most, entering + making[i])), ((k, False), most)):
+                    if state not in level or least < level[state][0]:
+                        level[state] = least, before
         levels.append(level)
-    states = [next(iter(levels[L]))]
+    states = [min(levels[-1], key=lambda state: levels[-1][state][0])]
+    least = levels[-1][states[0]][0]
     for level in reversed(levels[1:]):
-        states.append(level[states[-1]])
+        states.append(level[states[-1]][1])
     states.reverse()
     takes_output = [a_usable and bool(i == 0 or c.out[i] <= c.saved[i, k]) for i, (k, a_usable) in enumerate(states)]
-    return HostPlan(tuple(k for k, _ in states), tuple(takes_output))
+    return int(c.out[0]) + least, HostPlan(tuple(k for k, _ in states), tuple(takes_output))
 
 
 def _input_bytes(c: Arrays, i: int, form: int, output_usable: bool) -> int:
@@ -167,21 +171,7 @@ def _input_bytes(c: Arrays, i: int, form: int, output_usable: bool) -> int:
 
 
 def _joint_minimum(chain: Chain, updates: str) -> int:
-    """The smallest limit for which there is a `host_plan`: over the same states, the least of the largest needs."""
-    c, (read, trained, update) = arrays(chain), own_needs(chain, updates)
-    alone = np.maximum(c.M_all + read[:, None], c.M_B + trained[:, None]).tolist()
-    making = (c.out + c.ck_transient + read).tolist()
-    needs = {(0, True): 0}
-    for i in range(1, len(chain) + 1):
-        level = dict[tuple[int, bool], int]()
-        for (k_before, a_before), need in needs.items():
-            entering = _input_bytes(c, i, k_before, a_before)
-            for k in range(int(c.n_forms[i])):
-                most = max(need, entering + alone[i][k])
-                for makes_a, least in ((False, most), (True, max(most, entering + making[i]))):
-                    level[k, makes_a] = min(least, level.get((k, makes_a), least))
-        needs = level
-    least = max(update, int(c.out[0]) + min(needs.values()))
+    least, _ = _on_host(chain, updates)
     return least if chain.parameters else min(least, _remat_minimum(chain))
 
 

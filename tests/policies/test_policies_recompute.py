@@ -1,8 +1,7 @@
-"""The slides' recompute systems: rotor, Revolve, checkpoint_sequential, √L, and the non-persistent optimum; POFO."""
+"""The slides' recompute systems: rotor, Revolve, checkpoint_sequential and √L; POFO."""
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import pytest
@@ -13,7 +12,7 @@ from oracles.exhaustive import Search
 from oracles.recurrences import Recurrences
 from thoroughness import examples
 
-from rotoff import Chain, InfeasibleError, OptionError, Stage, keep_all, simulate, solve
+from rotoff import Chain, OptionError, Stage, keep_all, simulate, solve
 from rotoff.solver.plan_codes import without_forms
 from rotoff.solver.policies.revolve import operations, swept
 from rotoff.solver.remat import Table, solve_slots
@@ -106,29 +105,14 @@ def test_periodic_golden():
 # -- persistent or not
 
 
-@examples(60)
-@given(chains(most=4), st.floats(0.3, 1.0))
-def test_nonpersistent_is_the_machines_optimum_without_moves(chain, part):
-    limit = max(1, int(simulate(chain, keep_all(chain)).peak_bytes * part))
-    optimum = Search(chain, limit, moves=False).optimum()
-    assume(optimum is not None)
-    if optimum == math.inf:
-        with pytest.raises(InfeasibleError):
-            solve(chain, limit, policy="nonpersistent")
-    else:
-        assert solve(chain, limit, policy="nonpersistent").meta["makespan"] == pytest.approx(optimum)
-
-
 def test_what_persistence_costs():
     """a_1 is large and cheap to make again, ā_2 small and dear: a_1 goes while ā_2 stays, which no persistent tree can
     say."""
     sizes = [(1, 4, 4), (4, 1, 1), (2, 1, 1), (1, 2, 4)]
     chain = Chain(tuple(Stage("", u, 1, size, saved, grad_bytes=0) for u, size, saved in sizes), 1.0, 1.0)
-    best = solve(chain, 7, policy="nonpersistent")
-    assert text(best) == "F_ck 1, F_all 2, drop a 1, F_all 3, F_all 4, B 4, B 3, F_all 1, B 2, B 1"
-    assert best.meta["makespan"] == 13
+    best = solve(chain, 7, mode="remat")
+    assert best.meta["makespan"] == Search(chain, 7, moves=False).optimum() == 13
     assert solve(chain, 7, slots=7, policy="rotor").meta["makespan"] == 17
-    assert solve(chain, 7, mode="remat").meta["makespan"] == 13
 
 
 # -- POFO, whose recurrences are those of tests/solver/test_dp.py

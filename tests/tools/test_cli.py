@@ -249,8 +249,8 @@ def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str])
     assert [line.split()[2] for line in text.splitlines()[1:4]] == ["joint", "vdnn", "chen"]
     rotoff.Chain(CHAIN.stages * 8, CHAIN.d2h_bandwidth, CHAIN.h2d_bandwidth, CHAIN.input_bytes).save("long.json")
     text = out(capsys, "sweep", "long.json", "--mem-limit", "60MiB", "--modes", "joint", "--policies", "all", *QUICK)
-    named = {line.split()[2] for line in text.splitlines()[1:-2]}  # all but the one that searches every state
-    assert named == {"joint", *rotoff.solver.policies.POLICIES} - {"nonpersistent"}
+    named = {line.split()[2] for line in text.splitlines()[1:-2]}
+    assert named == {"joint", *rotoff.solver.policies.POLICIES}
     assert "policy is 'fast'" in error(capsys, "sweep", "chain.json", "--policies", "fast")
     assert "a is not an option" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
     said = error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "chen", "--option", "a=1")

@@ -23,7 +23,6 @@ from ...errors import OptionError
 from .autoswap import autoswap
 from .dynprog import dynprog
 from .moving_sets import greedy, tflms, vdnn, vdnn_plus_plus
-from .nonpersistent import nonpersistent
 from .overlap import overlap
 from .placements import block_swap, by_hand, streaming, torchao_offload, zero_offload
 from .pofo import pofo
@@ -45,7 +44,6 @@ POLICIES: Mapping[str, Policy] = {
     "revolve": revolve,
     "periodic": periodic,
     "chen": chen,
-    "nonpersistent": nonpersistent,
     "pofo": pofo,
     "overlap": overlap,
     "superneurons": superneurons,

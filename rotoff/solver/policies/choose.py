@@ -48,23 +48,23 @@ def within(
     least: int = 0,
     fits: Callable[[int], object] | None = None,
     steps: int = STEPS,
+    known: str = "at least",
 ) -> T:
     """What `make` makes of a limit of `mem_limit` bytes.
 
     Args:
         most: bytes with which it makes something, as a guess. least: bytes below which it makes nothing. fits: whether
-            it does, where that is found faster.
+            it does, where that is found faster. known: how well the limit in the error is known.
 
     Raises:
         InfeasibleError: if it makes nothing; names a limit with which it does.
     """
     made = make(mem_limit) if mem_limit >= least else None
     if made is None:
-        works = fits or (lambda limit: make(limit) is not None)
+        works, low = fits or (lambda limit: make(limit) is not None), max(mem_limit, least - 1)
         while not works(most):
-            most *= 2
-        least = limit_that_works(works, max(mem_limit, least - 1), most, steps)
-        raise refusal(f"with policy {policy}", mem_limit, least)
+            low, most = max(low, most), 2 * most
+        raise refusal(f"with policy {policy}", mem_limit, limit_that_works(works, low, most, steps), known)
     return made
 
 
@@ -88,22 +88,18 @@ def by_slots(
         InfeasibleError: if the program finds nothing; its `min_mem_limit` is the smallest limit at which it would, to
             within one slot. OptionError: if there are fewer slots than an operation has operands.
     """
-    seconds, codes = optimum(mem_limit)
-    made = None if codes is None else judged(chain, mem_limit, codes, f"{policy}, {slots} slots")
-    if made is not None:
-        return Sequence(made.ops, meta={"source": made.source, "predicted_time": seconds})
 
-    def fits(limit: int) -> bool:
-        return optimum(limit)[1] is not None
+    def make(limit: int) -> Sequence | None:
+        seconds, codes = optimum(limit)
+        made = None if codes is None else judged(chain, limit, codes, f"{policy}, {slots} slots")
+        return None if made is None else Sequence(made.ops, meta={"source": made.source, "predicted_time": seconds})
 
-    c, low, high = arrays(chain), mem_limit, 2 * max(mem_limit, chain.input_bytes)
-    sizes = c.out, c.grad, c.saved[:, 0], c.f_transient[:, 0], c.ck_transient, c.b_transient[:, 0]
-    while not fits(high):
-        if high > slots * (chain.input_bytes + max(int(several.max()) for several in sizes)):
-            raise OptionError(
-                f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or"
-                " so"
-            )
-        low, high = high, 2 * high
-    least = limit_that_works(fits, low, high, max(STEPS, (2 * slots).bit_length()))
-    raise refusal(f"with policy {policy} at {slots} slots", mem_limit, least, "about")
+    c = arrays(chain)
+    sizes = c.out, c.grad, c.saved, c.f_transient, c.ck_transient, c.b_transient
+    a_slot_each = slots * (chain.input_bytes + max(int(several.max()) for several in sizes))
+    if make(mem_limit) is None and make(a_slot_each + 1) is None:
+        raise OptionError(
+            f"slots is {slots}: every size takes at least a slot, so nothing fits at any limit; give at least 10 or so"
+        )
+    most, steps = 2 * max(mem_limit, chain.input_bytes), max(STEPS, (2 * slots).bit_length())
+    return within(f"{policy} at {slots} slots", mem_limit, make, most, steps=steps, known="about")
