@@ -19,7 +19,7 @@ from itertools import product
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.sequence import Sequence, Value
+from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
 from .anneal import THREADS, Problem, Progress, annealed
@@ -27,7 +27,7 @@ from .arrays import arrays
 from .bounds import host_plan, min_mem_limit
 from .kernels.place import Placer
 from .placement import HostPlan, host_step
-from .plan_codes import APART, EARLY, MOVE, OF, empty, in_columns, keep_all, select, to_ops
+from .plan_codes import APART, EARLY, MOVE, empty, in_columns, keep_all, select, to_ops, with_residents
 
 GENES, SLOTS = 4, 4
 MASK, FLAGS, AT, RANK = range(GENES)
@@ -92,10 +92,9 @@ def joined(codes: np.ndarray, genes: np.ndarray) -> np.ndarray:
     return np.concatenate([codes.ravel(), genes.ravel()]).astype(np.int16)
 
 
-def to_sequence(kernel: Placer, plan: np.ndarray) -> Sequence:
+def to_sequence(chain: Chain, kernel: Placer, plan: np.ndarray) -> Sequence:
     """Decode `plan` into a sequence."""
-    rows, rest = kernel.text(plan)
-    return Sequence(to_ops(rows), resident=[str(Value(False, k, OF[of])) for of, k in rest])
+    return with_residents(chain, to_ops(kernel.text(plan)))
 
 
 def searched(problem: Problem, progress: Progress | None = None) -> list[np.ndarray]:
@@ -127,7 +126,7 @@ def _do_not_fit_together(problem: Problem) -> bool:
 
 def sequence_of(problem: Problem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
     """The sequence that `plan` stands for."""
-    return to_sequence(placer(problem.chain, problem.limit, visits, problem.updates), plan)
+    return to_sequence(problem.chain, placer(problem.chain, problem.limit, visits, problem.updates), plan)
 
 
 def least(problem: Problem) -> Iterator[tuple[Sequence, str]]:

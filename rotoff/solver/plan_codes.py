@@ -22,7 +22,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..core.chain import Chain, check_chain
-from ..core.sequence import TRANSFERS, Op, OpKind, Sequence
+from ..core.sequence import TRANSFERS, Op, OpKind, Sequence, o, w
+from ..core.steady_step import group_bytes
 from .arrays import arrays
 from .kernels.plan import Evaluator
 from .placement import RESIDENT, place
@@ -90,6 +91,16 @@ def to_ops(rows: Iterable[Iterable[int]]) -> tuple[Op, ...]:
         else:
             ops.append(Op(kind, stage))
     return tuple(ops)
+
+
+def with_residents(chain: Chain, ops: Iterable[Op]) -> Sequence:
+    """`ops` as a step that follows itself: resident are the parameters and states whose last move brings them to the
+    device, and those that never move and that no ``H`` updates there."""
+    ops, moved = tuple(ops), (OpKind.PREFETCH, OpKind.FREE, OpKind.DROP)
+    last = {o(op.stage): OpKind.FREE for op in ops if op.kind is OpKind.H}
+    last |= {op.value: op.kind for op in ops if op.kind in moved and op.of in ("w", "o")}
+    every = (v for k in range(1, len(chain.parameters) + 1) for v in (w(k), o(k)) if group_bytes(chain, v))
+    return Sequence(ops, resident=[str(v) for v in every if last.get(v, OpKind.PREFETCH) is OpKind.PREFETCH])
 
 
 def keep_all(chain: Chain, updates: str = "during") -> Sequence:

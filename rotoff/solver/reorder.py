@@ -9,17 +9,15 @@ until nothing comes in.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, awaited, parse_value
+from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, awaited
 from ..core.simulator import Machine, early_stops
 from ..core.steady_step import PERIODS, at_rest
 from .anneal import THREADS, Budget, Problem, in_threads
 from .kernels.order import Order
-from .plan_codes import KINDS
+from .plan_codes import KINDS, with_residents
 
 # Rows of `kernels.order`, and of `kernels.lanes`.
 OPERATION = np.dtype(
@@ -50,19 +48,7 @@ def reordered(problem: Problem, sequence: Sequence, budget: Budget) -> tuple[flo
     ]
     in_threads([kernel.anneal for kernel in kernels], calls)
     made, order = min(((kernels[0].seconds(best), best) for best in bests), key=lambda one: one[0])
-    return (scale, sequence) if made >= scale else (made, in_order(sequence, order))
-
-
-def in_order(sequence: Sequence, order: np.ndarray) -> Sequence:
-    """The operations of `sequence` in another order; what moves across the step's end changes what is resident."""
-    ops, last = tuple(sequence), dict[Value, OpKind]()
-    made = tuple(ops[n] for n in order)
-    for op in made:
-        if op.kind in (OpKind.PREFETCH, OpKind.FREE, OpKind.DROP) and op.value.of in ("w", "o"):
-            last[op.value] = op.kind
-    kept = [text for text in sequence.resident if parse_value(text) not in last]
-    kept += [str(value) for value, kind in last.items() if kind is OpKind.PREFETCH]
-    return replace(sequence, ops=made, resident=kept)
+    return (scale, sequence) if made >= scale else (made, with_residents(problem.chain, (ops[n] for n in order)))
 
 
 def _orders(problem: Problem, sequence: Sequence) -> list[Order]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..core.chain import Chain
-from ..core.sequence import Op, Sequence
+from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from ..core.sizes import format_bytes, parse_bytes
 from ..core.trace import figures
@@ -30,14 +30,12 @@ FORMS_SHARE = 0.6  # share of the effort for the search with smaller forms after
 
 @dataclass(frozen=True)
 class Candidate:
-    """A sequence that fits: its step time in seconds, its plan if it has one, its source, and the values on the device
-    between steps."""
+    """A sequence that fits: its step time in seconds, its plan if it has one, and its source."""
 
     makespan: float
-    ops: tuple[Op, ...]
+    sequence: Sequence
     codes: np.ndarray | None
     source: str
-    resident: tuple[str, ...] = ()
 
 
 def best_candidate(problem: Problem, mode: str, progress: Progress | None = None) -> Candidate:
@@ -51,7 +49,7 @@ def best_candidate(problem: Problem, mode: str, progress: Progress | None = None
     everything = keep_all(chain, problem.updates)
     trace = simulate(chain, everything)
     seconds = trace.makespan if chain.parameters else chain.compute_time
-    kept = Candidate(seconds, everything.ops, None, "keep-all", tuple(everything.resident))
+    kept = Candidate(seconds, everything, None, "keep-all")
     # Only updates may be faster elsewhere: the host's lane is free.
     alone = not chain.parameters or mode == "remat" or seconds <= least_compute(chain) * (1 + FLOAT_ERROR)
     if trace.peak_bytes <= limit and alone:
@@ -101,10 +99,11 @@ def _best(problem: Problem, progress: Progress | None) -> Candidate | None:
         ideal = replace(chain, d2h_bidirectional_bandwidth=None, h2d_bidirectional_bandwidth=None)
         given = _best(replace(problem, chain=ideal), progress)
     if given is not None:
-        seconds = simulate(chain, Sequence(given.ops, resident=list(given.resident)), updates=problem.updates).makespan
-        if seconds <= given.makespan * (1 + FLOAT_ERROR):
-            return replace(given, makespan=seconds)
+        seconds = simulate(chain, given.sequence, updates=problem.updates).makespan
+        hindered = seconds > given.makespan * (1 + FLOAT_ERROR)
         given = replace(given, makespan=seconds)
+        if not hindered:
+            return given
     return _fastest([given, (_placed if chain.parameters else _by_forms)(problem, progress)])
 
 
@@ -202,7 +201,8 @@ def judged(chain: Chain, limit: int, codes: np.ndarray, source: str, host_limit:
         decoder = evaluator(chain, limit, codes.shape[1], host_limit, most_ops)
         makespan, *over = decoder.judge(codes.ravel())
         if math.isfinite(makespan):
-            return None if any(over) else Candidate(makespan, to_ops(decoder.text(codes.ravel())[0]), codes, source)
+            made = Sequence(to_ops(decoder.text(codes.ravel())))
+            return None if any(over) else Candidate(makespan, made, codes, source)
     return None
 
 
@@ -222,11 +222,11 @@ def _of_sequence(problem: Problem, sequence: Sequence, source: str, plan: np.nda
     trace = simulate(problem.chain, sequence, problem.limit, problem.updates)
     if problem.host_limit is not None and trace.host_peak_bytes > problem.host_limit:
         return None
-    return Candidate(trace.makespan, sequence.ops, plan, source, tuple(sequence.resident))
+    return Candidate(trace.makespan, sequence, plan, source)
 
 
 def as_sequence(problem: Problem, best: Candidate, mode: str) -> Sequence:
     """The candidate as a sequence that has passed the machine."""
-    made = Sequence(best.ops, mode=mode, mem_limit=problem.limit, resident=list(best.resident))
+    made = replace(best.sequence, mode=mode, mem_limit=problem.limit)
     trace = simulate(problem.chain, made, problem.limit, problem.updates)
     return replace(made, meta={**figures(trace), "source": best.source})

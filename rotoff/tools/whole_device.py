@@ -216,8 +216,7 @@ class WholeDevice:
             found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates), "joint")
             best = found if best is None else min(best, found, key=lambda one: one.makespan)
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
-            sequence = Sequence(best.ops, resident=list(best.resident))
-            rows.append(self.row(name, sequence, fits=True, largest_batch=most, setting=setting))
+            rows.append(self.row(name, best.sequence, fits=True, largest_batch=most, setting=setting))
         return rows, bound
 
 

@@ -27,8 +27,8 @@ from rotoff.solver.placed_search import (
     placer,
     to_sequence,
 )
-from rotoff.solver.plan_codes import empty
-from rotoff.solver.reorder import _orders, in_order
+from rotoff.solver.plan_codes import empty, with_residents
+from rotoff.solver.reorder import _orders
 
 VISITS = 4
 
@@ -55,11 +55,11 @@ def test_what_the_kernel_says_of_a_plan_the_machine_says_of_its_sequence(chain: 
     plan = random_plan(chain, rng)
     free = placer(chain, 2**50, VISITS, updates)
     assert free.judge(plan)[1] == 0
-    peak = simulate(chain, to_sequence(free, plan), None, updates).peak_bytes
+    peak = simulate(chain, to_sequence(chain, free, plan), None, updates).peak_bytes
     for limit in (2**50, peak, 3 * peak // 4, peak // 2):
         kernel = placer(chain, max(1, limit), VISITS, updates, host_limit=0)
         makespan, over, host_over = kernel.judge(plan)
-        trace = simulate(chain, to_sequence(kernel, plan), None, updates)
+        trace = simulate(chain, to_sequence(chain, kernel, plan), None, updates)
         assert trace.makespan == pytest.approx(makespan, rel=1e-12)
         assert trace.host_peak_bytes == host_over
         assert (trace.peak_bytes <= max(1, limit)) == (over == 0)
@@ -73,8 +73,8 @@ def test_updates_on_a_slow_host_that_nobody_waits_for() -> None:
     genes = at_home(chain)
     genes[:, FLAGS] = ON_HOST
     plan, kernel = joined(empty(chain, VISITS), genes), placer(chain, 2**50, VISITS, "during")
-    assert sum(op.kind is OpKind.H for op in to_sequence(kernel, plan)) == 2
-    assert kernel.judge(plan)[0] == pytest.approx(simulate(chain, to_sequence(kernel, plan)).makespan, rel=1e-12)
+    assert sum(op.kind is OpKind.H for op in to_sequence(chain, kernel, plan)) == 2
+    assert kernel.judge(plan)[0] == pytest.approx(simulate(chain, to_sequence(chain, kernel, plan)).makespan, rel=1e-12)
 
 
 def test_what_is_updated_at_once_stays_until_then_in_parts_too() -> None:
@@ -82,7 +82,7 @@ def test_what_is_updated_at_once_stays_until_then_in_parts_too() -> None:
     chain = Chain((Stage("", 1.0, 2.0, 10, 20),) * 2, 5.0, 5.0, 10, parameters=parts)
     genes = at_home(chain)
     genes[:, MASK], genes[:, FLAGS] = EVERYWHERE, STATE_LEAVES | GRADIENT_LEAVES
-    sequence = to_sequence(placer(chain, 2**50, VISITS, "during"), joined(empty(chain, VISITS), genes))
+    sequence = to_sequence(chain, placer(chain, 2**50, VISITS, "during"), joined(empty(chain, VISITS), genes))
     assert not any(op.of == "g" for op in sequence)
     assert sum(op.kind is OpKind.PREFETCH and op.of == "w" for op in sequence) == 4  # for F 1 and for B 1
 
@@ -104,7 +104,7 @@ def test_every_order_is_legal_and_takes_what_the_machine_says(chain: Chain, seed
     for turn in range(5):  # so hot that whatever is legal is taken
         kernel, order = _orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
         kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
-        plan = in_order(plan, order)
+        plan = with_residents(chain, (tuple(plan)[n] for n in order))
         trace = simulate(chain, plan, problem.limit, updates)
         assert trace.makespan == kernel.seconds(order)
         assert trace.host_peak_bytes <= (problem.host_limit or 0)

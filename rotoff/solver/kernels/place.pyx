@@ -11,7 +11,7 @@ from libc.stdint cimport int8_t, int16_t, int32_t, int64_t, uint64_t
 
 from rotoff.solver.kernels.cycle cimport (AFTER_UPDATE, AT, FLAGS, GENES, GRADIENT_LEAVES, MASK, ON_HOST, RANK, SLOTS,
                                           STATE_LEAVES, STEPS_ASIDE, Cycle, CycleGap, CycleValue, Group, GroupPlaces,
-                                          Groups, Position, Use, cycle, mark, on_device)
+                                          Groups, Position, Use, cycle, mark)
 from rotoff.solver.kernels.decode cimport Verdict
 from rotoff.solver.kernels.flow cimport ROUNDS, flow, host_peak, work
 from rotoff.solver.kernels.lanes cimport PERIODS, Event
@@ -207,24 +207,9 @@ cdef class Placer(Evaluator):
             genes[k * GENES + MASK] &= rules[2]
             genes[k * GENES + FLAGS] &= rules[3]
 
-    def text(self, const int16_t[::1] codes):
+    cdef void decode_again(self, const int16_t *codes) noexcept nogil:
         cdef Verdict r = Verdict(0.0, 0, 0, 0.0, 0.0, 0, 0)
         cdef int unused
-        cdef Py_ssize_t g
-        cdef int32_t v, K = <int32_t>self.p.K
-        cdef Cycle *s = &self.s
-        self.look(&codes[0], INF, 0.0, &r)
-        cycle(&self.c, &self.w, &self.p, s, &codes[0], self.V)
-        flow(&self.c, &self.w, &self.p, s, INF, r.rounds + 1, &unused)
-        away = set()
-        for g in range(s.n_gaps):
-            if s.gap[g].end > s.n and s.gap[g].in_at > s.n and s.gap[g].free_at <= s.n:
-                away.add(s.gap[g].value)
-        rest = []
-        for v in range(K):
-            if self.p.group[v].w and s.base + v not in away:
-                rest.append((1, v + 1))
-            updated = self.p.group[v].g > 0 and on_device(s, v)
-            if self.p.group[v].o and updated and s.base + 2 * K + v not in away:
-                rest.append((3, v + 1))
-        return self._rows(), rest
+        self.look(codes, INF, 0.0, &r)
+        cycle(&self.c, &self.w, &self.p, &self.s, codes, self.V)
+        flow(&self.c, &self.w, &self.p, &self.s, INF, r.rounds + 1, &unused)

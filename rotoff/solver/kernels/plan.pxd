@@ -19,4 +19,4 @@ cdef class Evaluator:
     cdef void look(self, const int16_t *codes, double enough, double weight, Verdict *r) noexcept nogil
     cdef void change(self, int16_t *codes, uint64_t *state) noexcept nogil
     cdef void confine(self, int16_t *codes, const int16_t *rules) noexcept nogil
-    cdef list _rows(self)
+    cdef void decode_again(self, const int16_t *codes) noexcept nogil

@@ -101,13 +101,19 @@ cdef class Evaluator:
         for x in range(self.V, (self.c.L + 1) * self.V):
             codes[x] = (codes[x] & rules[0]) | rules[1]
 
-    cdef list _rows(self):
-        """The operations of the last plan as rows (kind, stage or group, form, of). of: -1 for a_i, 0 for ā_i, 1, 2, 3
-        for w, g and o."""
+    cdef void decode_again(self, const int16_t *codes) noexcept nogil:
+        """Decode a plan so that the events are those of its best round."""
+        cdef Verdict r = Verdict(0.0, 0, 0, 0.0, 0.0, 0, 0)
+        self.look(codes, INF, 0.0, &r)
+
+    def text(self, const int16_t[::1] codes):
+        """The operations of a plan as rows (kind, stage or group, form, of). of: -1 for a_i, 0 for ā_i, 1, 2, 3 for w,
+        g and o."""
         cdef Work *w = &self.w
         cdef Py_ssize_t e
         cdef int32_t kind, v, K = w.lanes.K
         rows = []
+        self.decode_again(&codes[0])
         for e in range(w.n_events):
             kind, v = w.event[e].kind, w.event[e].subject
             if kind == E_HERE:
@@ -128,12 +134,6 @@ cdef class Evaluator:
         with nogil:
             self.look(&codes[0], INF, 0.0, &r)
         return r.makespan, r.over, r.host_over
-
-    def text(self, const int16_t[::1] codes):
-        """The operations of a plan as rows, and the values that lie on the device between steps as rows (of, group).
-        The plan has been judged to be one."""
-        self.judge(codes)
-        return self._rows(), []
 
     def anneal(self, int16_t[::1] codes, Py_ssize_t evaluations, uint64_t seed, double hot, double cold,
                const int16_t[::1] rules, double weight, int16_t[::1] best, const int8_t[::1] stop):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -92,7 +93,7 @@ def by_slots(
     def make(limit: int) -> Sequence | None:
         seconds, codes = optimum(limit)
         made = None if codes is None else judged(chain, limit, codes, f"{policy}, {slots} slots")
-        return None if made is None else Sequence(made.ops, meta={"source": made.source, "predicted_time": seconds})
+        return None if made is None else replace(made.sequence, meta={"source": made.source, "predicted_time": seconds})
 
     c = arrays(chain)
     sizes = c.out, c.grad, c.saved, c.f_transient, c.ck_transient, c.b_transient

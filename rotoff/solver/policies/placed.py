@@ -84,7 +84,7 @@ class Placed:
         limit = max(self._least, min(room, self._plain.peak_bytes) // step * step)
         if limit not in self._plans:
             problem = Problem(self.activations, limit, None, SLOTS, Budget.of(self.refine))
-            self._plans[limit] = best_candidate(problem, "joint").ops
+            self._plans[limit] = best_candidate(problem, "joint").sequence.ops
         return self._plans[limit]
 
 
