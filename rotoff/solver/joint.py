@@ -20,11 +20,20 @@ from . import remat
 from .plan_codes import MOVE, from_forwards
 from .slots import ROUNDINGS, Slots
 
-TABLE_BYTES = 4 << 30
+TABLE_BYTES = 8 << 30
 
 
 def program(chain: Chain, mem_limit: int, N: int, rounding: str = "up") -> Joint:
-    """The recurrences at N slots of a limit, which must exceed a_0."""
+    """The recurrences at N slots of a limit, which must exceed a_0.
+
+    Raises:
+        OptionError: if the tables would not fit in memory.
+    """
+    if (size := table_bytes(chain, N)) > TABLE_BYTES:
+        raise OptionError(
+            f"the tables of {N} slots and {len(chain)} stages would take {format_bytes(size)}, more than"
+            f" {format_bytes(TABLE_BYTES)}; give fewer slots"
+        )
     return Joint(Slots(chain, mem_limit, N, rounding))
 
 
@@ -77,16 +86,7 @@ def forwards(kernel: Joint, end: int) -> list[tuple[int, int]]:
 
 
 def proposals(chain: Chain, limit: int, slots: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Optima of the recurrences with both rounding rules.
-
-    Raises:
-        OptionError: if the tables would not fit in memory.
-    """
-    if (size := table_bytes(chain, slots)) > TABLE_BYTES:
-        raise OptionError(
-            f"mem_slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(size)},"
-            f" more than {format_bytes(TABLE_BYTES)}; give fewer slots, or leave refine on"
-        )
+    """Optima of the recurrences with both rounding rules."""
     for rounding in ROUNDINGS:
         _, codes = solve_slots(chain, limit, slots, rounding)
         if codes is not None:

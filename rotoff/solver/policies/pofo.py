@@ -26,14 +26,11 @@ from dataclasses import replace
 from ...core.chain import Chain
 from ...core.modes import whole_number
 from ...core.sequence import Sequence
-from ...core.sizes import format_bytes
-from ...errors import OptionError
-from ..joint import solve_slots, table_bytes
+from ..joint import solve_slots
 from ..plan_codes import without_forms
 from .choose import by_slots
 
 SLOTS = 50
-TABLE_BYTES = 8 << 30
 
 
 def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
@@ -44,11 +41,6 @@ def pofo(chain: Chain, mem_limit: int, slots: int = SLOTS) -> Sequence:
             of tables.
     """
     slots = whole_number(slots, "slots")
-    if (size := table_bytes(chain, slots)) > TABLE_BYTES:
-        raise OptionError(
-            f"slots is {slots}: the tables of {len(chain)} stages would take {format_bytes(size)}, more than"
-            f" {format_bytes(TABLE_BYTES)}; give fewer slots"
-        )
     published = of_the_paper(chain, min(chain.d2h_bandwidth, chain.h2d_bandwidth))
     return by_slots("pofo", chain, mem_limit, slots, lambda limit: solve_slots(published, limit, slots))
 
