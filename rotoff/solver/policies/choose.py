@@ -58,26 +58,20 @@ def within(
             it does, where that is found faster. known: how well the limit in the error is known.
 
     Raises:
-        InfeasibleError: if it makes nothing; names a limit with which it does.
+        InfeasibleError: if it makes nothing; names a limit with which it does, by `steps` of bisection: nearly the
+            smallest if fitting is monotone.
     """
     made = make(mem_limit) if mem_limit >= least else None
     if made is None:
         works, low = fits or (lambda limit: make(limit) is not None), max(mem_limit, least - 1)
         while not works(most):
             low, most = max(low, most), 2 * most
-        raise refusal(f"with policy {policy}", mem_limit, limit_that_works(works, low, most, steps), known)
+        for _ in range(steps):
+            middle = (low + most) // 2
+            if middle > low:
+                low, most = (low, middle) if works(middle) else (middle, most)
+        raise refusal(f"with policy {policy}", mem_limit, most, known)
     return made
-
-
-def limit_that_works(fits: Callable[[int], object], low: int, high: int, steps: int = STEPS) -> int:
-    """A limit in (low, high] that fits, found by bisection; `high` must fit. If fitting is monotone, it is the smallest
-    up to (high - low) / 2^steps."""
-    for _ in range(steps):
-        middle = (low + high) // 2
-        if middle == low:
-            break
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
 
 
 def by_slots(

@@ -16,11 +16,11 @@ from ...core.sequence import Sequence as Plan
 from ...core.simulator import Trace, simulate
 from ...errors import OptionError
 from ..anneal import Budget
-from ..bounds import min_mem_limit, refusal
+from ..bounds import min_mem_limit
 from ..placement import Place, place
 from ..plan_codes import keep_all
 from ..search import Problem, best_candidate
-from .choose import limit_that_works
+from .choose import within
 
 ROUNDS = 3  # of giving unused bytes to the activations
 SLOTS = 50  # of the joint dynamic program
@@ -108,17 +108,15 @@ def best_of(
     if not chain.parameters:
         raise OptionError(f"policy {policy!r} places parameters, and the chain has none")
     quick = Placed(chain, updates, refine=False, shape=shape)
-    tried = {name: quick.within(mem_limit, places, ahead[0]) for name, places in placements.items()}
-    times = {name: made.meta["makespan"] for name, made in tried.items() if made is not None}
-    if not times:
 
-        def fits(limit: int) -> bool:
-            return any(quick.within(limit, places, ahead[0]) is not None for places in placements.values())
+    def tried(limit: int) -> dict[str, Plan] | None:
+        made = {name: quick.within(limit, places, ahead[0]) for name, places in placements.items()}
+        return {name: plan for name, plan in made.items() if plan is not None} or None
 
-        most = min(quick.everything(places, ahead[0])[1].peak_bytes for places in placements.values())
-        raise refusal(f"with policy {policy}", mem_limit, limit_that_works(fits, mem_limit, most))
-    name = min(times, key=lambda name: times[name])
+    most = quick.everything(next(iter(placements.values())), ahead[0])[1].peak_bytes
+    found = within(policy, mem_limit, tried, most)
+    name = min(found, key=lambda name: found[name].meta["makespan"])
     finer = Placed(chain, updates, refine, shape) if refine else quick
-    others = [tried[name], *(finer.within(mem_limit, placements[name], n) for n in ahead)]
+    others = [found[name], *(finer.within(mem_limit, placements[name], n) for n in ahead)]
     made = min((one for one in others if one is not None), key=lambda one: one.meta["makespan"])
     return replace(made, meta={"source": f"{policy}, {name}"})
