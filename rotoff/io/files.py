@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -94,8 +95,9 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         return
     # in the same directory, since files can only be replaced within one file system
     beside = target.with_name(f".{target.name[:100]}.{secrets.token_hex(8)}.tmp")
+    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666  # at no moment may others read a private file
     try:
-        with beside.open("x", encoding="utf-8", newline="") as file:
+        with open(beside, "x", encoding="utf-8", newline="", opener=partial(os.open, mode=mode)) as file:
             file.write(text)
         if target.exists():
             with target.open("a"):  # do not replace a file without write permission

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,23 @@ def test_permissions_are_those_of_the_file_before_or_of_any_new_file(tmp_path: P
     path.chmod(0o640)
     write_whole(path, "more")
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+def test_what_replaces_a_file_is_never_open_to_more(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, made = tmp_path / "a", list[int]()
+    path.write_text("")
+    path.chmod(mode)
+    copymode = shutil.copymode
+
+    def noting(source: Path, target: Path) -> None:
+        made.append(stat.S_IMODE(target.stat().st_mode))
+        copymode(source, target)
+
+    monkeypatch.setattr(shutil, "copymode", noting)
+    write_whole(path, "private")
+    assert made and not made[0] & ~mode
+    assert stat.S_IMODE(path.stat().st_mode) == mode
 
 
 def test_links_are_followed_and_pipes_are_written_to(tmp_path: Path) -> None:
