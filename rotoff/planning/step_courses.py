@@ -440,7 +440,7 @@ class StepRunner:
         profile = TapeProfile(
             trace_of(recorded.step),
             device,
-            self._rates_of(device),
+            self._rates_of(device, recorded.step.most_bytes),
             recorded.batch_bytes,
             tuple(filter(None, units)) or stages_of(self.model, self.options.stages),
             bool(self.options.forms),
@@ -480,9 +480,11 @@ class StepRunner:
         self.latest = course
         return course
 
-    def _rates_of(self, device: torch.device) -> LinkRates:
+    def _rates_of(self, device: torch.device, room: int) -> LinkRates:
+        """Return the link's rates. room: what a step has taken, so that measuring exceeds no limit."""
+        room = room if self.request is None else min(room, self.request.mem_limit)
         if device not in self._rates:
-            found = agree_on_rates(lambda: self.links.bandwidth(device, LINK_BYTES), self.group)
+            found = agree_on_rates(lambda: self.links.bandwidth(device, LINK_BYTES, room), self.group)
             self._rates[device] = self.links.shared(found)
         return self._rates[device]
 

@@ -19,7 +19,7 @@ from .base import Link
 
 MOST_BYTES = 64 << 20  # of a copy that does not queue: larger ones are no faster
 WORK_BYTES = 16 << 20  # that kernels read and write meanwhile: more than a core's own caches hold
-PIECE_BYTES = 4 << 20  # of each allocation that a copy fills, as of a typical saved tensor
+PIECE_BYTES = 4 << 20  # of each allocation that a copy fills, as of a typical saved tensor, and at most
 # Bytes and copies between two readings of the clock if copies queue: issuing and awaiting one takes tens of
 # microseconds.
 QUEUED_BYTES, QUEUED = 32 << 20, 32
@@ -29,18 +29,20 @@ LEAST_BYTES = 1 << 20  # the same if the host has no more
 BESIDE_BYTES = 32 << 20  # of each copy while both directions are busy: the time to issue it is negligible
 
 
-def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float, float]:
+def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5, room: int = PIECE_BYTES) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
     link: idle, because its first host bytes are reserved and overwritten. nbytes: of each copy, at most
-    `MOST_QUEUED_BYTES` if copies queue, else at most `MOST_BYTES`.
+    `MOST_QUEUED_BYTES` if copies queue, else at most `MOST_BYTES`. room: bytes that the device has for it, if copies
+    do not queue.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
     nbytes = max(int(nbytes), 1)
     if not link.queues:
-        return _beside_kernels(link, min(nbytes, MOST_BYTES), 2 * repeats)
+        nbytes = min(nbytes, MOST_BYTES)
+        return _beside_kernels(link, nbytes, 2 * repeats, max(1, min(PIECE_BYTES, nbytes, room)))
     nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
     link.reserve(nbytes)
     data = link.allocate(nbytes).fill_(1).split(PIECE_BYTES)  # starting the copy of a tensor takes its time, too
@@ -62,24 +64,24 @@ def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5) -> tuple[float,
     return nbytes / _typical(outward[1:]), nbytes / _typical(inward[1:])
 
 
-def _beside_kernels(link: Link, nbytes: int, repeats: int) -> tuple[float, float]:
-    """As `measure_bandwidth`, by the times of the copies themselves, while kernels run."""
+def _beside_kernels(link: Link, nbytes: int, repeats: int, piece: int) -> tuple[float, float]:
+    """As `measure_bandwidth`, by the times of the copies themselves, while kernels run. Bytes come back into no more
+    than `piece` of the device's."""
     link.reserve(nbytes)
-    source, work = _stand_in(link, nbytes).fill_(1), _stand_in(link, WORK_BYTES).view(torch.float32).fill_(1)
-    sizes = [min(PIECE_BYTES, nbytes - begin) for begin in range(0, nbytes, PIECE_BYTES)]
-    zero, outward, inward = mark(link.device), [0.0], [0.0]
+    source, work = link.stand_in(nbytes).fill_(1), link.stand_in(WORK_BYTES).view(torch.float32).fill_(1)
+    zero, outward, inward, many = mark(link.device), [0.0], [0.0], max(1, min(PIECE_BYTES, nbytes) // piece)
     for _ in range(1 + repeats):
         written = link.copy_out([source], 0)
         _run_kernels(work, outward[-1])
         link.wait(written)
-        read = link.copy_in([link.allocate(size) for size in sizes], 0, written)
+        read = link.copy_in([link.allocate(piece)] * many, 0, written)
         _run_kernels(work, inward[-1])
         link.wait(read)
         for seconds, ticket in ((outward, written), (inward, read)):
             begin, end = ticket.span(zero)
             seconds.append(end - begin)
     # The first round creates pages and disk blocks.
-    return nbytes / _typical(outward[2:]), nbytes / _typical(inward[2:])
+    return nbytes / _typical(outward[2:]), many * piece / _typical(inward[2:])
 
 
 def _run_kernels(data: torch.Tensor, seconds: float) -> None:
@@ -154,14 +156,6 @@ def _least_reserved(link: Link, nbytes: int) -> int:
         except ExecutionError:
             nbytes = max(nbytes // 4, LEAST_BYTES)
     return nbytes
-
-
-def _stand_in(link: Link, nbytes: int) -> torch.Tensor:
-    """Return bytes for measuring, outside of the device's memory if there is room elsewhere."""
-    try:
-        return link.stand_in(nbytes)
-    except ExecutionError:
-        return link.allocate(nbytes)
 
 
 def _typical(seconds: list[float]) -> float:

@@ -67,11 +67,7 @@ class Link(ABC):
 
     def stand_in(self, nbytes: int) -> torch.Tensor:
         """Return bytes for measuring, as a 1-d uint8 tensor: copies are as fast as with the device's bytes, but if
-        possible these take no device memory.
-
-        Raises:
-            rotoff.ExecutionError: if there is no room for them.
-        """
+        possible these take no device memory."""
         return self.allocate(nbytes)
 
     @abstractmethod

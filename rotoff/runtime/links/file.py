@@ -129,6 +129,8 @@ class FileLink(Link):
         try:
             file.reserve(nbytes)
             return torch.frombuffer(file.mapped(), dtype=torch.uint8)  # keeps the mapping, as that the file
+        except ExecutionError:  # the disk has no room
+            return self.allocate(nbytes)
         finally:
             file.close()
 

@@ -11,7 +11,7 @@ import torch
 from ...accelerator import TYPES, is_accelerator
 from ...core.chain import LinkRates
 from ...errors import ExecutionError
-from .bandwidth import bidirectional_shares, measure_bandwidth
+from .bandwidth import PIECE_BYTES, bidirectional_shares, measure_bandwidth
 from .base import Link
 from .cuda import CudaLink
 from .file import FileLink
@@ -65,14 +65,14 @@ class LinkPool:
                 return
         link.close()
 
-    def bandwidth(self, device: torch.device, nbytes: int) -> LinkRates:
+    def bandwidth(self, device: torch.device, nbytes: int, room: int = PIECE_BYTES) -> LinkRates:
         """Bytes per second for copies of `nbytes`, of each direction alone and while both are busy, where they can be.
 
-        The link is closed again, since plans without moves need no host memory.
+        The link is closed again, since plans without moves need no host memory. room: as for `measure_bandwidth`.
         """
         link = new_link(device, self._directory)
         try:
-            alone = measure_bandwidth(link, nbytes)
+            alone = measure_bandwidth(link, nbytes, room=room)
             if not (link.duplex and link.queues):
                 return LinkRates(*alone, link.duplex)
             if device not in _shares:
