@@ -270,7 +270,7 @@ class StepRunner:
             if not self._dropped(key, course):
                 raise
             return self._away(run)
-        recorded = self.recording is not None and self.recording.times is None
+        recorded = self.recording is not None and not self.recording.begun
         if planned.keeps_all and not recorded and not (self.follows_all and course.watched(hint)):
             return self._as_it_is(run)
         _refuse_capture()
@@ -520,8 +520,8 @@ class StepRunner:
         device = course.profile.device
         self._warn_of_held(planned, tensor_leaves((run.args, run.keywords)))
         step, tape = self._begun(course, planned)
-        if self.recording is not None and self.recording.times is None:
-            step.times = self.recording.begin(planned.execution.trace, device, step.link)
+        if self.recording is not None and not self.recording.begun:
+            step.times = self.recording.start(planned.execution.trace, device, step.link)
         self._warn_in_flight(step)
         self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):

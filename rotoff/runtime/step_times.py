@@ -20,22 +20,25 @@ from ..tensors.clock import mark, seconds_between
 from .links.base import Link, Ticket
 
 
-class StepTimes:
-    """The times of one step; the interpreter reports when operations begin and end, and which copies it starts.
+class Recording:
+    """The result of `Checkpointable.record_step`: the times of the first step whose forward runs in its block. The
+    interpreter reports when operations begin and end, and which copies it starts.
 
-    Args:
-        device: on which the step runs. link: its link, which records the times of its copies meanwhile.
+    begun: whether there is such a step.
     """
 
-    def __init__(self, device: torch.device, link: Link | None) -> None:
-        self._device = device
-        self._link = link
-        if link is not None:
-            link.timed = True
+    def __init__(self) -> None:
+        self.begun = self._complete = False
         self._open: int | None = None
         self._marks: dict[int, list[Any]] = {}  # index of the operation -> [begin, end]
         self._copies: dict[int, Ticket] = {}
-        self.complete = False
+
+    def start(self, predicted: Trace, device: torch.device, link: Link | None) -> Recording:
+        """A step that `predicted` describes is about to run; its link records the times of its copies meanwhile."""
+        self.begun, self._predicted, self._device, self._link = True, predicted, device, link
+        if link is not None:
+            link.timed = True
+        return self
 
     def begin(self, index: int) -> None:
         """Operation `index` of the sequence is about to run on the compute lane."""
@@ -55,50 +58,10 @@ class StepTimes:
     def close(self, complete: bool) -> None:
         """The step is over; `complete` if it ran to its end."""
         self.end()
-        self.complete = complete
+        self._complete = complete
         if self._link is not None:
             self._link.timed = False
             self._link = None
-
-    def trace(self, predicted: Trace) -> Trace:
-        """The step as it ran: the events of `predicted`, at the times measured.
-
-        Raises:
-            MeasureError: if the step did not run to its end.
-        """
-        if not self.complete:
-            raise MeasureError("the recorded step has not run its backward to the end")
-        finish(self._device)
-        zero = self._marks[0][0]
-        events = []
-        for index, event in enumerate(predicted.events):
-            if event.lane == "compute":
-                start, end = (seconds_between(zero, moment) for moment in self._marks[index])
-            else:
-                start, end = self._copies[index].span(zero)
-            events.append(replace(event, start=start, end=end))
-        makespan = max(event.end for event in events)
-        work = [event for event in events if event.op.kind in COMPUTES]
-        return replace(
-            predicted,
-            makespan=makespan,
-            events=tuple(events),
-            recompute_time=sum(event.end - event.start for event in work if event.recompute),
-            idle_time=makespan - sum(event.end - event.start for event in work),
-        )
-
-
-class Recording:
-    """The result of `Checkpointable.record_step`: the first step whose forward runs in its block."""
-
-    def __init__(self) -> None:
-        self.times: StepTimes | None = None
-        self.predicted: Trace | None = None
-
-    def begin(self, predicted: Trace, device: torch.device, link: Link | None) -> StepTimes:
-        """A step that `predicted` describes is about to run."""
-        self.predicted, self.times = predicted, StepTimes(device, link)
-        return self.times
 
     @property
     def trace(self) -> Trace:
@@ -109,8 +72,27 @@ class Recording:
         Raises:
             MeasureError: if no planned step has run, or it was not finished.
         """
-        if self.times is None or self.predicted is None:
+        if not self.begun:
             raise MeasureError(
                 "no planned step has run while it was recorded; call the model in training mode in the block"
             )
-        return self.times.trace(self.predicted)
+        if not self._complete:
+            raise MeasureError("the recorded step has not run its backward to the end")
+        finish(self._device)
+        zero = self._marks[0][0]
+        events = []
+        for index, event in enumerate(self._predicted.events):
+            if event.lane == "compute":
+                start, end = (seconds_between(zero, moment) for moment in self._marks[index])
+            else:
+                start, end = self._copies[index].span(zero)
+            events.append(replace(event, start=start, end=end))
+        makespan = max(event.end for event in events)
+        work = [event for event in events if event.op.kind in COMPUTES]
+        return replace(
+            self._predicted,
+            makespan=makespan,
+            events=tuple(events),
+            recompute_time=sum(event.end - event.start for event in work if event.recompute),
+            idle_time=makespan - sum(event.end - event.start for event in work),
+        )

@@ -31,7 +31,7 @@ from .execution_plan import NO_LAYOUT, ExecutionPlan, Layout
 from .held_check import HeldCheck
 from .links.base import Link, Ticket
 from .links.spill import Back, Spill
-from .step_times import StepTimes
+from .step_times import Recording
 
 BEYOND = 1 << 20  # stages off the course; none of their operations is known, so a tape keeps what autograd saves
 _METHODS = {kind: f"_{kind.name.lower()}" for kind in OpKind}
@@ -61,7 +61,7 @@ class TapeStep:
         check: HeldCheck | None = None,
     ) -> None:
         self._layout, self._take, self._give_back, self._check = layout, take, give_back, check
-        self.times: StepTimes | None = None
+        self.times: Recording | None = None
         self._take_link()
         self._ops: tuple[Op, ...] = () if plan is None else plan.sequence.ops
         self._turn = 0 if plan is None else plan.forward_end

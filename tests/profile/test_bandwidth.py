@@ -48,8 +48,6 @@ class CachedLink(Link):
     more. `cool`: what kernels do to the caches. room: bytes of the host. waits, drains, starts: seconds to go on after
     a copy, to look whether copies have ended, to start that of a tensor."""
 
-    duplex = False
-
     def __init__(
         self,
         clock: Clock,
@@ -207,7 +205,7 @@ def test_little_host_memory_is_enough_for_remat(clock: Clock, monkeypatch: pytes
 class TwoWays(CachedLink):
     """Copies queue, on a lane for each direction, at COLD B/s, and at those shares of it while both are busy."""
 
-    duplex, queues = True, True
+    queues = True
 
     def __init__(self, clock: Clock, shares: tuple[float, float], room: int = 1 << 40) -> None:
         super().__init__(clock, room)

@@ -42,11 +42,11 @@ class Link(ABC):
     """
 
     device: torch.device
-    duplex: bool
     capacity: int  # host bytes that `reserve` has secured
     # whether tickets keep their times, for `span`: (begin, end) in seconds since a mark of the device's clock
     timed = False
-    queues = False  # whether copies are queued and run by the device; if not, by the processor that computes
+    # whether copies are queued and run by the device, both directions at once; if not, by the processor that computes
+    queues = False
 
     @abstractmethod
     def reserve(self, nbytes: int, whole: Sequence[Range] = ()) -> None:

@@ -118,7 +118,7 @@ class StreamTicket:
 class StreamLink(Link):
     """Copies between a device with streams and a slab of its host memory; both directions at once."""
 
-    duplex = queues = True
+    queues = True
 
     def __init__(self, streams: CudaStreams) -> None:
         self.device = streams.device

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import threading
 import time
 import weakref
 from collections.abc import Sequence
@@ -27,12 +26,12 @@ from .host_file import HostFile, check_directory, choose_directory
 class FileTicket:
     """One copy of a `FileLink`; it holds its tensors until somebody waits. done: once it has ended."""
 
-    __slots__ = ("_after", "_tensors", "began", "done", "ended", "failure", "offsets", "out", "process")
+    __slots__ = ("_after", "began", "done", "ended", "failure", "offsets", "out", "process", "tensors")
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], offset: Offset, out: bool, after: Sequence[FileTicket | None] = ()
     ) -> None:
-        self._tensors = tuple(tensors)
+        self.tensors = tuple(tensors)
         self._after = tuple(one for one in after if one is not None)
         self.offsets = first_bytes(tensors, offset)
         self.out = out
@@ -67,11 +66,11 @@ class FileTicket:
         """Block until the copy has ended; an interrupt gets through."""
         self.check_process()
         self.done.exception()  # none: `failure` has what it raised
-        self._tensors = ()
+        self.tensors = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self._tensors)
+        return sum(one.nbytes for one in self.tensors)
 
     def check_process(self) -> None:
         """Raise ExecutionError in a forked child, which has neither the thread nor the bytes of its parent's copies."""
@@ -82,12 +81,8 @@ class FileTicket:
             )
 
     def _move(self, file: HostFile) -> None:
-        for tensor, offset in zip(self._tensors, self.offsets, strict=True):
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
             (file.write if self.out else file.read)(memory_of(tensor), offset)
-
-    def host_ranges(self) -> list[tuple[int, int]]:
-        """The first and the last host byte, exclusive, of each tensor; before anybody waits."""
-        return [(offset, offset + one.nbytes) for one, offset in zip(self._tensors, self.offsets, strict=True)]
 
 
 AT_ONCE = 1 << 18  # bytes up to which a copy takes less time than waking a thread
@@ -104,8 +99,6 @@ class FileLink(Link):
     Raises:
         rotoff.ExecutionError: for a directory that is in RAM, missing or not writable.
     """
-
-    duplex = False
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
         self.device = torch.device("cpu")
@@ -161,9 +154,10 @@ class FileLink(Link):
             worker.close()
 
     def _submit(self, ticket: FileTicket) -> FileTicket:
-        for begin, end in ticket.host_ranges():
-            if begin < 0 or end > self.capacity:
-                raise ExecutionError(f"a copy at host bytes {begin} to {end} leaves the {self.capacity} bytes reserved")
+        for one, first in zip(ticket.tensors, ticket.offsets, strict=True):
+            end = first + one.nbytes
+            if first < 0 or end > self.capacity:
+                raise ExecutionError(f"a copy at host bytes {first} to {end} leaves the {self.capacity} bytes reserved")
         self._live_worker().submit(ticket)
         return ticket
 
@@ -185,23 +179,18 @@ class _Worker:
         self.file = HostFile(check_directory(directory))
         self._copies = ThreadPoolExecutor(1, thread_name_prefix="rotoff-file-link")  # no thread until the first copy
         self._last: Future[None] | None = None
-        self._one = threading.Lock()  # held by the copy that runs
         self._end = weakref.finalize(self, _end, self.process, self._copies, self.file)
         self.file.reserve(nbytes)
 
     def submit(self, ticket: FileTicket) -> None:
         """Queue a copy; run it at once if it takes less time than waking the thread, and none is before it."""
-        idle = self._last is None or self._last.done()
-        if idle and ticket.nbytes <= AT_ONCE and self._one.acquire(blocking=False):
-            try:
-                ticket.run(self.file)
-            finally:
-                self._one.release()
+        if ticket.nbytes <= AT_ONCE and (self._last is None or self._last.done()):
+            ticket.run(self.file)
             return
         try:
             if self._last is None:
                 self._copies.submit(int)  # what cannot start a thread stays in the queue: this may
-            self._last = ticket.done = self._copies.submit(_run, ticket, self.file, self._one)
+            self._last = ticket.done = self._copies.submit(ticket.run, self.file)
         except RuntimeError as error:
             raise ExecutionError(
                 f"no thread for copies can be started ({error}); let the process have one more"
@@ -213,11 +202,6 @@ class _Worker:
 
     def close(self) -> None:
         self._end()
-
-
-def _run(ticket: FileTicket, file: HostFile, one: threading.Lock) -> None:
-    with one:
-        ticket.run(file)
 
 
 def _without_frames(error: BaseException) -> BaseException:

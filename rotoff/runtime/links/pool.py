@@ -73,8 +73,8 @@ class LinkPool:
         link = new_link(device, self._directory)
         try:
             alone = measure_bandwidth(link, nbytes, room=room)
-            if not (link.duplex and link.queues):
-                return LinkRates(*alone, link.duplex)
+            if not link.queues:
+                return LinkRates(*alone, duplex=False)
             if device not in _shares:
                 try:
                     _shares[device] = bidirectional_shares(link)
