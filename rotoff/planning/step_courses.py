@@ -338,17 +338,20 @@ class StepRunner:
         self._taken = taken
 
     def _foretold(self, key: Any, hint: str, run: Call) -> Course | None:
-        """The course of an input whose size no step has had, if a step at another size has made the same operations."""
+        """The course of an input whose size no step has had, by the largest step that made the same operations."""
         family, _ = family_of(key)
         if self.group is not None or family in self._unforeseen:
             return None
-        alike = (known for other, known in reversed(self._courses.items()) if family_of(other)[0] == family)
-        seen = (one for known in alike for one in known if one.profile.seen and one.hint == hint)
-        if (near := next(seen, None)) is None:
+        alike = (one for other, known in self._courses.items() if family_of(other)[0] == family for one in known)
+        seen = (one for one in alike if one.profile.seen and one.hint == hint and not one.overwrites)
+        if (near := max(seen, key=lambda one: one.profile.batch_bytes, default=None)) is None:
             return None
-        profile = at_size(near.profile, self.known, self.model, run.args, run.keywords)
-        if profile is None or near.overwrites:
+        try:
+            profile = at_size(near.profile, self.known, self.model, run.args, run.keywords)
+        except MeasureError:
             self._unforeseen.add(family)
+            return None
+        if profile is None:
             return None
         return self.take(key, Course(profile, hint, near.reads))
 

@@ -1,4 +1,4 @@
-"""The profile of a step at a size that none has had: bytes from fake tensors, times from a step at another size.
+"""The profile of a step at a size that none has had: a recorded step, whose bytes change as those of fake tensors do.
 
 The step has to make the same operations as the other one. Whether they can be made again is known from there.
 """
@@ -6,6 +6,8 @@ The step has to make the same operations as the other one. Whether they can be m
 from __future__ import annotations
 
 import logging
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,51 +19,53 @@ from ..tape.tape import Key, Known
 from ..tensors.tree import flatten
 from .estimate.devices import Device
 from .estimate.fake_trace import fake_step
+from .estimate.growth import shape_of
 from .tape_profile import TapeProfile
-from .trace import Event, Trace, trace_of
+from .trace import Trace, trace_of
 
 logger = logging.getLogger("rotoff")
 LOSS = -1  # before the first one
-MORE = 1.01  # what a kernel takes at a smaller size, over what it takes at the recorded one
 
 
 def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs: Any) -> TapeProfile | None:
-    """Return the profile of a step of `model`; None if it makes other operations than the step `near`, or cannot be
-    foretold.
+    """Return the profile of a step of `model`; None if kernels take otherwise at its size than at that of `near`, or
+    make there what no fake ones do.
 
     Args:
         known: what is known of the operations; what is known of those of `near` holds for these, too.
+
+    Raises:
+        MeasureError: if it makes other operations than `near`, or as for `fake_step`.
     """
     given, rebuild = flatten((args, kwargs))
     pairs = zip(given, near.shapes, strict=True)
     same = [t.new_empty(shape, device="meta").requires_grad_(t.requires_grad) for t, shape in pairs]
     here = Device("here", 1 << 40, 1e11, {"float32": 1e12}, 1e10, 1e10, capability=capability(near.device))
-    try:
-        trace = trace_of(fake_step(model, args, kwargs, here))
-        if _operations(trace) != _operations(near.trace):
-            return None
-        args, kwargs = rebuild(same)
-        again = trace_of(fake_step(model, args, kwargs, here))
-    except MeasureError:
+    asked = fake_step(model, args, kwargs, here)
+    if _operations(trace := trace_of(asked)) != _operations(near.trace):
+        raise MeasureError("a step at this size makes other operations")
+    args, kwargs = rebuild(same)
+    recorded = fake_step(model, args, kwargs, here)
+    before = trace_of(recorded)
+    unknown = any(fake.nbytes < real.nbytes for fake, real in zip(before.made, near.trace.made, strict=True))
+    if unknown or shape_of(trace) != shape_of(before) or asked.kernels != recorded.kernels:
         return None
     ratio = trace.size(range(len(trace.made))) / max(1, near.trace.size(range(len(near.trace.made))))
+
+    def grown(now: int, fake: int, real: int) -> int:
+        """Return `now` and what a real step takes beyond a fake one, which may not fall with the size."""
+        return now + int(max(0, real - fake) * max(1.0, ratio))
+
     ran = (
-        replace(op, seconds=one.seconds * ratio, peak=max(op.peak, int(one.peak * ratio)))
-        for op, one in zip(trace.ran, near.trace.ran, strict=True)
+        replace(op, seconds=one.seconds * ratio, peak=grown(op.peak, fake.peak, one.peak))
+        for op, fake, one in zip(trace.ran, before.ran, near.trace.ran, strict=True)
     )
-    whole, all_of = sum(event.seconds for event in trace.backward), sum(event.seconds for event in near.trace.backward)
-    scale = ratio * all_of / whole if whole else 0.0
-    backward, level = list[Event](), 0
-    foretold, measured, computed = map(_levels, (trace, near.trace, again))
-    unknown = {at: max(0, nbytes - computed.get(at, 0)) for at, nbytes in measured.items()}  # fake kernels take no more
-    for event in trace.backward:
-        backward.append(replace(event, seconds=event.seconds * scale))
-        level += event.size
-        if event.reads is not None and (more := unknown.get(event.reads, 0)):
-            nbytes = foretold[event.reads] - level + int(more * max(MORE, ratio))
-            backward += [Event(nbytes), Event(-nbytes)]
-    beside = max(trace.beside, int(near.trace.beside * ratio)) + unknown[LOSS]
-    trace = replace(trace, ran=tuple(ran), backward=tuple(backward), beside=beside)
+    backward = tuple(
+        replace(event, size=size, seconds=event.seconds * ratio)
+        for event, size in zip(near.trace.backward, _sizes(near.trace, before, trace, max(1.0, ratio)), strict=True)
+    )
+    beside = grown(trace.beside, before.beside, near.trace.beside)
+    trace = replace(trace, ran=tuple(ran), backward=backward, beside=beside)
     nbytes = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in given}.values())
     shapes = tuple(tuple(t.shape) for t in given)
     found = replace(near, trace=trace, batch_bytes=nbytes, shapes=shapes, seen=False, begins=near.cuts)
@@ -77,14 +81,31 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     return found
 
 
-def _levels(trace: Trace) -> dict[int, int]:
-    """Return the most bytes of the backward from each saved tensor that it reads to the next one, by its position."""
-    found, level, at = {LOSS: 0}, 0, LOSS
+def _sizes(real: Trace, before: Trace, now: Trace, ratio: float) -> Iterator[int]:
+    """Yield the size of each event of the backward of `real` at the size of `now`; `before` is a fake step at that of
+    `real`. What no fake kernel takes grows by `ratio`."""
+    grown, most = defaultdict[tuple[int, int], deque[int]](deque), dict[tuple[int, int], int]()
+    for (at, size), (_, larger) in zip(_allocated(before), _allocated(now), strict=True):
+        if size > 0:
+            grown[at, size].append(larger)
+            most[at, size] = max(most.get((at, size), 0), larger)
+    live = defaultdict[tuple[int, bool], list[int]](list)
+    for (at, size), event in zip(_allocated(real), real.backward, strict=True):
+        alive = live[abs(size), event.kept]
+        if size > 0:
+            there = grown[at, size]
+            alive.append(there.popleft() if there else most.get((at, size), int(size * ratio)))
+            yield alive[-1]
+        else:
+            yield -alive.pop(alive.index(min(alive))) if size else 0
+
+
+def _allocated(trace: Trace) -> Iterator[tuple[int, int]]:
+    """Yield the position of the saved tensor that was read last, and the size, of each event of the backward."""
+    at = LOSS
     for event in trace.backward:
         at = at if event.reads is None else event.reads
-        level += event.size
-        found[at] = max(found.get(at, 0), level)
-    return found
+        yield at, event.size
 
 
 def _operations(trace: Trace) -> list[tuple[Any, ...]]:

@@ -17,6 +17,7 @@ from models import Attention, Does, Residual
 from planned_steps import Beside
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import rotoff
 from rotoff.planning import tape_placed_planner as planner
@@ -119,6 +120,68 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit(
             assert beside.peak(*batch) <= told <= beside.limit, size
     assert "another course" not in caplog.text
     beside.planned.close()
+
+
+def image(channels: int, side: int) -> Callable[[int], torch.Tensor]:
+    return lambda batch: torch.randn(batch, channels, side, side)
+
+
+def sentences(batch: int) -> torch.Tensor:
+    return torch.randn(batch, 32, WIDTH)
+
+
+def with_gradient(batch: int) -> torch.Tensor:
+    return sentences(batch).requires_grad_()
+
+
+def recomputed(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in net.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x.square()
+
+
+def after_a_convolution(last: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    return Does(lambda net, x: last(net.first(x).tanh()).square(), first=nn.Conv2d(8, 8, 1))
+
+
+# a model and its inputs; the batch that is recorded and the one that is asked for; the most told over what is measured
+TOLD: dict[str, tuple[Callable[[], nn.Module], Callable[[int], torch.Tensor], int, int, float]] = {
+    "a volume": (
+        lambda: written(*several_of(nn.Conv3d, 8, padding=1)),
+        lambda batch: torch.randn(batch, 8, 8, 8, 8), 4, 1, 1.0,
+    ),
+    "depthwise": (lambda: written(*several_of(nn.Conv2d, 64, padding=3, groups=64, size=7)), image(64, 4), 4, 1, 1.3),
+    "grouped": (lambda: written(*several_of(nn.Conv2d, 32, padding=1, groups=4)), image(32, 16), 4, 12, 1.01),
+    "transposed": (
+        lambda: written(*several_of(nn.ConvTranspose2d, 16, padding=1, groups=4)), image(16, 6), 4, 1, 1.01,
+    ),
+    "bicubic": (
+        lambda: after_a_convolution(lambda h: F.interpolate(h, scale_factor=2, mode="bicubic")), image(8, 16), 4, 12,
+        1.01,
+    ),
+    "unfolded": (lambda: after_a_convolution(lambda h: F.unfold(h, 3, padding=1)), image(8, 16), 4, 8, 1.01),
+    "recomputed": (
+        lambda: Does(recomputed, blocks=nn.ModuleList(Attention(WIDTH, 4) for _ in range(4))), sentences, 4, 1, 1.01,
+    ),
+    "recurrent": (lambda: Does(lambda net, x: net.last(x)[0].square(), last=nn.LSTM(32, 32)), sentences, 4, 8, 1.0),
+    "with a gradient": (lambda: written(*(Attention(WIDTH, 4) for _ in range(4))), with_gradient, 4, 12, 1.03),
+}  # fmt: skip
+
+
+def several_of(kind: Any, channels: int, size: int = 3, **options: Any) -> list[nn.Module]:
+    return [layer for _ in range(3) for layer in (kind(channels, channels, size, **options), nn.Tanh())]
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_what_is_told_of_a_size_that_no_step_has_had_is_what_it_takes(kind: str) -> None:
+    make, draw, known, asked, most = TOLD[kind]
+    beside = Beside(make(), 1 << 30)
+    for _ in range(2):
+        beside.step(draw(known))
+    beside.step(x := draw(asked))
+    x.grad = None
+    taken, told = beside.peak(x), beside.planned.get_expected_memory()
+    assert taken <= told <= most * taken + 1024
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])

@@ -45,6 +45,11 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> int:
     return _attention(func, args) if func in (_ATTENTION, _ATTENTION_BACKWARD) else 0
 
 
+def convolution_kernel(x: Any, weight: Any, *options: Any) -> Any:
+    """Return which kernel PyTorch chooses for a convolution of these sizes."""
+    return torch._C._select_conv_backend(x, weight, *options)
+
+
 def _convolution(args: Any, y: torch.Tensor) -> int:
     x, weight = args[0], args[1]
     if not _blocked(x, weight):

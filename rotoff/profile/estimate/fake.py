@@ -28,7 +28,7 @@ from ...tensors.storage import pieces, rounded, uses_of
 from ...tensors.tree import leaves
 from ..allocations import Event
 from .collectives import Collective, collective
-from .cpu_temporaries import temporary_bytes
+from .cpu_temporaries import convolution_kernel, temporary_bytes
 from .devices import Device
 from .fake_kernels import CPU, QUERIES, FakeKernels
 from .roofline import seconds_of
@@ -91,7 +91,8 @@ class FakeLog(EagerMode):
     """While active, logs the storages that operations make and free, as the allocator of `device` does, and adds up the
     seconds of operations.
 
-    told, collectives: what happened so far. seconds: that it took, without rounding.
+    told, collectives: what happened so far. seconds: that it took, without rounding. kernels: of convolutions, which
+    PyTorch chooses by their sizes.
     """
 
     def __init__(self, device: Device) -> None:
@@ -99,6 +100,7 @@ class FakeLog(EagerMode):
         _engine_references()  # caches the result now, because it runs a backward, which hooks would see
         self.told: list[Event] = []
         self.collectives: list[Collective] = []
+        self.kernels: list[Any] = []
         self._device = device
         self.seconds = Fraction(0)
         self._numbers: dict[int, int] = {}  # key of a live storage -> number that no other storage gets
@@ -131,6 +133,8 @@ class FakeLog(EagerMode):
         for tensor in _made(func, result):
             for piece in pieces(tensor):
                 self.note(piece.untyped_storage())
+        if func is torch.ops.aten.convolution.default and self._device.capability is None:
+            self.kernels.append(convolution_kernel(*args))
         beyond = temporary_bytes(func, args, result) if self._device.capability is None else 0
         if beyond:
             self.told.append(Event(-beyond, self.hidden(beyond)))

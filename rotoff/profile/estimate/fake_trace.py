@@ -156,7 +156,7 @@ class FakeStep(RecordedStep):
         super().__init__(Known(), model, _Nowhere(CPU))
         self.model = model
         self._mode, self._births = mode, log
-        self.log, self.collectives = log.told, log.collectives
+        self.log, self.collectives, self.kernels = log.told, log.collectives, log.kernels
 
     @staticmethod
     def plain(t: torch.Tensor) -> bool:

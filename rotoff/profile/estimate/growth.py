@@ -27,12 +27,12 @@ class Growth:
         """The growth; None if a larger batch takes other operations or stages. estimated: makes the profile of a batch.
         profile: of a batch of `batch`, where a dimension of 1 may save copies."""
         larger, base = estimated(count), profile
-        if _shape(base.trace) != _shape(larger.trace) and (filled := _filled(profile, larger, batch / count)):
+        if shape_of(base.trace) != shape_of(larger.trace) and (filled := _filled(profile, larger, batch / count)):
             base = filled
-        elif _shape(base.trace) != _shape(larger.trace):
+        elif shape_of(base.trace) != shape_of(larger.trace):
             batch *= 2
             base = estimated(batch) if batch < count else larger
-        alike = _stages(base) == _stages(profile) and _shape(base.trace) == _shape(larger.trace)
+        alike = _stages(base) == _stages(profile) and shape_of(base.trace) == shape_of(larger.trace)
         if not alike or base is larger:
             return None
         return cls(base, batch, replace(larger, like=tuple(base.chains)), count)
@@ -55,7 +55,7 @@ def _stages(profile: Estimate) -> list[tuple[str, int]]:
     return [(stage.name, len(stage.forms)) for stage in profile.chain.stages]
 
 
-def _shape(trace: Trace) -> object:
+def shape_of(trace: Trace) -> object:
     """What is the same at all batches."""
     made = [(one.op, one.out, one.dies, one.later) for one in trace.made]
     ran = [(op.reads, op.writes, op.makes, op.at) for op in trace.ran]
