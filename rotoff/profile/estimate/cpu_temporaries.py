@@ -14,6 +14,7 @@ for each. Fused attention allocates blocks for each thread.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 
 _PLAIN = 3  # the most channels of an input that is not copied
 _ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512  # of a block of fused attention, by the number of queries
+_ONEDNN = {8, 9}  # of PyTorch's kernels of convolutions; the second one, of transposed ones, has no name
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -45,14 +47,15 @@ def temporary_bytes(func: Any, args: Any, result: Any) -> int:
     return _attention(func, args) if func in (_ATTENTION, _ATTENTION_BACKWARD) else 0
 
 
-def convolution_kernel(x: Any, weight: Any, *options: Any) -> Any:
-    """Return which kernel PyTorch chooses for a convolution of these sizes."""
-    return torch._C._select_conv_backend(x, weight, *options)
+def convolution_kernel(*args: Any) -> int:
+    """Return which kernel PyTorch chooses for a convolution with these arguments."""
+    kernel: Any = torch._C._select_conv_backend(*args)
+    return int(kernel)
 
 
 def _convolution(args: Any, y: torch.Tensor) -> int:
     x, weight = args[0], args[1]
-    if not _blocked(x, weight):
+    if not _blocked(x, weight, args[3:]):
         return _columns(x, weight, y)
     if _pointwise(weight, *args[3:]):
         return _copy(x)
@@ -62,7 +65,7 @@ def _convolution(args: Any, y: torch.Tensor) -> int:
 
 def _convolution_backward(args: Any, results: Any) -> int:
     grad, x, weight, *_, mask = args
-    if not _blocked(x, weight):
+    if not _blocked(x, weight, args[4:-1]):
         return _columns(x, weight, grad)
     if _pointwise(weight, *args[4:-1]):
         return _copy(x) + _copy(grad)
@@ -119,14 +122,13 @@ def _attention(func: Any, args: Any) -> int:
     return nbytes * torch.get_num_threads() + copy
 
 
-def _blocked(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _blocked(x: torch.Tensor, weight: torch.Tensor, options: Sequence[Any]) -> bool:
     """Whether oneDNN runs the convolution in its blocked layout; channels-last needs no copies."""
     return (
-        torch.backends.mkldnn.is_available()
+        convolution_kernel(x, weight, None, *options) in _ONEDNN
         and x.dtype == torch.float32
         and x.dim() == 4
         and not (x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
-        and (x.shape[0] > 1 or x.numel() > 20480 or weight.shape[-1] > 3 or weight.shape[1] != x.shape[1])
     )
 
 
