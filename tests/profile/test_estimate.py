@@ -232,18 +232,34 @@ def test_estimate_of_forward_that_reads_contents_is_refused() -> None:
         rotoff.estimate(Reader(4, 4), torch.randn(2, 4), device="V100")
 
 
-def test_blocked_copies_of_convolutions_are_counted() -> None:
+LAST = torch.channels_last
+CONVOLUTIONS: dict[str, tuple[list[nn.Module], torch.Tensor]] = {
+    "several": (
+        [nn.Conv2d(20, 68, 3, padding=1), nn.Conv2d(68, 64, 3), nn.Conv2d(64, 64, 3, stride=2, groups=64)],
+        torch.randn(4, 20, 32, 32),
+    ),
+    "sequences": ([nn.Conv1d(32, 32, 3), nn.Conv1d(32, 32, 3, groups=4)], torch.randn(4, 32, 64)),
+    "a sequence": ([nn.Conv1d(32, 32, 3)], torch.randn(1, 32, 64)),
+    "a volume": ([nn.Conv3d(8, 8, 3)], torch.randn(1, 8, 8, 8, 8)),
+    "transposed": ([nn.ConvTranspose2d(16, 16, 3, padding=1), nn.ConvTranspose2d(16, 16, 2, stride=2)], torch.randn(4, 16, 16, 16)),
+    "groups": ([nn.Conv2d(32, 32, 3, groups=4)], torch.randn(1, 32, 16, 16)),
+    "channels last": ([nn.Conv2d(16, 16, 3).to(memory_format=LAST)], torch.randn(1, 16, 16, 16).to(memory_format=LAST)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_copies_and_columns_of_convolutions_are_counted(kind: str) -> None:
     """Without them a convolution's transients would be estimated as next to nothing."""
-    convolutions = nn.Conv2d(20, 68, 3, padding=1), nn.Conv2d(68, 64, 3), nn.Conv2d(64, 64, 3, stride=2, groups=64)
-    model = nn.Sequential(convolutions[0], nn.ReLU(), convolutions[1], nn.ReLU(), convolutions[2])
-    measured, estimated = pair(model, torch.randn(4, 20, 32, 32, requires_grad=True))
+    convolutions, x = CONVOLUTIONS[kind]
+    model = nn.Sequential(*(layer for one in convolutions for layer in (one, nn.ReLU())))
+    measured, estimated = pair(model, x.clone().requires_grad_())
     for one, other in zip(measured.stages, estimated.stages, strict=True):
         for name in BYTES:
             assert getattr(other, name) == pytest.approx(getattr(one, name), abs=0.02 * one.saved_bytes), (
                 one.name,
                 name,
             )
-    assert measured.stages[0].forward_transient_bytes > measured.stages[0].saved_bytes
+    assert any(stage.forward_transient_bytes > stage.output_bytes for stage in measured.stages)
 
 
 def test_estimated_forms_of_a_transformer_block() -> None:

@@ -1,11 +1,12 @@
 """Temporaries inside CPU kernels, as the profiler's memory events show them.
 
-oneDNN's float32 convolutions reorder input, weight and output into a layout blocked by channels and padded to whole
-blocks (8 numbers with AVX2, 16 with AVX-512). The blocked copies exist together during the computation; then the output
-is allocated and filled from its copy. Inputs of up to 3 channels are not copied. The backward does so twice: for the
-input's gradient and for the weight's. A 1×1 convolution of stride 1 is one matrix product and needs no copies. Further
-scratch memory (up to a few copies of the weight, for some shapes) is unknown, and so is that of convolutions and matrix
-products in half precision.
+oneDNN's convolutions reorder input, weight and output into a layout blocked by channels and padded to whole blocks (8
+numbers, or 16 with AVX-512 and one group). The blocked copies exist together during the computation; then the output is
+allocated and filled from its copy; a bias is added to that of a transposed one, which makes another. Inputs of up to 3
+channels are not copied. The backward does so twice: for the input's gradient and for the weight's. A 1×1 convolution of
+stride 1 is one matrix product and needs no copies. PyTorch's own kernels make the columns of a matrix. Further scratch
+memory (up to a few copies of the weight, for some shapes and in the backward in half precision) is unknown, and so is
+that of matrix products in half precision.
 
 The backward of batch norm makes the input's gradient twice and frees the first. Layer norms copy what is noncontiguous,
 and their backward adds up the weight's gradients in each thread. `torch.roll` over several dimensions makes a tensor
@@ -14,7 +15,6 @@ for each. Fused attention allocates blocks for each thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 
 _PLAIN = 3  # the most channels of an input that is not copied
 _ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512  # of a block of fused attention, by the number of queries
-_ONEDNN = {8, 9}  # of PyTorch's kernels of convolutions; the second one, of transposed ones, has no name
+# PyTorch's kernels of convolutions: oneDNN's; its own, which make columns; those of them that do of all images at once
+_ONEDNN, _SLOW, _TRANSPOSED, _WHOLE = {8, 9}, set(range(13, 19)), {9, 17, 18}, {13, 14}
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -55,21 +56,25 @@ def convolution_kernel(*args: Any) -> int:
 
 def _convolution(args: Any, y: torch.Tensor) -> int:
     x, weight = args[0], args[1]
-    if not _blocked(x, weight, args[3:]):
-        return _columns(x, weight, y)
+    kernel = convolution_kernel(x, weight, None, *args[3:])
+    if not _blocked(kernel, x):
+        return _columns(kernel, x, weight, y)
     if _pointwise(weight, *args[3:]):
         return _copy(x)
-    before = 0 if x.shape[1] <= _PLAIN else _padded(x)
-    return _copy(x) + _padded(y) + max(0, before + _padded_weight(weight) - y.nbytes)
+    groups = args[-1]
+    before = _padded_weight(weight, groups) + (0 if x.shape[1] <= _PLAIN else _padded(x, groups))
+    added = y.nbytes if kernel in _TRANSPOSED and args[2] is not None else 0
+    return _copy(x) + _padded(y, groups) + added + max(0, before - y.nbytes)
 
 
 def _convolution_backward(args: Any, results: Any) -> int:
-    grad, x, weight, *_, mask = args
-    if not _blocked(x, weight, args[4:-1]):
-        return _columns(x, weight, grad)
+    grad, x, weight, *_, groups, mask = args
+    kernel = convolution_kernel(x, weight, None, *args[4:-1])
+    if not _blocked(kernel, x):
+        return _columns(kernel, x, weight, grad)
     if _pointwise(weight, *args[4:-1]):
         return _copy(x) + _copy(grad)
-    outer, inner, middle = _padded(grad), _padded(x), _padded_weight(weight)
+    outer, inner, middle = _padded(grad, groups), _padded(x, groups), _padded_weight(weight, groups)
     there, levels = 0, [0]
     if mask[0]:
         there = results[0].nbytes
@@ -81,10 +86,13 @@ def _convolution_backward(args: Any, results: Any) -> int:
     return max(0, max(levels) + _copy(x) + _copy(grad) - outputs)
 
 
-def _columns(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> int:
-    """Return the bytes of a small image as the columns of a matrix, of which PyTorch's own kernels make a product."""
-    here = x.dim() == 4 and x.is_contiguous() and max(weight.shape[2:]) > 1
-    return y.nbytes // y.shape[1] * weight[0].numel() if here else 0
+def _columns(kernel: int, x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> int:
+    """Return the bytes of images as the columns of a matrix, of which PyTorch's own kernels make a product."""
+    if kernel not in _SLOW or max(weight.shape[2:]) == 1:
+        return 0
+    image = x if kernel in _TRANSPOSED else y
+    images = image if kernel in _WHOLE else image[:1]
+    return images.numel() // image.shape[1] * weight[0].numel() * image.element_size()
 
 
 def _copy(tensor: torch.Tensor) -> int:
@@ -122,27 +130,23 @@ def _attention(func: Any, args: Any) -> int:
     return nbytes * torch.get_num_threads() + copy
 
 
-def _blocked(x: torch.Tensor, weight: torch.Tensor, options: Sequence[Any]) -> bool:
+def _blocked(kernel: int, x: torch.Tensor) -> bool:
     """Whether oneDNN runs the convolution in its blocked layout; channels-last needs no copies."""
-    return (
-        convolution_kernel(x, weight, None, *options) in _ONEDNN
-        and x.dtype == torch.float32
-        and x.dim() == 4
-        and not (x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous())
-    )
+    formats = torch.channels_last, torch.channels_last_3d
+    return kernel in _ONEDNN and (x.is_contiguous() or not any(x.is_contiguous(memory_format=one) for one in formats))
 
 
-def _padded(tensor: torch.Tensor) -> int:
+def _padded(tensor: torch.Tensor, groups: int) -> int:
     """Return the bytes of the blocked copy of an activation."""
     channels = tensor.shape[1]
-    return tensor.nbytes // channels * _up(channels)
+    return tensor.nbytes // channels * _up(channels, groups)
 
 
-def _padded_weight(weight: torch.Tensor) -> int:
+def _padded_weight(weight: torch.Tensor, groups: int) -> int:
     out, into = weight.shape[:2]
-    return weight.nbytes // (out * into) * _up(out) * (into if into <= _PLAIN else _up(into))
+    return weight.nbytes // (out * into) * _up(out, groups) * (into if into <= _PLAIN else _up(into, groups))
 
 
-def _up(channels: int) -> int:
-    block = 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
+def _up(channels: int, groups: int) -> int:
+    block = 16 if groups == 1 and torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 8
     return -(-channels // block) * block
