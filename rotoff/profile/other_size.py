@@ -6,14 +6,14 @@ The step has to make the same operations as the other one. Whether they can be m
 from __future__ import annotations
 
 import logging
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ..accelerator import capability
+from ..accelerator import capability, is_accelerator
 from ..errors import MeasureError
 from ..tape.tape import Key, Known
 from ..tensors.tree import flatten
@@ -25,6 +25,7 @@ from .trace import Trace, trace_of
 
 logger = logging.getLogger("rotoff")
 LOSS = -1  # before the first one
+SPARE = 1 << 20  # bytes by which CUDA's allocator makes blocks larger that are larger than this
 
 
 def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs: Any) -> TapeProfile | None:
@@ -60,9 +61,11 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
         replace(op, seconds=one.seconds * ratio, peak=grown(op.peak, fake.peak, one.peak))
         for op, fake, one in zip(trace.ran, before.ran, near.trace.ran, strict=True)
     )
+    spare = SPARE if is_accelerator(near.device) else 0
+    sizes = _sizes(near.trace, before, trace, max(1.0, ratio), spare)
     backward = tuple(
         replace(event, size=size, seconds=event.seconds * ratio)
-        for event, size in zip(near.trace.backward, _sizes(near.trace, before, trace, max(1.0, ratio)), strict=True)
+        for event, size in zip(near.trace.backward, sizes, strict=True)
     )
     beside = grown(trace.beside, before.beside, near.trace.beside)
     trace = replace(trace, ran=tuple(ran), backward=backward, beside=beside)
@@ -81,23 +84,30 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     return found
 
 
-def _sizes(real: Trace, before: Trace, now: Trace, ratio: float) -> Iterator[int]:
+def _sizes(real: Trace, before: Trace, now: Trace, ratio: float, spare: int) -> Iterator[int]:
     """Yield the size of each event of the backward of `real` at the size of `now`; `before` is a fake step at that of
-    `real`. What no fake kernel takes grows by `ratio`."""
-    grown, most = defaultdict[tuple[int, int], deque[int]](deque), dict[tuple[int, int], int]()
-    for (at, size), (_, larger) in zip(_allocated(before), _allocated(now), strict=True):
+    `real`. What no fake kernel takes grows by `ratio`. spare: bytes by which larger blocks may be larger than asked."""
+    fake = defaultdict[int, list[tuple[int, int]]](list)  # by saved tensor, bytes before and now
+    for (at, size), (_, other) in zip(_allocated(before), _allocated(now), strict=True):
         if size > 0:
-            grown[at, size].append(larger)
-            most[at, size] = max(most.get((at, size), 0), larger)
+            fake[at].append((size, other))
+    left = {at: list(pairs) for at, pairs in fake.items()}
     live = defaultdict[tuple[int, bool], list[int]](list)
     for (at, size), event in zip(_allocated(real), real.backward, strict=True):
         alive = live[abs(size), event.kept]
         if size > 0:
-            there = grown[at, size]
-            alive.append(there.popleft() if there else most.get((at, size), int(size * ratio)))
+            if first := min(_alike(size, left.get(at, []), spare), key=lambda pair: size - pair[0], default=None):
+                left[at].remove(first)
+            pair = first or max(_alike(size, fake[at], spare), key=lambda pair: pair[1], default=None)
+            alive.append(int(size * ratio) if pair is None else pair[1] + size - pair[0])
             yield alive[-1]
         else:
             yield -alive.pop(alive.index(min(alive))) if size else 0
+
+
+def _alike(size: int, pairs: list[tuple[int, int]], spare: int) -> list[tuple[int, int]]:
+    """Return those of `pairs` whose first number may have got a block of `size`."""
+    return [pair for pair in pairs if 0 <= size - pair[0] <= (spare if size > spare else 0)]
 
 
 def _allocated(trace: Trace) -> Iterator[tuple[int, int]]:
