@@ -341,7 +341,7 @@ class PlacedTape(Tape):
             with torch._C._DisableTorchDispatch():
                 self.lending.fill(read, alone=True)
                 for lent in self.lending.read_by(written, {}):
-                    lent.place.use_device()  # it is the parameter that changes
+                    lent.place.hand_over(changes=True)  # it is the parameter that changes
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def content_of(self, t: torch.Tensor) -> Content:

@@ -33,7 +33,7 @@ class CallersGradients:
     @property
     def during(self) -> bool:
         """Whether a backward updates parameters."""
-        return self._groups.planned and self._groups.plan.during
+        return self._groups.plan.during
 
     @property
     def awaits_step(self) -> bool:

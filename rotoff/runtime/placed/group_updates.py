@@ -47,9 +47,9 @@ class GroupUpdates:
         self._chunks = [Chunks(optimizer, args, kwargs)]
         self.begun = self.begun if self._groups.plan.during else []
 
-    def finish(self, planned: bool) -> None:
-        """End the update of `begin`. planned: whether the plan's operations have run; otherwise all groups are updated
-        now, on the host if it can run the optimizers."""
+    def finish(self) -> None:
+        """End the update of `begin`. Groups that no operation has updated are updated now, on the host if it can run
+        the optimizers."""
         here = self._groups.plan.on_host
         for k in self._groups.numbers:
             if k not in self.begun:
@@ -58,21 +58,14 @@ class GroupUpdates:
                     tensor.release()
         self.host.join()
         self._chunks[0].step()  # what belongs to no group
-        self.end(planned)
+        self.end()
 
-    def end(self, planned: bool = True) -> None:
+    def end(self) -> None:
         """End an update of all groups: put everything to rest for the caller, with no copy running."""
-        groups = self._groups
         self.host.join()
-        if groups.link.queues:
-            groups.rest(beginning=False)
-            for places in groups.places.values():
-                places.gradient.join()  # the caller's from now on
-        else:
-            for v in groups.plan.resident if planned else ():
-                for tensor in groups.tensors(v):
-                    tensor.hand_over()
-                    tensor.rest(True, v in groups.plan.on_both)
+        self._groups.rest(beginning=False)
+        for places in self._groups.places.values():
+            places.gradient.join()  # the caller's from now on
         if self._in_backward:
             self.gone = {key for one in self._chunks for key in one.updated}
         self._chunks, self._in_backward = [], False
@@ -97,10 +90,10 @@ class GroupUpdates:
             prefetch([*changed, *gradients])
         settle([*changed, *gradients])
         for tensor in changed:
-            tensor.use_device()
+            tensor.hand_over(changes=True)
         counted = all(map(counts_changes, groups.optimizers))
         for gradient in gradients:
-            gradient.hand_over(counted)
+            gradient.hand_over(counted=counted)
         for chunks in self._chunks:
             chunks.step(parameters, groups.apart(parameters))
         for p, gradient in zip(parameters, gradients, strict=True):

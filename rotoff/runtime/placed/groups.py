@@ -17,7 +17,7 @@ from ...errors import ExecutionError
 from ...tensors.storage import local
 from ..links.base import Link
 from ..sharded import Shard
-from .placed_plan import PlacedPlan
+from .placed_plan import NOTHING, PlacedPlan
 from .tensor import (
     HostBytes,
     PlacedGradient,
@@ -84,7 +84,7 @@ class ParameterPlaces:
 class PlacedGroups:
     """The groups of a plan, each numbered from 1 on, and the places of their tensors.
 
-    places: by id of a parameter. step: a weak reference to the running step, or None.
+    places: by id of a parameter. step: a weak reference to the running step, or None. plan: the latest.
 
     Args:
         link: to the host, which no one else uses.
@@ -98,18 +98,12 @@ class PlacedGroups:
         self.optimizers = tuple(optimizers)
         self.places: dict[int, ParameterPlaces] = {}
         self.step: Any = None
-        self._plan: PlacedPlan | None = None
+        self.plan = NOTHING
 
     @property
     def planned(self) -> bool:
         """Whether there is a plan."""
-        return self._plan is not None
-
-    @property
-    def plan(self) -> PlacedPlan:
-        """The plan that `follow` was given last."""
-        assert self._plan is not None
-        return self._plan
+        return self.plan is not NOTHING
 
     @property
     def numbers(self) -> range:
@@ -132,7 +126,7 @@ class PlacedGroups:
         for (parameter, _), shard, several in zip(new, shards, sizes, strict=True):
             begins = [*itertools.islice(firsts, len(several))]
             self.places[id(parameter)] = ParameterPlaces(parameter, shard, self._host, several, begins)
-        self._plan = plan
+        self.plan = plan
 
     def rest(self, beginning: bool) -> None:
         """Put everything where it lies between steps. beginning: a step begins, which has no room on the device for
@@ -147,9 +141,13 @@ class PlacedGroups:
         todo: list[tuple[PlacedTensor, Value, bool]] = []
         for k, one in places:
             here = w(k) in resident and not (apart and beginning and one.gradient.get() is not None)
-            todo += [(one.weight, w(k), here), (one.gradient, g(k), apart and here)]
+            todo += [(one.weight, w(k), here)]
+            if apart or beginning:  # else the gradients of an update stay for the caller
+                todo += [(one.gradient, g(k), apart and here)]
             todo += [(state, o(k), o(k) in resident) for state in self.states(one.parameter)]
         for tensor, v, here in sorted(todo, key=lambda each: each[2]):  # what goes makes room for what comes
+            if here and not beginning:
+                tensor.hand_over()
             tensor.rest(here, v in on_both)
         if apart and beginning:
             coming = [one.weight for k, one in places if w(k) in resident | self.plan.early]
@@ -159,11 +157,11 @@ class PlacedGroups:
 
     def give_back(self) -> None:
         """Put everything on the device; there is no plan then."""
-        self._plan = None
+        self.plan = NOTHING
         for places in self.places.values():
             for tensor in (places.weight, places.gradient, *self.states(places.parameter)):
                 tensor.rest(resident=True)
-                tensor.use_device()  # the caller's optimizer changes it, and a later plan must not take the host's copy
+                tensor.hand_over(changes=True)  # by the caller's optimizer: no later plan may take the host's copy
 
     def hand_over(self) -> None:
         """Give the caller everything after a backward, before the update."""
@@ -176,10 +174,7 @@ class PlacedGroups:
                 elif places.gradient.leaving:
                     places.gradient.release()
                 for tensor in (places.weight, *self.states(parameter)):
-                    if places.trained:
-                        tensor.use_device()  # an update follows
-                    else:
-                        tensor.hand_over()
+                    tensor.hand_over(changes=places.trained)  # an update follows
                 places.gradient.hand_over()
                 places.gradient.join()
         if self.link.queues:

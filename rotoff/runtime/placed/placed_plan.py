@@ -52,3 +52,6 @@ class PlacedPlan:
         """Host bytes for parameters, gradients and optimizer state."""
         pairs = [pair for group in self.groups for pair in zip(group.parameters, group.state_bytes, strict=True)]
         return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)
+
+
+NOTHING = PlacedPlan((), frozenset(), frozenset(), frozenset(), waits=True)  # is placed

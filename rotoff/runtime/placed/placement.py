@@ -198,17 +198,17 @@ class Placement:
     @property
     def waits(self) -> bool:
         """Whether no step is planned yet."""
-        return not self._groups.planned or self._groups.plan.waits
+        return self._groups.plan.waits
 
     def clear(self, host_limit: float) -> None:
         """Between steps: move all that is placed to the host, unless that takes more than `host_limit`; the next step
         brings back what its plan keeps on the device."""
-        if self._groups.planned and not self.waits and self._groups.plan.host_bytes <= host_limit:
+        if not self.waits and self._groups.plan.host_bytes <= host_limit:
             nothing = frozenset[Value]()
             plan = replace(self._groups.plan, resident=nothing, on_both=nothing, early=nothing, waits=True, room=0)
             with torch.inference_mode(False), torch.no_grad():
                 self._groups.follow(plan)
-                self._groups.rest(beginning=False)
+                self._groups.rest(beginning=True)
 
     @property
     def between_steps(self) -> bool:
@@ -220,8 +220,6 @@ class Placement:
     def tight(self) -> bool:
         """Whether the plan leaves no bytes for a group of parameters on the host, in a forward that saves nothing."""
         groups = self._groups
-        if not groups.planned:
-            return False
         away = [[p.nbytes for p in groups.parameters(k) if groups.places[id(p)].weight.on_host] for k in groups.numbers]
         return groups.plan.room <= max(map(sum, away), default=0)
 
@@ -309,7 +307,7 @@ class Placement:
         try:
             for op in rest:
                 self.operate(op)
-            self.updates.finish(planned=bool(rest))
+            self.updates.finish()
         except BaseException as error:
             self.updates.give_up(error)
             raise

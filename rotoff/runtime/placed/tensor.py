@@ -227,29 +227,23 @@ class PlacedTensor(ABC):
             self.release()
         elif self.host is not None and not self.on_host:
             self.put(self.host)
+        self._fetched = -1  # the device's copy is an older one from now on
 
     def arrive(self) -> None:
         """Block the host until its bytes have been copied there."""
         if self._out is not None:
             self._link.join(self._out)
 
-    def use_device(self) -> None:
-        """Put the caller's tensor on the device, if it has a copy there, because it is about to be changed."""
-        self.settle()
-        if self.look() and self.device is not None:
-            if self.on_host:
-                self._put_on_device(self.device)
-            self._valid = False
-
-    def hand_over(self, counted: bool = False) -> None:
+    def hand_over(self, changes: bool = False, counted: bool = False) -> None:
         """Give the tensor to the caller, who may read and change it from now on; the device's copy, if any, is the
-        caller's tensor. counted: whether autograd counts every change, so that no checksum is needed."""
+        caller's tensor. changes: whether it is about to be changed. counted: whether autograd counts every change, so
+        that no checksum is needed."""
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
                 self._put_on_device(self.device)
-            if self._valid and self._same is None:
-                self._same = self._content(counted)
+            self._valid = self._valid and not changes
+            self._note(counted)
 
     def rest(self, resident: bool, on_both: bool = False) -> None:
         """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`."""
@@ -269,8 +263,7 @@ class PlacedTensor(ABC):
         if on_both and not self._valid:
             offload([self])
             self.settle()
-        if self._valid and self._same is None:
-            self._same = self._content()
+        self._note()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return bytes on the device for the copy."""
@@ -303,7 +296,12 @@ class PlacedTensor(ABC):
         """Whether hooks of the caller's may change it within the backward, through ``.data``."""
         return False
 
-    def _content(self, counted: bool = False) -> tuple[int, ...]:
+    def _note(self, counted: bool = False) -> None:
+        """Remember what it is, if the host's bytes are those of the device."""
+        if self._valid and self._same is None:
+            self._same = self._content(counted)
+
+    def _content(self, counted: bool) -> tuple[int, ...]:
         """What changes with the caller's tensor: its checksum and version, or, if `counted`, the tensor and that."""
         tensor = self.get()
         assert tensor is not None
