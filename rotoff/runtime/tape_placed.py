@@ -43,6 +43,7 @@ from .placed.tensor import PlacedTensor, offload, prefetch
 from .tape_step import TapeStep
 
 weak_tensor: Callable[[torch.Tensor], Any] = torch._C._WeakTensorRef  # type: ignore[attr-defined]
+with_geometry: Callable[..., torch.Tensor] = torch._C._dynamo.guards._reinterpret_tensor  # type: ignore[attr-defined]
 FIRST = 2**64 - 1  # autograd runs the node of a gradient before all others that can run, as it does for parameters
 
 
@@ -85,7 +86,9 @@ class Lent:
         """Return a tensor like the parameter: over the bytes that the device has of it, or with none."""
         if self.place.device is not None:
             return self.place.device.detach()
-        return self.place.make_empty().detach()
+        size, stride, dtype = self.parameter.size(), self.parameter.stride(), self.parameter.dtype
+        with torch.inference_mode(False):
+            return with_geometry(torch.empty(0, dtype=dtype, device=self.place.link.device), size, stride)
 
     def settle(self) -> None:
         """Within the forward: the storage is as full as the device's copy."""
@@ -104,25 +107,16 @@ class Lent:
             offload([self.place])
             self.place.show_host()
             self.place.arrive()
-        empty = self.place.empty
-        mine = empty is not None and empty.untyped_storage()._cdata == bare.cdata
-        del empty
         if (device := self.place.device) is not None:
-            if mine:
-                self.place.empty = None  # it has the bytes from now on
             own = 2 if self.place.on_host else 3  # it, that call's, the caller's
             return not whole.expired() or (not self.place.moving and uses_of(device) > own)
-        bytes = torch.UntypedStorage._new_with_weak_ptr(bare.cdata)
-        if mine and bytes is not None:
-            if torch._C._storage_Use_Count(bytes._cdata) <= 2:  # `empty`, and this
-                return False
-            self.place.empty = None
-        if not aborted and bytes is not None:
-            self.place.shown = bytes
-            self.bring()
-            self.place.shown = None
-            return True
-        return False
+        kept = torch.UntypedStorage._new_with_weak_ptr(bare.cdata)
+        if aborted or kept is None:
+            return False
+        self.place.shown = kept
+        self.bring()
+        self.place.shown = None
+        return True
 
     def bring(self) -> torch.UntypedStorage:
         """Return the device's copy, and fetch it if there is none."""

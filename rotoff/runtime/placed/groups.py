@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -36,18 +35,18 @@ class ParameterPlaces:
     """The places of one parameter, its gradient and its optimizer state.
 
     Args:
-        sizes: of the parameter's bytes on the host, the gradient's and the state's. firsts: where they begin.
+        first: of their bytes on the host. sizes: the parameter's, the gradient's and the state's, in this order.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, sizes: Sequence[int], firsts: Sequence[int]
+        self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, first: int, sizes: tuple[int, int, int]
     ) -> None:
         self.trained = parameter.requires_grad
         self.parameter = parameter
-        self.weight = PlacedParameter(parameter, shard, host, firsts[0], sizes[0])
-        self.gradient = PlacedGradient(parameter, host, firsts[1], sizes[1])
+        self.weight = PlacedParameter(parameter, shard, host, first, sizes[0])
+        self.gradient = PlacedGradient(parameter, host, first + sizes[0], sizes[1])
         self.state_bytes = sizes[2]
-        self._next, self._end = firsts[2], firsts[2] + sizes[2]
+        self._next, self._end = first + sum(sizes[:2]), first + sum(sizes)
         self._host = host
         self._states: dict[str, PlacedState] = {}
         self._unplanned: set[str] = set()  # states that have no place
@@ -112,20 +111,16 @@ class PlacedGroups:
 
     def follow(self, plan: PlacedPlan) -> None:
         """Take `plan`, and host bytes for all that it places."""
-        new = [
-            (parameter, state)
-            for group in plan.groups
-            for parameter, state in zip(group.parameters, group.state_bytes, strict=True)
-            if (known := self.places.get(id(parameter))) is None
-            or (parameter.requires_grad, state) > (known.trained, known.state_bytes)
-        ]
-        shards = [self.shards.get(id(parameter)) for parameter, _ in new]
-        rooms = [room_of(p if shard is None else shard.data) for (p, _), shard in zip(new, shards, strict=True)]
-        sizes = [(room, room * p.requires_grad, state) for (p, state), room in zip(new, rooms, strict=True)]
-        firsts = iter(self._host.take([size for several in sizes for size in several]) if new else ())
-        for (parameter, _), shard, several in zip(new, shards, sizes, strict=True):
-            begins = [*itertools.islice(firsts, len(several))]
-            self.places[id(parameter)] = ParameterPlaces(parameter, shard, self._host, several, begins)
+        new: list[tuple[nn.Parameter, Shard | None, tuple[int, int, int]]] = []
+        for group in plan.groups:
+            for p, state in zip(group.parameters, group.state_bytes, strict=True):
+                known, shard = self.places.get(id(p)), self.shards.get(id(p))
+                if known is None or (p.requires_grad, state) > (known.trained, known.state_bytes):
+                    room = room_of(p if shard is None else shard.data)
+                    new.append((p, shard, (room, room * p.requires_grad, state)))
+        firsts = self._host.take([size for *_, sizes in new for size in sizes])[::3] if new else ()
+        for (p, shard, sizes), first in zip(new, firsts, strict=True):
+            self.places[id(p)] = ParameterPlaces(p, shard, self._host, first, sizes)
         self.plan = plan
 
     def rest(self, beginning: bool) -> None:

@@ -102,7 +102,7 @@ class PlacedTensor(ABC):
     def __init__(self, host: HostBytes, offset: int, room: int) -> None:
         self.device: torch.Tensor | None = None
         self.host: torch.Tensor | None = None
-        self._bytes, self._link = host, host.link
+        self._bytes, self.link = host, host.link
         self._offset = offset
         self._room = room
         self._left: list[tuple[int, torch.Tensor]] = []  # bytes that the caller has kept a tensor over
@@ -127,8 +127,7 @@ class PlacedTensor(ABC):
     @property
     def version(self) -> int:
         """How often the caller's tensor was changed, as autograd counts."""
-        tensor = self.get()
-        return 0 if tensor is None or tensor.is_inference() else tensor._version
+        return 0 if (tensor := self.get()) is None else version_of(tensor)
 
     @property
     def on_host(self) -> bool:
@@ -160,10 +159,10 @@ class PlacedTensor(ABC):
         self.settle()  # one that the caller, or autograd, has made
         self.device, self._valid = None, False
         self._leave_kept()
-        if tensor.device == self._link.device:
+        if tensor.device == self.link.device:
             self.device = tensor.detach()
         else:
-            self._link.drain()
+            self.link.drain()
             self._have_host(tensor).copy_(tensor)
             assert self.host is not None
             self.put(self.host)
@@ -189,11 +188,11 @@ class PlacedTensor(ABC):
         """
         try:
             if self._leaving is not None:
-                self._link.wait(self._leaving)
+                self.link.wait(self._leaving)
             if self._coming is not None:
-                self._link.wait(self._coming)
+                self.link.wait(self._coming)
         except BaseException:
-            self._link.drain()  # after an interrupt the copy still runs, and all that follows must come after it
+            self.link.drain()  # after an interrupt the copy still runs, and all that follows must come after it
             if self._coming is not None:
                 self.device = None  # incomplete; the caller's tensor is not there before the copy has ended
             self._valid, self._out = False, None
@@ -207,7 +206,7 @@ class PlacedTensor(ABC):
             return
         self.settle()
         if not self.on_host:
-            if not self._valid or (self._same is not None and self._same != self._content(len(self._same) > 1)):
+            if not self._valid or (self._same is not None and self._same != self._content(bool(self._same[0]))):
                 self._leave_kept()
                 self._have_host(self.device).copy_(self.device)
             assert self.host is not None
@@ -232,7 +231,7 @@ class PlacedTensor(ABC):
     def arrive(self) -> None:
         """Block the host until its bytes have been copied there."""
         if self._out is not None:
-            self._link.join(self._out)
+            self.link.join(self._out)
 
     def hand_over(self, changes: bool = False, counted: bool = False) -> None:
         """Give the tensor to the caller, who may read and change it from now on; the device's copy, if any, is the
@@ -268,7 +267,7 @@ class PlacedTensor(ABC):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return bytes on the device for the copy."""
         if self.shown is None:
-            return self._link.allocate(nbytes)
+            return self.link.allocate(nbytes)
         self.shown.resize_(nbytes)
         return bytes_of(self.shown)
 
@@ -302,18 +301,14 @@ class PlacedTensor(ABC):
             self._same = self._content(counted)
 
     def _content(self, counted: bool) -> tuple[int, ...]:
-        """What changes with the caller's tensor: its checksum and version, or, if `counted`, the tensor and that."""
-        tensor = self.get()
-        assert tensor is not None
-        if counted and not tensor.is_inference():
-            return id(tensor), tensor._version
+        """`counted`, and what changes with the caller's tensor: its version, and which tensor it is or its checksum."""
         assert self.device is not None
-        return (hash((_checksum(self.device), version_of(tensor))),)
+        return counted, self.version, id(self.get()) if counted else _checksum(self.device)
 
     def _have_host(self, like: torch.Tensor) -> torch.Tensor:
         view = View.of(like)._replace(offset=0)
         if self.host is None or View.of(self.host) != view:
-            storage = self._link.host_bytes(self._offset, like.nbytes).untyped_storage()
+            storage = self.link.host_bytes(self._offset, like.nbytes).untyped_storage()
             self.host = view.on(storage)
             self._address = self.host.data_ptr()
         return self.host
@@ -324,7 +319,7 @@ def prefetch(tensors: Iterable[PlacedTensor]) -> None:
     coming = [one for one in tensors if one.look() and one.device is None]
     if not coming:
         return
-    link, hosts = coming[0]._link, [one.host for one in coming if one.host is not None]
+    link, hosts = coming[0].link, [one.host for one in coming if one.host is not None]
     # no more, since savers look for storages shared by tensors
     there = [one.allocate(host.nbytes) for one, host in zip(coming, hosts, strict=True)]
     ticket = link.copy_in(there, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
@@ -343,7 +338,7 @@ def offload(tensors: Iterable[PlacedTensor]) -> None:
         one._leave_kept()
         one._have_host(device)
     sources = [_bytes_in(device) for device in devices]
-    ticket = going[0]._link.copy_out(sources, [one._offset for one in going])
+    ticket = going[0].link.copy_out(sources, [one._offset for one in going])
     for one in going:
         one._leaving = one._out = ticket
         one._valid, one._same = True, None
@@ -393,35 +388,11 @@ def checksum_bytes(block: int) -> int:
 
 
 class PlacedParameter(PlacedTensor):
-    """A parameter's own numbers, or all that FSDP2 gathers of its `shard`.
-
-    empty: a tensor of its geometry on the device, without bytes, for forwards that begin while it is on the host. It is
-    made when the parameter leaves, since PyTorch takes the bytes first.
-    """
+    """A parameter's own numbers, or all that FSDP2 gathers of its `shard`."""
 
     def __init__(self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, offset: int, room: int) -> None:
         super().__init__(host, offset, room)
         self._parameter, self._shard = parameter, shard
-        self.empty: torch.Tensor | None = None
-
-    def rest(self, resident: bool, on_both: bool = False) -> None:
-        super().rest(resident, on_both)
-        if self.on_host and self.device is None and self._shard is None:
-            self.make_empty()
-
-    def release(self) -> None:
-        super().release()
-        if self.shown is None and self.on_host and self._shard is None:  # and no forward runs
-            self.make_empty()
-
-    def make_empty(self) -> torch.Tensor:
-        """Return `empty`, which is made now if there is none."""
-        p, empty = self._parameter, self.empty
-        if empty is None or (empty.size(), empty.stride(), empty.dtype) != (p.size(), p.stride(), p.dtype):
-            empty = torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device=self._link.device)
-            empty.untyped_storage().resize_(0)
-            self.empty = empty
-        return empty
 
     def get(self) -> torch.Tensor:
         return self._parameter if self._shard is None else self._shard.data
@@ -505,7 +476,7 @@ class PlacedGradient(PlacedTensor):
     @property
     def with_autograd(self) -> bool:
         """Whether only autograd may use it, because it may add to it on the host while a backward runs."""
-        gradient, there = self._parameter.grad, self._link.device
+        gradient, there = self._parameter.grad, self.link.device
         away = self._parameter.device != there and (gradient is None or gradient.device != there)
         return away and self.apart is None
 
