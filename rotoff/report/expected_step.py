@@ -7,17 +7,15 @@ the expected figures in its meta, so that ``display()``, the timeline and the lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, NamedTuple
 
 from ..core.chain import Chain
-from ..core.chain_fields import bytes_of
 from ..core.figures import Figures
 from ..core.sequence import COMPUTES, Op
 from ..core.sequence import Sequence as Plan
 from ..core.simulator import Trace, simulate
 from ..core.sizes import parse_bytes
-from ..errors import ChainError, LimitError
 from ..solver import keep_all
 
 EXPECTED = "expected"  # in a sequence's meta
@@ -58,7 +56,7 @@ def shown_step(
     plan = sequence if isinstance(sequence, Plan) else Plan(sequence)
     limit = None if mem_limit is None else parse_bytes(mem_limit)
     everything = keep_all_step(chain)
-    said = _read(plan.meta.get(EXPECTED), trace, everything.makespan)
+    said = _read(plan.meta.get(EXPECTED), trace)
     if said is None:
         limit = plan.mem_limit if limit is None else limit
         held = trace.peak_bytes, trace.host_peak_bytes, trace.makespan
@@ -120,18 +118,12 @@ def held(trace: Trace) -> list[tuple[float, int, int, int]]:
     return [*points, (clock, *points[-1][1:])]
 
 
-def _read(said: Any, trace: Trace, keep_all_time: float) -> tuple[Figures, list[int]] | None:
+def _read(said: Any, trace: Trace) -> tuple[Figures, list[int]] | None:
     """The figures in a plan's meta, and the bytes held during each operation; None if they are another step's, or
     nothing that this module wrote."""
-    try:
-        if said["machine"] != _machine(trace) or len(said["memory"]) != len(trace.events):
-            return None
-        limit, memory = said["mem_limit"], [bytes_of(held, "memory", EXPECTED) for held in said["memory"]]
-        limit = None if limit is None else parse_bytes(bytes_of(limit, "mem_limit", EXPECTED))
-        peak, host = (bytes_of(said[name], name, EXPECTED) for name in ("peak_bytes", "host_bytes"))
-        return Figures(limit, peak, host, trace.makespan, keep_all_time, None, said["with_batch"] is True), memory
-    except (LookupError, TypeError, ChainError, LimitError):
+    if not isinstance(said, dict) or said.get("machine") != _machine(trace):
         return None
+    return Figures(**{one.name: said[one.name] for one in fields(Figures)}), said["memory"]
 
 
 def _machine(trace: Trace) -> list[float]:

@@ -163,18 +163,16 @@ class _Choice:
         return sum(self._trace.ran[op].seconds + CALL for op in ops)
 
     def within(self, limit: int) -> dict[int, Kept]:
-        """What to keep of each block that is checkpointed: steps down the hulls in the order of seconds for a byte,
-        those of the last block at the end, since it runs again when the most is held. Then what is not needed is taken
-        back."""
-        last = len(self._hulls) - 1
+        """What to keep of each block that is checkpointed: steps down the hulls in the order of seconds for a byte.
+        Then what is not needed is taken back."""
         hulls = ((n, k, pair) for n, hull in enumerate(self._hulls) for k, pair in enumerate(pairwise(hull), start=1))
-        moves = sorted((n == last, slope(*pair), n, k) for n, k, pair in hulls)
+        moves = sorted((slope(*pair), n, k) for n, k, pair in hulls)
 
         def kept(levels: Mapping[int, int]) -> dict[int, Kept]:
             return {n: part for n, k in levels.items() if (part := self._hulls[n][k][2]) is not None}
 
         def after(many: int) -> dict[int, int]:
-            return {n: k for _, _, n, k in moves[:many]}
+            return {n: k for _, n, k in moves[:many]}
 
         def peak(many: int) -> int:
             return self._step.peak(kept(after(many)))
@@ -190,7 +188,7 @@ class _Choice:
                     least,
                 )
         levels = after(many)
-        for _, _, n, k in reversed(moves[:many]):
+        for _, n, k in reversed(moves[:many]):
             if levels[n] == k and self._step.peak(kept({**levels, n: k - 1})) <= limit:
                 levels[n] = k - 1
         return kept(levels)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,21 +107,12 @@ def test_what_is_expected_goes_with_the_plan_to_its_file_and_not_to_other_plans(
         assert rotoff.render(faster, other, width=100) == rotoff.render(faster, bare, width=100)
 
 
-BAD: list[Any] = ["x", [], {}, -1, math.nan, 10**400, "1 GiB", [None]]
-FIELDS = ("mem_limit", "peak_bytes", "host_bytes", "memory")
-
-
-def test_damaged_figures_are_as_none(
+def test_what_another_writes_under_the_same_name_is_not_shown(
     model: rotoff.Checkpointable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command then shows the simulated step, as of a plan without figures."""
     model.compute_sequence(model.keep_all_memory // 2, refine=False)
     chain, plan = model.chain, model.sequence
-    said = plan.meta["expected"]
-    damaged = [*BAD, {"machine": said["machine"]}, {**said, "machine": {}}, {**said, "memory": [*said["memory"], 1]}]
-    damaged += [{**said, name: one} for name in FIELDS for one in BAD]
-    damaged += [{k: v for k, v in said.items() if k != name} for name in (*FIELDS, "with_batch")]
-    damaged += [{**said, "memory": [one, *said["memory"][1:]]} for one in BAD]
     files = [str(tmp_path / name) for name in ("chain.json", "plan.json")]
     chain.save(files[0])
 
@@ -131,9 +121,10 @@ def test_damaged_figures_are_as_none(
         assert main(["show", *files]) == 0
         return capsys.readouterr().out
 
-    without = shown({})
+    without, said = shown({}), plan.meta["expected"]
     assert shown({"expected": said}) != without
-    assert [one for one in damaged if shown({"expected": one}) != without] == []
+    others: list[Any] = ["x", [], {}, -1, {**said, "machine": {}}]
+    assert [one for one in others if shown({"expected": one}) != without] == []
 
 
 def test_a_measured_step_is_drawn_in_the_same_terms(model: rotoff.Checkpointable) -> None:
