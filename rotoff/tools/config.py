@@ -64,8 +64,6 @@ class RotoffConfig:
             raise OptionError(f"the configuration is {data!r}; give names and values, such as mem_limit: 6 GiB")
         if unknown := sorted(map(str, set(data) - set(known))):
             raise OptionError(f"the configuration names {', '.join(unknown)}; known names are {', '.join(known)}")
-        if not isinstance(data.get("options", {}), Mapping):
-            raise OptionError(f"options is {data['options']!r}; give names and values, such as refine: 2")
         made = cls(**data)
         _check(made)
         return made
@@ -121,7 +119,7 @@ def read_settings(mem_limit: int | str | RotoffConfig | None, options: dict[str,
         given = mem_limit.to_dict()
         further, own = given.pop("options", {}), [one.name for one in fields(RotoffConfig)]
         if not isinstance(further, Mapping) or not set(further).isdisjoint(own):
-            raise OptionError(f"options is {further!r}; give further arguments of rotoff.solve, such as refine: 2")
+            raise OptionError(f"options is {further!r}; give names and values of rotoff.solve's, such as refine: 2")
         options = {**further, **given, **options}
     elif mem_limit is not None:
         options = {**options, "mem_limit": mem_limit}

@@ -244,7 +244,7 @@ def planned_steps(device: torch.device) -> Finding:
     def step(run: nn.Module) -> None:
         """With the same random numbers each time; gradients accumulate."""
         torch.manual_seed(SEED)
-        run(batch).backward()
+        run(batch).sum().backward()
 
     def gradients(run: nn.Module) -> list[torch.Tensor]:
         found = [p.grad for p in model.parameters() if p.grad is not None]
@@ -324,19 +324,12 @@ def difference(found: Sequence[torch.Tensor], plain: Sequence[torch.Tensor]) -> 
 SIZES = ((18 << 30, (8, 1024, 16, 1024, 8)), (4 << 30, (8, 512, 8, 512, 8)), (0, (6, 256, 4, 128, 4)))
 
 
-class MeanSquare(nn.Module):
-    """A loss as the last stage, so that its bytes count as the model's."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.square().mean()
-
-
 def made(layers: int, width: int, heads: int, context: int, rows: int) -> tuple[nn.Sequential, torch.Tensor]:
     """A transformer with dropout and a batch, on the CPU, the same each time."""
     torch.manual_seed(SEED)
-    ends, how = (nn.Linear(width, width) for _ in range(2)), (width, heads, 4 * width, 0.1, "gelu")
+    ends, how = (nn.Linear(width, n) for n in (width, 1)), (width, heads, 4 * width, 0.1, "gelu")
     blocks = (nn.TransformerEncoderLayer(*how, batch_first=True, norm_first=True) for _ in range(layers))
-    return nn.Sequential(next(ends), *blocks, next(ends), MeanSquare()), torch.randn(rows, context, width)
+    return nn.Sequential(next(ends), *blocks, next(ends)), torch.randn(rows, context, width)
 
 
 def _peak(device: torch.device, step: Callable[[], object]) -> dict[str, int]:
@@ -382,7 +375,7 @@ def trained(device: torch.device, updates: str | None) -> list[torch.Tensor]:
             run.compute_sequence(device_limit=int(1.3 * error.min_mem_limit), **how)
     for n in range(3):
         torch.manual_seed(n)
-        run(batch).backward()
+        run(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     found = [p.detach().cpu().clone() for p in model.parameters()]
