@@ -13,9 +13,10 @@ import numpy as np
 
 from ..core.chain import Chain
 from ..core.sequence import COMPUTES, FORWARDS, Op, OpKind, Sequence, Value, a, abar, awaited
-from ..core.simulator import Machine, early_stops
+from ..core.simulator import Machine, early_stops, simulate
 from ..core.steady_step import PERIODS, at_rest
-from .anneal import THREADS, Budget, Problem, in_threads
+from .anneal import THREADS, Budget, Problem, annealed
+from .arrays import arrays
 from .kernels.order import Order
 from .plan_codes import KINDS, with_residents
 
@@ -29,6 +30,7 @@ EVENT = np.dtype(
     [("kind", np.int32), ("subject", np.int32), ("seconds", np.float64), ("waits", np.int32, 3)], align=True
 )
 OPERATIONS_PER_SECOND = 300e6  # of simulated steps; converts seconds of effort into a count of moves
+MOST = 2**15 - 1  # operations
 HEATS = (1e-4, 1e-3)  # at which each thread starts, as shares of the step's time; it ends a hundred times colder
 
 
@@ -36,23 +38,17 @@ def reordered(problem: Problem, sequence: Sequence, budget: Budget) -> tuple[flo
     """The seconds and the operations of `sequence`, or of a faster order, found in about the budget's seconds in each
     thread."""
     ops = tuple(sequence)
-    kernels, first = _orders(problem, sequence), np.arange(len(ops), dtype=np.int32)
-    scale = kernels[0].seconds(first)
-    tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * PERIODS))
-    if not tries or not any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops):
-        return scale, sequence
-    bests = [first.copy() for _ in HEATS]
-    calls = [
-        (first.copy(), tries, seed, heat * scale, heat * scale / 100, best)
-        for seed, (heat, best) in enumerate(zip(HEATS, bests, strict=True), start=1)
-    ]
-    in_threads([kernel.anneal for kernel in kernels], calls)
-    made, order = min(((kernels[0].seconds(best), best) for best in bests), key=lambda one: one[0])
-    return (scale, sequence) if made >= scale else (made, with_residents(problem.chain, (ops[n] for n in order)))
+    if len(ops) > MOST:
+        return simulate(problem.chain, sequence, updates=problem.updates).makespan, sequence
+    kernels, first = _orders(problem, sequence)
+    moves = any(op.kind in (OpKind.OFFLOAD, OpKind.PREFETCH) for op in ops)
+    tries = int(budget.seconds * OPERATIONS_PER_SECOND / (len(ops) * PERIODS)) if moves else 0
+    order = annealed(problem, kernels, [first], [HEATS], tries, (0.0, 0.0))[0]
+    return kernels[0].judge(order)[0], with_residents(problem.chain, (ops[n] for n in order[: len(ops)]))
 
 
-def _orders(problem: Problem, sequence: Sequence) -> list[Order]:
-    """A kernel for each thread."""
+def _orders(problem: Problem, sequence: Sequence) -> tuple[list[Order], np.ndarray]:
+    """A kernel for each thread, and the order of the sequence."""
     chain, ops, L = problem.chain, tuple(sequence), len(problem.chain)
     machine, early = Machine(chain, None, at_rest(chain, ops, sequence.resident)), early_stops(ops)
     start = machine.held_bytes, machine.host_bytes
@@ -74,9 +70,10 @@ def _orders(problem: Problem, sequence: Sequence) -> list[Order]:
     # What comes between a forward and its backward would let the forward run on to its end.
     fixed = COMPUTES if any(stage.tail_time for stage in chain.stages) else {OpKind.B}
     movable = np.array([n for n, op in enumerate(ops) if op.kind not in fixed], np.int32)
-    access = np.array([*accesses, 0], np.int32)
-    limits = problem.limit, problem.host_limit
-    return [Order(chain, rows, events, access, movable, 2 * L + 2, *start, *limits) for _ in range(THREADS)]
+    access, first = np.array([*accesses, 0], np.int32), np.arange(len(ops), dtype=np.int16)
+    costs = chain, arrays(chain), problem.limit, problem.host_limit
+    kernels = [Order(*costs, rows, events, access, movable, 2 * L + 2) for _ in range(THREADS)]
+    return kernels, np.concatenate([first, np.array(start, np.int64).view(np.int16)])
 
 
 def _crosses(op: Op, updates: str) -> bool:

@@ -102,11 +102,13 @@ def test_every_order_is_legal_and_takes_what_the_machine_says(chain: Chain, seed
     trace = simulate(chain, plan, updates=updates)
     problem = Problem(chain, max(1, trace.peak_bytes), trace.host_peak_bytes, 50, Budget(0.0), updates)
     for turn in range(5):  # so hot that whatever is legal is taken
-        kernel, order = _orders(problem, plan)[0], np.arange(len(plan), dtype=np.int32)
-        kernel.anneal(order, 200, 1 + turn, 1e9, 1e9, order.copy(), np.zeros(1, np.int8))
-        plan = with_residents(chain, (tuple(plan)[n] for n in order))
+        kernels, order = _orders(problem, plan)
+        kernels[0].anneal(
+            order, 200, 1 + turn, 1e9, 1e9, np.zeros(4, np.int16), 0.0, order.copy(), np.zeros(1, np.int8)
+        )
+        plan = with_residents(chain, (tuple(plan)[n] for n in order[: len(plan)]))
         trace = simulate(chain, plan, problem.limit, updates)
-        assert trace.makespan == kernel.seconds(order)
+        assert trace.makespan == kernels[0].judge(order)[0]
         assert trace.host_peak_bytes <= (problem.host_limit or 0)
 
 

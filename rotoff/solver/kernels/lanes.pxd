@@ -5,7 +5,7 @@ A job is the number of the value that it copies, which has one at a time. Update
 K for each period, since nobody may wait for them.
 """
 
-from libc.stdint cimport int32_t
+from libc.stdint cimport int16_t, int32_t
 
 cdef enum:
     OUT = 0
@@ -199,7 +199,7 @@ cdef inline bint same_job(Job *j, double now) noexcept nogil:
     return _same(&j.late[1], j.off_end, now) and same
 
 
-cdef inline double run(Lanes *l, const Event *events, const int32_t *order, Py_ssize_t n, double now, Py_ssize_t period,
+cdef inline double run(Lanes *l, const Event *events, const int16_t *order, Py_ssize_t n, double now, Py_ssize_t period,
                        double *at) noexcept nogil:
     """Run a step from `now` on; returns when its compute ends. order: of the events; NULL for theirs. at: seconds from
     `now` to each E_HERE."""
@@ -236,7 +236,7 @@ cdef inline double run(Lanes *l, const Event *events, const int32_t *order, Py_s
     return compute
 
 
-cdef inline double steady(Lanes *l, const Event *events, const int32_t *order, Py_ssize_t n, bint exact, double *at,
+cdef inline double steady(Lanes *l, const Event *events, const int16_t *order, Py_ssize_t n, bint exact, double *at,
                           double *span) noexcept nogil:
     """Seconds of a steady step. exact: whether to the machine's last bit. span: start and end of the last one run."""
     cdef Py_ssize_t period, x

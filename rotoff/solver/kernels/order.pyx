@@ -7,14 +7,15 @@ much it changes that, is the same in every order. A step follows a step, so some
 end: the last one of a step becomes the first one of the next. `rotoff.solver.reorder` makes the rows.
 """
 
-import numpy as np
+from libc.stdint cimport int16_t, int32_t, int64_t, uint64_t
+from libc.string cimport memcpy, memmove
 
-from libc.math cimport log, pow
-from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uint64_t
-from libc.string cimport memcmp, memcpy, memmove
+from rotoff.solver.kernels.decode cimport Verdict
+from rotoff.solver.kernels.lanes cimport PERIODS, Event, steady
+from rotoff.solver.kernels.moves cimport below
+from rotoff.solver.kernels.plan cimport Evaluator
 
-from rotoff.solver.kernels.lanes cimport PERIODS, Event, Job, Lanes, steady
-from rotoff.solver.kernels.moves cimport below, unit
+cdef double INF = float("inf")
 
 cdef enum:
     FARTHEST = 7  # a move passes at most 2 ** this many operations
@@ -28,12 +29,14 @@ cdef struct Operation:
 
 
 cdef struct Text:
-    Py_ssize_t n
+    Py_ssize_t n, n_movable
     int64_t limit, host_limit
     Operation *op
     Event *event
-    const int32_t *access          # twice the value, and 1 where it is written; ascending
-    Lanes lanes
+    int32_t *access                # twice the value, and 1 where it is written; ascending
+    int32_t *movable               # the operations that may move
+    int64_t *held                  # bytes before each operation, on the device and on the host
+    int64_t *host
 
 
 cdef inline bint _tied(Text *t, Operation *a, Operation *b) noexcept nogil:
@@ -54,36 +57,34 @@ cdef inline bint _tied(Text *t, Operation *a, Operation *b) noexcept nogil:
     return False
 
 
-cdef inline double _seconds(Text *t, const int32_t *order, bint exact) noexcept nogil:
-    cdef double[2] unused
-    return steady(&t.lanes, t.event, order, t.n, exact, NULL, unused)
-
-
 cdef inline bint _fits(Text *t, Operation *op, int64_t held, int64_t host) noexcept nogil:
     return held + op.need <= t.limit and (t.host_limit < 0 or host + op.host_more <= t.host_limit)
 
 
-cdef bint _cross(Text *t, int32_t *order, int64_t *held, int64_t *host, bint ahead) noexcept nogil:
+cdef bint _cross(Text *t, int16_t *order, bint ahead) noexcept nogil:
     """Make the last operation the first one (ahead), or the first one the last; returns whether that fits."""
     cdef Py_ssize_t n = t.n, at = n - 1 if ahead else 0, to = n - 1 - at, old = 0 if ahead else 1
-    cdef int32_t moved = order[at]
+    cdef int16_t moved = order[at]
+    cdef int64_t *held = t.held
+    cdef int64_t *host = t.host
     cdef Operation *op = &t.op[moved]
     cdef Operation *last = &t.op[order[n - 1]]
     cdef int64_t now = held[0] - op.more if ahead else held[n - 1] + last.more
     cdef int64_t now_host = host[0] - op.host_more if ahead else host[n - 1] + last.host_more
     if not op.crosses or not _fits(t, op, now, now_host):
         return False
-    memmove(order + 1 - old, order + old, (n - 1) * sizeof(int32_t))
+    memmove(order + 1 - old, order + old, (n - 1) * sizeof(int16_t))
     memmove(held + 1 - old, held + old, (n - 1) * sizeof(int64_t))
     memmove(host + 1 - old, host + old, (n - 1) * sizeof(int64_t))
     order[to], held[to], host[to] = moved, now, now_host
     return True
 
 
-cdef void _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize_t at, Py_ssize_t far,
-                 bint ahead) noexcept nogil:
+cdef void _shift(Text *t, int16_t *order, Py_ssize_t at, Py_ssize_t far, bint ahead) noexcept nogil:
     """Move the operation at position `at` by up to `far` positions ahead or back, as far as is legal and fits."""
-    cdef int32_t moved = order[at]
+    cdef int16_t moved = order[at]
+    cdef int64_t *held = t.held
+    cdef int64_t *host = t.host
     cdef Operation *op = &t.op[moved]
     cdef Operation *other
     cdef int64_t now = held[at], now_host = host[at], then, then_host, its, its_host
@@ -92,7 +93,7 @@ cdef void _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize
         far -= 1
         if to == (t.n - 1 if ahead else 0):
             order[to], held[to], host[to] = moved, now, now_host
-            if not _cross(t, order, held, host, ahead):
+            if not _cross(t, order, ahead):
                 return
             to = t.n - 1 - to
             now, now_host = held[to], host[to]
@@ -109,87 +110,52 @@ cdef void _shift(Text *t, int32_t *order, int64_t *held, int64_t *host, Py_ssize
     order[to], held[to], host[to] = moved, now, now_host
 
 
-cdef class Order:
-    """The operations of one sequence of a chain with parameters.
+cdef class Order(Evaluator):
+    """The operations of one sequence of a chain with parameters. A plan is an order of them, then the bytes that are
+    held at its start, on the device and on the host, as four numbers each.
 
     Args:
-        chain: the costs. rows, events: `rotoff.solver.reorder.OPERATION` and `EVENT`, one for each operation. access:
-            see `Text`. movable: the operations that may move. base: the number of the first group's ``w``. held,
-            host_held: bytes at the start. limit, host_limit: bytes; None for no limit.
+        chain, arrays, limit, host_limit: those of `Evaluator`. rows, events: `rotoff.solver.reorder.OPERATION` and
+            `EVENT`, one for each operation. access, movable: see `Text`. base: the number of the first group's ``w``.
     """
 
     cdef Text t
-    cdef object keep
-    cdef int64_t[2] start
 
-    def __init__(self, chain, rows, events, const int32_t[::1] access, const int32_t[::1] movable, Py_ssize_t base,
-                 int64_t held, int64_t host_held, int64_t limit, host_limit):
+    def __init__(self, chain, arrays, int64_t limit, host_limit, rows, events, access, movable, Py_ssize_t base):
+        Evaluator.__init__(self, chain, arrays, limit, host_limit, 1, 0)
         cdef Text *t = &self.t
-        cdef Py_ssize_t K = len(chain.parameters)
-        cdef uint8_t[::1] ops = rows.view(np.uint8), event = events.view(np.uint8)
-        room = np.zeros((base + (3 + PERIODS) * K + 1) * sizeof(Job), np.int8)
-        update = np.zeros(K + 1, np.int32)
-        cdef int8_t[::1] job = room
-        cdef int32_t[::1] last = update
-        t.n, t.limit = len(rows), limit
-        t.host_limit = -1 if host_limit is None else min(host_limit, 2**63 - 1)
-        t.op, t.event, t.access = <Operation *>&ops[0], <Event *>&event[0], &access[0]
-        t.lanes.share[0], t.lanes.share[1] = chain.bidirectional_shares
-        t.lanes.back, t.lanes.base, t.lanes.K = 1 if chain.duplex else 0, <int32_t>base, <int32_t>K
-        t.lanes.apart = t.lanes.share[0] == 1.0 and t.lanes.share[1] == 1.0
-        t.lanes.job, t.lanes.update = <Job *>&job[0], &last[0]
-        self.start[0], self.start[1] = held, host_held
-        self.keep = (rows, events, access, movable, room, update)
+        K = len(chain.parameters)
+        self._lanes(base + (3 + PERIODS) * K + 1, base, K)
+        t.n, t.n_movable, t.limit, t.host_limit = len(rows), len(movable), limit, self.c.host_limit
+        t.op, t.event = <Operation *>self._input(rows), <Event *>self._input(events)
+        t.access, t.movable = <int32_t *>self._input(access), <int32_t *>self._input(movable)
+        t.held = <int64_t *>self._room(2 * t.n * sizeof(int64_t))
+        t.host = t.held + t.n
 
-    def seconds(self, const int32_t[::1] order):
-        """Seconds of a step in this order."""
-        return _seconds(&self.t, &order[0], True)
+    cdef void look(self, const int16_t *order, double enough, double weight, Verdict *r) noexcept nogil:
+        cdef double[2] unused
+        r[0] = Verdict(0.0, 0, 0, 0.0, 0.0, 0, 0)
+        r.makespan = steady(&self.w.lanes, self.t.event, order, self.t.n, enough == INF, NULL, unused)
 
-    def anneal(self, int32_t[::1] order, Py_ssize_t tries, uint64_t seed, double hot, double cold,
-               int32_t[::1] best, const int8_t[::1] stop):
-        """Search from `order`, which fits (changed in place to the last one); the best one goes to `best`.
-
-        Simulated annealing. tries: moves. hot, cold: temperatures in seconds. stop: the search ends soon after stop[0]
-        is set.
-        """
-        cdef uint64_t state = seed * <uint64_t>2654435769 + <uint64_t>88172645463325252
+    cdef void change(self, int16_t *order, uint64_t *state) noexcept nogil:
+        """One or two operations move, as far as is legal and fits."""
         cdef Text *t = &self.t
-        cdef Py_ssize_t n = t.n, x, at = 0, step, moves, far
-        cdef int64_t[::1] room = np.zeros(4 * n, np.int64)
-        cdef int64_t *held = &room[0]
-        cdef int64_t *host = held + n
-        cdef int64_t *kept_held = host + n
-        cdef const int32_t[::1] movable = self.keep[3]
-        cdef int32_t[::1] kept = np.zeros(n, np.int32)
-        cdef double now, found, cost, temperature
-        held[0], host[0] = self.start
+        cdef Py_ssize_t n = t.n, x, at = 0, moves, far
+        memcpy(t.held, order + n, sizeof(int64_t))
+        memcpy(t.host, order + n + 4, sizeof(int64_t))
         for x in range(1, n):
-            held[x] = held[x - 1] + t.op[order[x - 1]].more
-            host[x] = host[x - 1] + t.op[order[x - 1]].host_more
-        with nogil:
-            now = found = _seconds(t, &order[0], False)
-            memcpy(&best[0], &order[0], n * sizeof(int32_t))
-            for step in range(tries):
-                if stop[0]:
+            t.held[x] = t.held[x - 1] + t.op[order[x - 1]].more
+        for x in range(1, n if t.host_limit >= 0 else 1):
+            t.host[x] = t.host[x - 1] + t.op[order[x - 1]].host_more
+        for moves in range(1 + below(state, 3) // 2):
+            x = t.movable[below(state, t.n_movable)]
+            for at in range(n):
+                if order[at] == x:
                     break
-                temperature = hot * pow(cold / hot, (<double>step) / tries)
-                memcpy(&kept[0], &order[0], n * sizeof(int32_t))
-                memcpy(kept_held, held, 2 * n * sizeof(int64_t))
-                for moves in range(1 + below(&state, 3) // 2):
-                    x = movable[below(&state, movable.shape[0])]
-                    for at in range(n):
-                        if order[at] == x:
-                            break
-                    far = 1 + below(&state, <Py_ssize_t>1 << below(&state, FARTHEST + 1))
-                    _shift(t, &order[0], held, host, at, far, below(&state, 2))
-                if memcmp(&order[0], &kept[0], n * sizeof(int32_t)) == 0:
-                    continue
-                cost = _seconds(t, &order[0], False)
-                if cost <= now - temperature * log(unit(&state) + 1e-300):
-                    now = cost
-                    if now < found:
-                        found = now
-                        memcpy(&best[0], &order[0], n * sizeof(int32_t))
-                else:
-                    memcpy(&order[0], &kept[0], n * sizeof(int32_t))
-                    memcpy(held, kept_held, 2 * n * sizeof(int64_t))
+            far = 1 + below(state, <Py_ssize_t>1 << below(state, FARTHEST + 1))
+            _shift(t, order, at, far, below(state, 2))
+        memcpy(order + n, t.held, sizeof(int64_t))
+        memcpy(order + n + 4, t.host, sizeof(int64_t))
+
+    cdef void confine(self, int16_t *order, const int16_t *rules) noexcept nogil:
+        """Every order is one of any mode."""
