@@ -402,7 +402,7 @@ def chain_of(
     backward = StageBackwards(trace, begins, cut.of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
-    costed, runs, contents = [], list[StageRun](), []
+    costed, runs = [], list[StageRun]()
     ends = [*firsts[1:], len(trace.ran)]
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):
         before = runs[-1].left if runs else ()
@@ -410,15 +410,13 @@ def chain_of(
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
         parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
-        costs, kept = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, parts)
-        costs = replace(costs, name=is_within(trace.ran[first], names) or costs.name)
-        costed.append(costs)
+        costs = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, parts)
+        costed.append(replace(costs, name=is_within(trace.ran[first], names) or costs.name))
         runs.append(run)
-        contents.append(kept)
     constant = trace.size(stay) + trace.beside + beside
     chain = Chain(tuple(costed), **rates._asdict(), input_bytes=constant, input_grad_bytes=backward.grads[0])
-    whole = [[frozenset(part | run.handed) for part in kept] for run, kept in zip(runs, contents, strict=True)]
-    layout = cut.layout(firsts, ends, contents)
+    whole = [[frozenset(part | run.handed) for part in run.kept] for run in runs]
+    layout = cut.layout(firsts, ends, [run.kept for run in runs])
     return TapeChain(chain, layout, trace, list(map(frozenset, handed)), whole, frozenset(stay), runs)
 
 
@@ -456,19 +454,19 @@ class StageRun:
         self.left = [c for c in (*before, *self.made) if trace.made[c].dies >= end and c not in stay]
         self.entering, self.handed, self.saved, self.stay = entering, handed, saved, stay
         self.whole = saved | handed
-        self.backward_peaks: list[int] = []  # for each form of ā, bytes of gradients and of the stage's own contents
+        # for each form of ā, what it keeps; the bytes of gradients and of the stage's own contents in its backward
+        self.kept, self.backward_peaks = [saved], list[int]()
 
     def makes(self, c: int) -> bool:
         return self.first <= self.trace.made[c].op < self.end
 
     def stage(
         self, backward_seconds: float, grads: int, grads_before: int, peak: int, parts: Iterable[Collection[int]]
-    ) -> tuple[Stage, list[set[int]]]:
+    ) -> Stage:
         size, ran = self.trace.size, self.trace.ran[self.first : self.end]
         seconds = sum(op.seconds for op in ran) + CALL * len(ran)
         transient = max(0, peak - size(self.whole) - grads - grads_before)
-        kept, forms = [self.saved], []
-        self.backward_peaks = [peak]
+        self.backward_peaks, forms = [peak], []
         for part in map(set, parts):
             again = self._redo_seconds(self.saved - part)
             gone = size(self.whole) - size(part | self.handed)
@@ -477,13 +475,13 @@ class StageRun:
             own = size(c for c in part | self.handed if self.makes(c))
             self.backward_peaks.append(max(peak, grads + own + remade))
             forms.append(Form(size(part | self.handed), backward_seconds + again, self._transient(part), redone))
-            kept.append(part)
+            self.kept.append(part)
         modules = [op.module for op in ran] or [""]
         seconds = max(seconds, 1e-7)
         until = self.trace.ran[self.end].at if self.end < len(self.trace.ran) else self.trace.end
         # what the last operation saves of its own result, which is before the next stage's first
         ends = {saved.content for saved in self.trace.saved if saved.at < until and saved.content in self.handed}
-        stage = Stage(
+        return Stage(
             modules[0] if modules[0] == modules[-1] else f"{modules[0] or 'begin'}..{modules[-1]}",
             seconds,
             max(backward_seconds, 1e-7),
@@ -496,7 +494,6 @@ class StageRun:
             tuple(forms),
             max(0.0, seconds - self._seconds(self._again(self.saved | ends, ()))),
         )
-        return stage, kept
 
     def _transient(self, kept: set[int]) -> int:
         """Return the most bytes beyond what is kept and handed on when it runs again."""
@@ -536,15 +533,10 @@ class StageRun:
         made, ran, size = self.trace.made, self.trace.ran, self.trace.size
         there = {*self.entering, *self.stay, *kept}
         wanted = wanted - there
-        numbers, todo = set[int](), list(wanted)
-        while todo:
-            c = todo.pop()
-            if made[c].op >= self.first and made[c].op not in numbers and c not in there:
-                numbers.add(made[c].op)
-                todo += ran[made[c].op].reads
-        last = {c: n for n in sorted(numbers) for c in ran[n].reads}
+        numbers = sorted(self._again(wanted, there))
+        last = {c: n for n in numbers for c in ran[n].reads}
         level = most = 0
-        for number in sorted(numbers):
+        for number in numbers:
             op = ran[number]
             changed = {c for c, _ in op.writes}
             mine = {c for c in changed if made[c].op >= self.first and c not in there}
