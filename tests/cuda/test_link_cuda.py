@@ -16,7 +16,7 @@ import torch
 from transfer_programs import TransferProgram, pattern
 
 from rotoff import accelerator
-from rotoff.runtime.links.cuda import CudaLink, CudaStreams, StreamLink
+from rotoff.runtime.links.cuda import CudaStreams, StreamLink
 from rotoff.runtime.links.pinned import PinnedSegment
 
 pytestmark = pytest.mark.cuda
@@ -77,7 +77,7 @@ class TestOrder:
                     assert program(link, seed, sizes=SIZES).run(80) == []
 
     def test_out_of_memory_leaves_a_link_that_works(self, device: torch.device):
-        with opened(CudaLink(device)) as link:
+        with opened(StreamLink(CudaStreams(device))) as link:
             link.reserve(MIB)
             written = link.copy_out([pattern(MIB, 5, device)], 0)
             with pytest.raises(torch.OutOfMemoryError):
@@ -99,7 +99,7 @@ class TestSpeed:
             best_seconds(lambda: pinned.copy_(data, non_blocking=True)),
             best_seconds(lambda: data.copy_(pinned, non_blocking=True)),
         )
-        with opened(CudaLink(device)) as link:
+        with opened(StreamLink(CudaStreams(device))) as link:
             link.timed = True
             link.reserve(self.SIZE)
             tickets: list[list[Any]] = [[], []]
@@ -119,7 +119,7 @@ class TestSpeed:
 
 def test_pinned_bytes_are_exact_and_go_with_the_link(device: torch.device) -> None:
     nbytes = 5 * MIB + 123
-    link = CudaLink(device)
+    link = StreamLink(CudaStreams(device))
     link.reserve(MIB)
     link.reserve(nbytes)
     assert link.capacity == nbytes

@@ -17,33 +17,28 @@ from ...errors import ExecutionError
 from ...tensors.clock import mark
 from .base import Link
 
-MOST_BYTES = 64 << 20  # of a copy that does not queue: larger ones are no faster
 WORK_BYTES = 16 << 20  # that kernels read and write meanwhile: more than a core's own caches hold
 PIECE_BYTES = 4 << 20  # of each allocation that a copy fills, as of a typical saved tensor, and at most
+LEAST_PIECE = 64 << 10  # and at least: it takes no longer to start a copy than to copy so much
 # Bytes and copies between two readings of the clock if copies queue: issuing and awaiting one takes tens of
 # microseconds.
 QUEUED_BYTES, QUEUED = 32 << 20, 32
-# More does not make a queued copy faster, but takes more pinned memory and more device memory.
-MOST_QUEUED_BYTES = 256 << 20
-LEAST_BYTES = 1 << 20  # the same if the host has no more
+LEAST_BYTES = 1 << 20  # of a queued copy if the host has no room for larger ones
 BESIDE_BYTES = 32 << 20  # of each copy while both directions are busy: the time to issue it is negligible
 
 
 def measure_bandwidth(link: Link, nbytes: int, repeats: int = 5, room: int = PIECE_BYTES) -> tuple[float, float]:
     """(device to host, host to device) in bytes per second, each direction alone: medians of at least `repeats` copies.
 
-    link: idle, because its first host bytes are reserved and overwritten. nbytes: of each copy, at most
-    `MOST_QUEUED_BYTES` if copies queue, else at most `MOST_BYTES`. room: bytes that the device has for it, if copies
-    do not queue.
+    link: idle, because its first host bytes are reserved and overwritten. nbytes: of each copy; more than a few tens of
+    MiB make it no faster. room: bytes that the device has for it, if copies do not queue.
 
     Raises:
         rotoff.ExecutionError: where the host has no room for `nbytes` bytes, or a copy fails.
     """
-    nbytes = max(int(nbytes), 1)
     if not link.queues:
-        nbytes = min(nbytes, MOST_BYTES)
-        return _beside_kernels(link, nbytes, 2 * repeats, max(1, min(PIECE_BYTES, nbytes, room)))
-    nbytes = _least_reserved(link, min(nbytes, MOST_QUEUED_BYTES))
+        return _beside_kernels(link, nbytes, 2 * repeats, min(PIECE_BYTES, nbytes, max(LEAST_PIECE, room)))
+    nbytes = _least_reserved(link, nbytes)
     link.reserve(nbytes)
     data = link.allocate(nbytes).fill_(1).split(PIECE_BYTES)  # starting the copy of a tensor takes its time, too
     queued = min(QUEUED, -(-QUEUED_BYTES // nbytes))

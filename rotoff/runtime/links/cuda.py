@@ -20,7 +20,7 @@ import torch
 
 from ...accelerator import Event, Stream, copy_on, current_stream, indexed, named, new_event, new_stream
 from .base import Link, Offset, Range, first_bytes
-from .pinned import Segment, Slab, pin
+from .pinned import PinnedSegment, Slab, pin
 
 
 class CudaStreams:
@@ -72,7 +72,7 @@ class CudaStreams:
         """Allocate `nbytes` uninitialised bytes of the device, from the allocator of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[Segment]:
+    def pin(self, nbytes: int, whole: Sequence[Range]) -> Sequence[PinnedSegment]:
         """Return `nbytes` bytes of pinned host memory, in one piece or more, each of the ranges `whole` in one."""
         return pin(nbytes, self.device, whole)
 
@@ -219,13 +219,6 @@ class StreamLink(Link):
             return self._streams.event() if self.timed else self._pool.pop()
         except IndexError:
             return self._streams.event()
-
-
-class CudaLink(StreamLink):
-    """The link of an accelerator, such as "cuda" or torch.device("cuda", 1)."""
-
-    def __init__(self, device: torch.device | str | int) -> None:
-        super().__init__(CudaStreams(device))
 
 
 def _end(process: int, streams: CudaStreams, sides: tuple[Stream, Stream], slab: Slab) -> None:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -34,22 +33,14 @@ _CURE = (
 )
 
 
-class Segment(Protocol):
-    """Host bytes in one piece: `tensor` is 1-d uint8; `close` gives them back, after which nothing may use them."""
-
-    tensor: torch.Tensor
-
-    def close(self) -> None: ...
-
-
 class Slab:
     """One range of host bytes, addressed from 0, over the segments that were added to it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self._segments: list[tuple[int, Segment]] = []
+        self._segments: list[tuple[int, PinnedSegment]] = []
 
-    def add(self, segment: Segment) -> None:
+    def add(self, segment: PinnedSegment) -> None:
         """Lengthen the range by `segment`; what lies before it stays where it is."""
         self._segments.append((self.nbytes, segment))
         self.nbytes += segment.tensor.numel()
@@ -92,7 +83,7 @@ class Slab:
 _NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-def pin(nbytes: int, device: torch.device, whole: Sequence[Range] = ()) -> list[Segment]:
+def pin(nbytes: int, device: torch.device, whole: Sequence[Range] = ()) -> list[PinnedSegment]:
     """`nbytes` bytes of page-locked memory, in segments of at most `SEGMENT_BYTES`, but for a range of `whole` that is
     larger: none of those lies in two. All segments or none.
 
@@ -103,7 +94,7 @@ def pin(nbytes: int, device: torch.device, whole: Sequence[Range] = ()) -> list[
         rotoff.ExecutionError: where the host cannot give or lock them.
     """
     _check_room(nbytes, f"{nbytes} bytes of pinned host memory are needed")
-    segments: list[Segment] = []
+    segments: list[PinnedSegment] = []
     start = 0
     try:
         while start < nbytes:

@@ -13,7 +13,7 @@ from ...core.chain import LinkRates
 from ...errors import ExecutionError
 from .bandwidth import PIECE_BYTES, bidirectional_shares, measure_bandwidth
 from .base import Link
-from .cuda import CudaLink
+from .cuda import CudaStreams, StreamLink
 from .file import FileLink
 
 logger = logging.getLogger("rotoff")
@@ -112,7 +112,7 @@ def new_link(device: torch.device, directory: str | os.PathLike[str] | None = No
     if device.type == "cpu":
         return FileLink(directory)
     if is_accelerator(device):
-        return CudaLink(device)
+        return StreamLink(CudaStreams(device))
     raise ExecutionError(
         f"there is no link for a device of type {device.type!r}; rotoff moves values on {' and '.join(TYPES)}"
     )
