@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from models import Does, Residual, same
-from planned_steps import smallest
 from step_by_step import works
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -38,7 +37,7 @@ def net_of_blocks() -> nn.Module:
 
 def planned(model: nn.Module) -> rotoff.Checkpointable:
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 16))
-    return wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    return wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:

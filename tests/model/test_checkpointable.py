@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from models import Does, fresh, same, several
-from planned_steps import smallest
 from step_by_step import works
 from torch import nn
 
@@ -66,7 +65,7 @@ def test_what_is_set_reaches_the_model() -> None:
     plain = scaled()
     model = copy.deepcopy(plain)
     wrapped = rotoff.Checkpointable(model).measure(torch.randn(32, 8))
-    wrapped.compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
     x = torch.randn(32, 8)
     for change in (lambda model: model, changed):
         assert torch.equal(change(wrapped)(x), change(plain)(x))
@@ -150,7 +149,7 @@ def test_measuring_changes_nothing_even_between_a_forward_and_its_backward() -> 
     plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model)
     x = torch.randn(32, 16)
     y = x.clone()
-    wrapped.measure(x).compute_sequence(smallest(wrapped, "remat"), mode="remat")
+    wrapped.measure(x).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
     assert torch.equal(x, y) and same([*model.state_dict().values()], [*plain.state_dict().values()])
     for _ in range(2):
         loss, other = wrapped(x).square().sum(), plain(y).square().sum()

@@ -18,7 +18,6 @@ import torch
 import torchvision_operators
 from allocated import peak_bytes
 from models import same
-from planned_steps import smallest
 from torch import nn
 from torch.nn import functional as F
 
@@ -75,7 +74,7 @@ def a_limit(bf16: bool = False) -> int:
     wrapped = rotoff.Checkpointable(build())
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         wrapped.measure(Rows().inputs[:ROWS], Rows().labels[:ROWS])
-    return (smallest(wrapped, "joint") + wrapped.keep_all_memory) // 2
+    return (wrapped.min_mem_limit("joint") + wrapped.keep_all_memory) // 2
 
 
 @cache

@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocated import peak_bytes
 from models import Does, several
+from planned_steps import Beside
 from torch import nn
 
 import rotoff
@@ -54,33 +55,27 @@ def made(returns: str = "dict") -> nn.Module:
     return Does(language, words=words, blocks=several(6, 64, 256), head=head, returns=returns)
 
 
+def from_loss(output: Any, _: Any) -> None:
+    loss_of(output).backward()
+
+
 def train(model: nn.Module, ids: torch.Tensor) -> Any:
     output = model(ids, labels=ids)
     loss_of(output).backward()
     return output
 
 
-def gradients(model: nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    model.zero_grad()
-    train(model, ids)
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 @pytest.mark.parametrize("returns", WAYS)
 @pytest.mark.grid
 def test_no_gradient_of_the_logits_is_charged_and_bits_are_the_plain_models(returns: str, ids: torch.Tensor) -> None:
-    plain = made(returns)
-    expected = gradients(plain, ids)
-    peak = peak_bytes(lambda: train(plain, ids))
+    beside = Beside(made(returns), sample=(ids, ids), backward=from_loss, backward_from=WAYS[returns])
     anything = rotoff.Checkpointable(made(returns)).measure(ids, labels=ids)
-    model = rotoff.Checkpointable(made(returns), backward_from=WAYS[returns]).measure(ids, labels=ids)
+    peak = beside.step(ids, ids, measured=beside.plain)
     assert anything.keep_all_memory >= peak + 0.9 * LOGITS
-    assert peak <= model.keep_all_memory <= 1.02 * peak
-    for limit in (model.keep_all_memory, int(0.9 * peak)):
-        model.compute_sequence(limit)
-        for got, want in zip(gradients(model, ids), expected, strict=True):
-            assert torch.equal(got, want)
-        assert peak_bytes(lambda: train(model, ids)) <= model.get_expected_memory() <= limit
+    assert peak <= beside.planned.keep_all_memory <= 1.02 * peak
+    for limit in (beside.planned.keep_all_memory, int(0.9 * peak)):
+        beside.at(limit).step(ids, ids)
+        beside.check(ids, ids)
 
 
 def let_go(model: nn.Module, ids: torch.Tensor) -> None:
@@ -91,7 +86,7 @@ def let_go(model: nn.Module, ids: torch.Tensor) -> None:
 @pytest.mark.parametrize("returns", ["dict", "tuple", "named"])
 def test_a_loop_shows_by_itself_whether_it_holds_the_logits(returns: str, way: Any, ids: torch.Tensor) -> None:
     plain = made(returns)
-    gradients(plain, ids)
+    way(plain, ids)
     peak = peak_bytes(lambda: way(plain, ids))
     model = rotoff.Checkpointable(made(returns)).compute_sequence("1 GiB")
     for _ in range(2):
@@ -101,16 +96,13 @@ def test_a_loop_shows_by_itself_whether_it_holds_the_logits(returns: str, way: A
 
 @pytest.mark.parametrize(("share", "starts"), [(1.1, "loss"), (0.9, "loss"), (0.9, ["logits", "loss"])])
 def test_what_is_returned_beside_it_is_the_plain_models(share: float, starts: Any, ids: torch.Tensor) -> None:
-    plain, model = made(), rotoff.Checkpointable(made(), backward_from=starts).measure(ids, labels=ids)
-    model.compute_sequence(int(share * model.keep_all_memory))
-    for net in (plain, model):
-        output = net(ids, labels=ids)
+    def of_both(output: Any, _: Any) -> None:
         (output["loss"] + output["logits"].mean()).backward()
-    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
-    wanted, output = plain(ids, labels=ids), model(ids, labels=ids)
-    assert all(torch.equal(output[name], tensor) for name, tensor in wanted.items())
+
+    beside = Beside(made(), sample=(ids, ids), backward=of_both, backward_from=starts)
+    beside.at(int(share * beside.planned.keep_all_memory)).step(ids, ids)
     with torch.no_grad():
-        assert not model(ids, labels=ids)["logits"].requires_grad
+        assert not beside.planned(ids, labels=ids)["logits"].requires_grad
 
 
 def test_several_outputs_may_be_named(ids: torch.Tensor) -> None:

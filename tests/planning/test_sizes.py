@@ -99,11 +99,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
 def planned(kind: str, share: float, largest: int, mode: str = "joint", **options: Any) -> Beside:
     """A model within `share` of the bytes of its largest input, and the plain one."""
     model = KINDS[kind][0]()
-    probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(*KINDS[kind][1](largest))
-    least = probe.min_mem_limit(mode)
-    limit = int(least + share * (probe.keep_all_memory - least))
-    probe.close()
-    return Beside(model, limit, mode, **options)
+    probe = Beside(model, sample=KINDS[kind][1](largest)).within(mode, share)
+    probe.planned.close()
+    return Beside(model, probe.limit, mode, **options)
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat"])
@@ -115,9 +113,7 @@ def test_sizes_between_two_train_bit_for_bit_within_the_limit(
     beside, make = planned(kind, 0.4, 192, mode), KINDS[kind][1]
     with caplog.at_level(logging.WARNING, "rotoff"):
         for size in (192, 64, 96, 160, 104, 80, 176, 160, 68):
-            beside.step(*(batch := make(size)))
-            told = beside.planned.get_expected_memory()
-            assert beside.peak(*batch) <= told <= beside.limit, size
+            beside.check(*make(size))
     assert "another course" not in caplog.text
     beside.planned.close()
 
@@ -215,9 +211,7 @@ def test_an_empty_input_is_trained_and_few_sizes_tell_enough_of_others(
 def test_a_larger_size_keeps_the_limit(kind: str, share: float, largest: int, sizes: tuple[int, ...]) -> None:
     beside = planned(kind, share, largest)
     for size in sizes:
-        beside.step(*(batch := KINDS[kind][1](size)))
-        told = beside.planned.get_expected_memory()  # planned now, not within what is measured
-        assert beside.peak(*batch) <= told <= beside.limit, size
+        beside.check(*KINDS[kind][1](size))
 
 
 def test_plans_that_are_known_are_listed() -> None:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from models import ALL, Does, fresh, plain, same, train
-from planned_steps import every_form, step_peak, with_sequence
+from models import ALL, Does, fresh, many
+from planned_steps import Beside, bits_and_bytes, every_form
 from random_programs import random_sequence
 from thoroughness import seeds
 from torch import nn
 from torch.nn import functional as F
 
-import rotoff
+MODES = "remat", "offload", "joint"
 
 
 def in_place(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -47,59 +47,43 @@ def around(middle: Callable[[], nn.Module]) -> tuple[nn.Sequential, Callable[[],
     return nn.Sequential(nn.Linear(16, 32), middle(), nn.Tanh(), *last), lambda: torch.randn(8, 16)
 
 
-def under(dtype: torch.dtype | None, model: nn.Module) -> nn.Module:
-    """`model`, whose forward runs under autocast."""
-
-    def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=dtype):
-            return net.model(x)
-
-    return model if dtype is None else Does(forward, model=model)
-
-
 NAMED = ["mlp", "residual", "convolutional", "language", "tuples", "stateful", "side_inputs", "handed_on", "double"]
-WITH_FORMS: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[], Any]]], torch.dtype | None]] = {
-    **{name: (partial(fresh, name), None) for name in NAMED},
-    **{name: (partial(around, middle), None) for name, middle in MIDDLES.items()},
-    **{f"under {dtype}": (partial(fresh, "language"), dtype) for dtype in (torch.bfloat16, torch.float16)},
+WITH_FORMS: dict[str, tuple[Callable[[], tuple[nn.Module, Callable[[], Any]]], Callable[[], Any]]] = {
+    **{name: (partial(fresh, name), nullcontext) for name in NAMED},
+    **{name: (partial(around, middle), nullcontext) for name, middle in MIDDLES.items()},
+    **{
+        f"under {dtype}": (partial(fresh, "language"), partial(torch.autocast, "cpu", dtype))
+        for dtype in (torch.bfloat16, torch.float16)
+    },
 }
 
 
 @pytest.mark.parametrize("name", WITH_FORMS)
 @pytest.mark.grid(every=4)
 def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
-    make, dtype = WITH_FORMS[name]
-
-    def made() -> tuple[nn.Module, Callable[[], Any]]:
-        torch.manual_seed(0)
-        return make()
-
-    def trained(model: nn.Module) -> list[torch.Tensor]:
-        return train(under(dtype, model), batch)
-
-    model, batch = made()
-    expected = trained(model)
-    wrapped = rotoff.Checkpointable(made()[0])
-    with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
-        wrapped.measure(batch())
-    most = max(len(stage.forms) for stage in wrapped.chain.stages)
+    torch.manual_seed(0)
+    make, around = WITH_FORMS[name]
+    model, batch = make()
+    beside = Beside(model, 1 << 40, sample=(batch(),), around=around)
+    chain = beside.planned.chain
+    most = max(len(stage.forms) for stage in chain.stages)
     assert most > 0
     for k in range(1, most + 1):
-        wrapped.load_state_dict(made()[0].state_dict())
-        wrapped.zero_grad()
-        with_sequence(wrapped, every_form(wrapped.chain, k))
-        assert same(trained(wrapped), expected), k
-        assert dtype is not None or step_peak(wrapped, batch) <= wrapped.get_expected_memory(), k
+        beside.following(every_form(chain, k))
+        beside.step(batch())
+        beside.check(batch())
 
 
+@pytest.mark.parametrize("cast", [False, True])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.grid
-def test_random_sequences_with_forms_train_bit_for_bit(name: str) -> None:
-    """With check=True, too, so that what is held is what is charged."""
-    expected = plain(name, steps=2)
+def test_random_sequences_train_bit_for_bit_within_predicted_bytes(name: str, cast: bool) -> None:
+    """Autocast keeps a cast of every weight from its first use on: as much as large weights take beside a small batch.
+    With check=True, too, so that what is held is what is charged."""
+    model, draw = fresh(name) if cast else many(name)
+    around = partial(torch.autocast, "cpu", torch.bfloat16) if cast else nullcontext
+    beside = bits_and_bytes(model, lambda: (draw(),), MODES if cast else (), around=around, check=not cast)
     for seed in seeds(8):
-        model, batch = fresh(name)
-        wrapped = rotoff.Checkpointable(model, check=seed % 2 == 0).measure(batch())
-        sequence = random_sequence(wrapped.chain, seed, wildness=0.7, forms=True)
-        assert same(train(with_sequence(wrapped, sequence), batch, steps=2), expected), str(sequence)
-        wrapped.close()
+        sequence = random_sequence(beside.planned.chain, seed, wildness=0.75, forms=seed % 2 == 0)
+        beside.following(sequence)
+        beside.check(draw())

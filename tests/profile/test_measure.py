@@ -10,6 +10,7 @@ import pytest
 import torch
 from allocated import live_bytes, peak_bytes
 from models import ALL, Does, fresh, linears
+from planned_steps import bits_and_bytes, drawn
 from torch import nn
 
 import rotoff
@@ -28,26 +29,11 @@ def test_saved_tensors_of_unused_graph_are_not_counted() -> None:
     torch.manual_seed(0)
     weights = (nn.Parameter(torch.randn(64, 64)) for _ in range(4))
     model = nn.Sequential(*(nn.Sequential(Does(by_norm, weight=weight), nn.GELU()) for weight in weights))
-    x = torch.randn(1024, 64)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).measure(x)
-    norm = 64 * 4
-    assert [s.saved_bytes for s in wrapped.chain.stages] == [256 * KIB + norm, 256 * KIB] * 4
-    estimated = rotoff.estimate(model, x, device="cpu")
-    assert [s.saved_bytes for s in estimated.stages] == [s.saved_bytes for s in wrapped.chain.stages]
-
-    def step(of: nn.Module) -> list[torch.Tensor]:
-        of.zero_grad()
-        of(x).sum().backward()
-        return [p.grad for p in of.parameters() if p.grad is not None]
-
-    expected = step(model)
-    for mode in ("remat", "offload", "joint"):
-        wrapped.compute_sequence(wrapped.keep_all_memory * 6 // 10, mode=mode)
-        step(wrapped)
-        assert peak_bytes(lambda: step(wrapped)) <= wrapped.get_expected_memory()
-        assert all(map(torch.equal, step(wrapped), expected))
-        assert rotoff.simulate(wrapped.chain, wrapped.sequence).makespan == wrapped.get_expected_makespan()
-    wrapped.close()
+    draw = drawn(1024, 64)
+    chain = bits_and_bytes(model, draw, ("remat", "offload", "joint"), (0.2,)).planned.chain
+    assert [s.saved_bytes for s in chain.stages] == [256 * KIB + 64 * 4, 256 * KIB] * 4
+    estimated = rotoff.estimate(model, *draw(), device="cpu")
+    assert [s.saved_bytes for s in estimated.stages] == [s.saved_bytes for s in chain.stages]
 
 
 def test_measuring_under_a_profiler_is_refused() -> None:

@@ -8,18 +8,14 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from allocated import peak_bytes
-from models import ALL, Does, fresh, many, up_and_down
-from planned_steps import Loss, smallest, step_peak, with_sequence
-from random_programs import random_sequence
-from thoroughness import seeds
+from models import ALL, Does, many, up_and_down
+from planned_steps import Beside, bits_and_bytes, drawn, step_peak
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -52,7 +48,7 @@ def test_predicted_bytes_are_close_to_measured_on_average() -> None:
             if mode == "everything":
                 wrapped.compute_sequence(limit)
             else:  # these plans are as good as any in bytes, and found sooner
-                limit = (smallest(wrapped, mode) + everything) // 2
+                limit = (wrapped.min_mem_limit(mode) + everything) // 2
                 wrapped.compute_sequence(limit, mode=mode, mem_slots=20, refine=False)
             predicted, measured = wrapped.get_expected_memory(), step_peak(wrapped, draw)
             assert measured <= predicted <= limit, (name, mode)
@@ -79,7 +75,7 @@ def test_predicted_host_bytes_equal_those_of_the_link(monkeypatch: pytest.Monkey
         model, draw = many(name)
         wrapped = rotoff.Checkpointable(model).measure(draw())
         for mode in ("joint", "offload"):
-            wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+            wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
             predicted = wrapped.get_expected_host_memory()
             wrapped.close()
             ends.clear()
@@ -264,45 +260,6 @@ def with_token(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net.blocks(torch.cat([net.token.weight, net.first(x)]))
 
 
-class Row(NamedTuple):
-    """A model and its arguments. options: of `Checkpointable`. over: the most that keeping everything is told to take,
-    over the plain model's peak; close: the same of plans over their own. gradient: of the output, if that is not made
-    when the loss is. around: the forward. first: whether a training step is recorded, and no sample.
-    """
-
-    make: Callable[[], nn.Module]
-    sample: Callable[[], Any]
-    options: dict[str, Any] = {}
-    over: float = 0.0
-    close: float = 0.0
-    gradient: Callable[[torch.Tensor], torch.Tensor] | None = None
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    first: bool = False
-
-    def peak(self, model: nn.Module) -> int:
-        """Bytes that one step allocates: its batch and its parameters' gradients are the caller's."""
-        xs = self.sample()
-
-        def forward() -> torch.Tensor:
-            with self.around():
-                output: torch.Tensor = model(*xs)
-            return output
-
-        def step() -> None:
-            output = forward()  # held to the end, as training loops do
-            loss = Loss.apply(output) if given is None and output.dim() else output
-            loss.backward(given)
-
-        given = None if self.gradient is None else self.gradient(forward())
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p) if p.requires_grad else None
-        return peak_bytes(step)
-
-
-def draws(*sizes: int) -> Callable[[], tuple[torch.Tensor, ...]]:
-    return lambda: (torch.randn(sizes),)
-
-
 def tied(times: int) -> nn.Module:
     layer = nn.Linear(256, 256)
     return nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for _ in range(times)))
@@ -326,88 +283,73 @@ def off() -> torch.autocast:
     return torch.autocast("cpu", enabled=False)
 
 
+def channels_last() -> tuple[torch.Tensor]:
+    return (torch.randn(2, CHANNELS, 16, 16).to(memory_format=torch.channels_last),)
+
+
 CHANNELS = 8
-OF_128, EIGHT, ITSELF = draws(128, 32), {"stages": 8}, {"check": True}
+OF_128, EIGHT = drawn(128, 32), {"stages": 8}
 SKIPS = {"stages": 40, "forms": False}  # stages that end where blocks do: an output between finer ones is saved by none
-ROWS = {
-    "a batch that is overwritten": Row(
+OFF = {"around": off}
+ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], dict[str, Any]]] = {
+    "a batch that is overwritten": (
         made(
             overwrites,
             blocks=lambda: nn.Sequential(
                 *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in "four")
             ),
         ),
-        draws(32, 64),
+        drawn(32, 64),
+        {},
     ),
-    "hooks": Row(made(hooks, layers=partial(linears, 64, 64, 6)), draws(256, 64)),
-    **{f"a layer {n} times": Row(partial(tied, n), draws(4, 256), close=1.05) for n in (2, 3, 6)},
-    "a token": Row(
+    "hooks": (made(hooks, layers=partial(linears, 64, 64, 6)), drawn(256, 64), {}),
+    **{f"a layer {n} times": (partial(tied, n), drawn(4, 256), {"close": 1.05}) for n in (2, 3, 6)},
+    "a token": (
         made(
             with_token,
             token=lambda: nn.Embedding(1, 64),
             first=lambda: nn.Linear(4096, 64),
             blocks=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in "four")),
         ),
-        draws(32, 4096),
+        drawn(32, 4096),
+        {},
     ),
-    "results for nothing": Row(made(for_nothing, layers=partial(linears, 32, 32, 5)), OF_128, EIGHT),
-    "means": Row(made(means, **MEANS), OF_128, EIGHT),
-    "frozen layers": Row(frozen, OF_128, EIGHT),
-    "an encoder beside": Row(made(beside, **MEANS, first=lambda: nn.Linear(32, 32), encoder=encoder), OF_128, EIGHT),
-    "its own checkpoints": Row(
+    "results for nothing": (made(for_nothing, layers=partial(linears, 32, 32, 5)), OF_128, EIGHT),
+    "means": (made(means, **MEANS), OF_128, EIGHT),
+    "frozen layers": (frozen, OF_128, EIGHT),
+    "an encoder beside": (made(beside, **MEANS, first=lambda: nn.Linear(32, 32), encoder=encoder), OF_128, EIGHT),
+    "its own checkpoints": (
         made(checkpoints, blocks=lambda: nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in "four")),
-        draws(16, 32),
+        drawn(16, 32),
+        {},
     ),
-    "casts": Row(narrow, draws(64, 64), EIGHT, close=1.05),
-    "casts that are shared": Row(partial(narrow, shared=True), draws(64, 64), EIGHT),
-    "casts that wait": Row(
+    "casts": (narrow, drawn(64, 64), {**EIGHT, "close": 1.05}),
+    "casts that are shared": (partial(narrow, shared=True), drawn(64, 64), EIGHT),
+    "casts that wait": (
         made(
             returns, **dict.fromkeys(("first", "again"), partial(up_and_down, 48, 128)), last=lambda: nn.Linear(48, 48)
         ),
-        draws(24, 48),
+        drawn(24, 48),
+        {},
     ),
-    "casts within a region that is off": Row(partial(narrow, gates=True), OF_128, around=off),
-    "casts within a region that is off, a first step": Row(partial(narrow, gates=True), OF_128, around=off, first=True),
-    "calls apart": Row(made(apart, **APART), draws(512, 64), {"stages": 16, **ITSELF}),
-    "a local variable": Row(made(holds, layers=partial(linears, 64, 64, 30)), draws(2048, 64), over=1.03),
-    "a sum that goes early": Row(
-        made(frees_early, **dict.fromkeys(("inner", "outer"), partial(linears, 64, 64, 16))), draws(2048, 64), over=1.03
+    "casts within a region that is off": (partial(narrow, gates=True), OF_128, OFF),
+    "casts within a region that is off, a first step": (partial(narrow, gates=True), OF_128, {**OFF, "first": True}),
+    "calls apart": (made(apart, **APART), drawn(512, 64), {"stages": 16, "check": True}),
+    "a local variable": (made(holds, layers=partial(linears, 64, 64, 30)), drawn(2048, 64), {"over": 1.03}),
+    "a sum that goes early": (
+        made(frees_early, **dict.fromkeys(("inner", "outer"), partial(linears, 64, 64, 16))),
+        drawn(2048, 64),
+        {"over": 1.03},
     ),
-    "skips": Row(partial(models.UNet, 8, 2, 2), draws(8, 3, 64, 64), SKIPS, over=1.1),
-    "a memory that all read": Row(
-        translator, lambda: (torch.randn(8, 64, 64), torch.randn(8, 64, 64)), SKIPS, over=1.05
+    "skips": (partial(models.UNet, 8, 2, 2), drawn(8, 3, 64, 64), {**SKIPS, "over": 1.1}),
+    "a memory that all read": (
+        translator, lambda: (torch.randn(8, 64, 64), torch.randn(8, 64, 64)), {**SKIPS, "over": 1.05}
     ),
-    "permuted gradients": Row(mixed, draws(4, 32, 32), gradient=torch.randn_like),
+    "permuted gradients": (mixed, drawn(4, 32, 32), {"gradient": torch.randn_like}),
     # as a sum makes it: kernels copy what lies channels last then, the indices of pooling among it
-    "an expanded gradient": Row(
-        pooled,
-        lambda: (torch.randn(2, CHANNELS, 16, 16).to(memory_format=torch.channels_last),),
-        gradient=lambda output: torch.ones(()).expand_as(output),
-    ),
-}
-
-
-def check(
-    row: Row, seed: int = 0, shares: tuple[float, ...] = (0.0, 0.5, 1.0), modes: tuple[str, ...] = MODES
-) -> rotoff.Checkpointable:
-    """At limits between the smallest one and keeping everything, in each mode."""
-    torch.manual_seed(seed)
-    model = row.make()
-    plain = row.peak(copy.deepcopy(model))
-    wrapped = rotoff.Checkpointable(model, **row.options)
-    with row.around():
-        loss = wrapped.compute_sequence(2 * plain)(*row.sample()) if row.first else wrapped.measure(*row.sample())
-    if row.first:
-        loss.backward()
-    assert not row.over or plain <= wrapped.keep_all_memory <= row.over * plain
-    for mode in modes:
-        least, most = smallest(wrapped, mode), wrapped.keep_all_memory
-        for share in shares:
-            wrapped.compute_sequence(int(least + share * (most - least)), mode=mode, refine=False)
-            measured, expected = row.peak(wrapped), wrapped.get_expected_memory()
-            assert measured <= expected <= (wrapped.mem_limit or 0), (mode, share)
-            assert not row.close or expected <= row.close * measured + 2**13, (mode, share)
-    return wrapped
+    "an expanded gradient": (pooled, channels_last, {"gradient": torch.ones(()).expand_as}),
+}  # fmt: skip
+THREE = (0.0, 0.5, 1.0)  # shares
 
 
 def test_a_gradient_that_the_caller_has_too_is_his() -> None:
@@ -423,21 +365,8 @@ def test_a_gradient_that_the_caller_has_too_is_his() -> None:
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.grid(every=3)
 def test_no_step_holds_more_than_predicted(name: str) -> None:
-    check(ROWS[name])
-
-
-@pytest.mark.parametrize("cast", [False, True])
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.grid
-def test_sequences_hold_at_most_predicted_bytes(name: str, cast: bool) -> None:
-    """Autocast keeps a cast of every weight from its first use on: as much as large weights take beside a small
-    batch."""
-    model, draw = fresh(name) if cast else many(name)
-    row = Row(lambda: model, lambda: (draw(),), around=casting if cast else nullcontext)
-    wrapped = check(row, shares=(0.0, 1.0) if cast else ())
-    for seed in seeds(4):
-        with_sequence(wrapped, random_sequence(wrapped.chain, seed, wildness=0.75))
-        assert row.peak(wrapped) <= wrapped.get_expected_memory(), str(wrapped.sequence)
+    make, draw, options = ROWS[name]
+    bits_and_bytes(make(), draw, MODES, THREE, **options)
 
 
 def test_what_a_late_copy_holds_is_charged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,23 +379,21 @@ def test_what_a_late_copy_holds_is_charged(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(HostFile, "write", late)
     monkeypatch.setattr(file, "AT_ONCE", 0)
-    check(ROWS["casts that wait"], modes=("offload",))
+    make, draw, _ = ROWS["casts that wait"]
+    bits_and_bytes(make(), draw, ("offload",), THREE)
 
 
 def test_a_replay_in_the_forward_leaves_no_cast_of_its_input() -> None:
     model, x = narrow(), torch.randn(64, 64)
-    wrapped = rotoff.Checkpointable(model, stages=8).measure(x)
-    L = len(wrapped.chain)
+    beside = Beside(model, 1 << 40, sample=(x,), stages=8)
+    L = len(beside.planned.chain)
     ops = [f"F_all {i}" for i in range(1, L)]
     n = L - 2
     ops[n:n] = [f"offload abar {n}", f"free abar {n}", f"F_ck {n}"]
     ops += [f"F_all {L}", f"B {L}", f"B {L - 1}", f"prefetch abar {n}", f"wait abar {n}", f"B {n}"]
     ops += [f"B {i}" for i in range(n - 1, 0, -1)]
-    with_sequence(wrapped, rotoff.Sequence.from_text("\n".join(ops)))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory()
-    wrapped.close()
+    beside.following(rotoff.Sequence.from_text("\n".join(ops)))
+    beside.check(x)
 
 
 # -- random models
@@ -534,7 +461,7 @@ def test_steps_of_random_images_hold_at_most_predicted_bytes(seed: int) -> None:
     if drawn.random() < 0.3:
         x = x.to(memory_format=torch.channels_last)
     options = {"stages": drawn.choice([5, 8, 12]), "forms": drawn.random() < 0.5}
-    check(Row(lambda: model, lambda: (x,), options), shares=(0.0, 0.3, 0.7, 1.0))
+    bits_and_bytes(model, lambda: (x,), MODES, (0.0, 0.3, 0.7, 1.0), **options)
 
 
 class Program(nn.Module):
@@ -572,4 +499,5 @@ class Program(nn.Module):
 @pytest.mark.grid
 def test_steps_of_random_programs_hold_at_most_predicted_bytes(seed: int) -> None:
     # half of such a program is for nothing, and is counted as if at once
-    check(Row(partial(Program, seed), draws(1024, 32), over=1.7), seed, modes=("joint",))
+    torch.manual_seed(seed)
+    bits_and_bytes(Program(seed), drawn(1024, 32), ("joint",), THREE, over=1.7)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from models import Does, several
+from planned_steps import Beside
+from step_by_step import works
 from torch import nn
 from torch.nn import functional as F
 
@@ -54,28 +56,21 @@ def masked(layers: int = 4) -> nn.Module:
     return Does(forward, first=nn.Linear(8, 8), layers=nn.ModuleList(parts))
 
 
-def step(model: nn.Module, *batch: Any) -> list[torch.Tensor]:
-    torch.manual_seed(5)
-    model.zero_grad()
-    output = model(*batch)
-    output.square().mean().backward()
-    return [output.detach(), *(p.grad for p in model.parameters())]
-
-
 def test_named_modules_are_the_stages() -> None:
-    model: Any = masked()
+    plain: Any = masked()
     batch = (torch.randn(16, 8), torch.arange(16) % 2 == 0)
-    twin = copy.deepcopy(model)
-    asked = ["layers.0", "layers.1", *twin.layers[2:]]
-    wrapped = rotoff.Checkpointable(twin, check=True, stages=asked).measure(*batch)
-    assert [stage.name for stage in wrapped.chain.stages] == ["first", "layers.0", "layers.1", "layers.2", "layers.3"]
-    with pytest.raises(rotoff.InfeasibleError) as caught:
-        wrapped.compute_sequence(1)
-    wrapped.compute_sequence(caught.value.min_mem_limit)
-    assert all(torch.equal(a, b) for a, b in zip(step(wrapped, *batch), step(model, *batch), strict=True))
-    for m in (model, twin):
-        m.layers[1].rate = 0.0
-    assert all(torch.equal(a, b) for a, b in zip(step(wrapped, *batch), step(model, *batch), strict=True))
+    asked = ["layers.0", "layers.1", "layers.2", plain.layers[3]]
+    beside = Beside(plain, sample=batch, fresh=lambda: plain, check=True, stages=asked)
+    assert [one.name for one in beside.planned.chain.stages] == [
+        "first",
+        "layers.0",
+        "layers.1",
+        "layers.2",
+        "layers.3",
+    ]
+    beside.within("joint").step(*batch)
+    plain.layers[1].rate = 0.0
+    beside.step(*batch)
 
 
 def test_stages_option_sets_number_of_stages() -> None:
@@ -122,23 +117,19 @@ def predict(net: Any, batch: Batch) -> Prediction:
     return Prediction(x, Batch(x.mean(0)))
 
 
+def from_prediction(out: Prediction, _: Any = None) -> None:
+    assert type(out) is Prediction and type(out.inputs) is Batch and out.loss is None
+    (out.logits.square().mean() + out.inputs.x.sum()).backward()
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_dataclasses_go_in_and_out(masked: bool) -> None:
     torch.manual_seed(0)
-    plain = Does(predict, layers=several(5, 32, 128))
     batch = Batch(torch.randn(64, 32), 0.5, torch.rand(64, 1).round() if masked else None)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(plain), check=True).measure(batch)
-    wrapped.compute_sequence(int(0.5 * wrapped.keep_all_memory))
-    assert sum(str(op).startswith("F_") for op in wrapped.sequence) > len(wrapped.chain) or "offload" in str(
-        list(wrapped.sequence)
-    )
-    results = []
-    for model in (plain, wrapped):
-        out = model(batch)
-        assert type(out) is Prediction and type(out.inputs) is Batch and out.loss is None
-        (out.logits.square().mean() + out.inputs.x.sum()).backward()
-        results.append([out.logits, out.inputs.x, *(p.grad for p in model.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    plain = Does(predict, layers=several(5, 32, 128))
+    beside = Beside(plain, sample=(batch,), backward=from_prediction, check=True).within("joint", 0.2)
+    assert works(beside.planned.sequence)
+    beside.step(batch)
 
 
 def embed(net: Any, tokens: torch.Tensor) -> torch.Tensor:

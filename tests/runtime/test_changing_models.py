@@ -66,7 +66,7 @@ def test_parameters_of_modules_within_other_code_may_move(row: Row, updates: str
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name.startswith(NAMES[0])], ids=lambda row: row.name)
 def test_a_step_of_theirs_stays_within_its_prediction(row: Row) -> None:
-    bits_and_bytes(fresh(row), lambda: row.call(0)[0][0].repeat(16, 1), ["joint"], (0.0,))
+    bits_and_bytes(fresh(row), lambda: (row.call(0)[0][0].repeat(16, 1),), ["joint"], (0.0,))
 
 
 @pytest.mark.parametrize("modes", [("remat", "offload"), ("joint",)], ids=["without forms", "with forms"])
@@ -75,4 +75,4 @@ def test_a_step_of_theirs_stays_within_its_prediction(row: Row) -> None:
 def test_bytes_that_are_held_elsewhere_are_charged(row: Row, modes: tuple[str, ...]) -> None:
     make = partial(fresh, row)
     options = {"fresh": make, "stages": 6, "forms": modes == ("joint",)}
-    bits_and_bytes(make(), lambda: row.call(0)[0][0].repeat(4, 1), modes, (0.0, 0.5, 0.8, 1.0), **options)
+    bits_and_bytes(make(), lambda: (row.call(0)[0][0].repeat(4, 1),), modes, (0.0, 0.5, 0.8, 1.0), **options)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from models import Does, fresh, plain, same, several, train
-from planned_steps import smallest
 
 import rotoff
 
@@ -39,7 +38,7 @@ def test_a_step_beyond_the_limit_off_course_is_said_once(caplog: pytest.LogCaptu
     model = Does(branching, layers=several(8, 16, 32), more=False)
     x = torch.randn(64, 16)
     wrapped = rotoff.Checkpointable(model, check=True).measure(x)
-    limit = smallest(wrapped, "remat")
+    limit = wrapped.min_mem_limit("remat")
     wrapped.compute_sequence(limit, mode="remat", refine=False)
     model.more = True
     wrapped(x).square().sum().backward()

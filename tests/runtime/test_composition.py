@@ -10,7 +10,7 @@ import pytest
 import torch
 from allocated import peak_bytes
 from models import Residual, same, several
-from planned_steps import bits_and_bytes
+from planned_steps import Beside, bits_and_bytes, drawn
 from torch import nn
 
 import rotoff
@@ -25,16 +25,25 @@ MODES = "remat", "offload", "joint"
 )
 def test_dropout_of_all_kinds(kind: type[nn.Module], shape: tuple[int, ...]) -> None:
     net = nn.Sequential(nn.PReLU(), kind(), nn.GELU(), kind(), nn.PReLU(), kind())
-    bits_and_bytes(net, lambda: torch.randn(shape), MODES)
+    bits_and_bytes(net, drawn(*shape), MODES)
+
+
+def parametrised(*more: nn.Module) -> nn.Module:
+    weight = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
+    norms = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh()), nn.GroupNorm(4, 16), nn.BatchNorm1d(16, momentum=None)
+    return nn.Sequential(nn.Linear(16, 16), weight, norms[0], spectral, norms[1], *more, norms[2], nn.Linear(16, 4))
 
 
 def test_normalisations_with_parametrised_weights() -> None:
-    weight = nn.utils.parametrizations.weight_norm(nn.Linear(16, 16))
-    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))
-    orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))
-    norms = nn.Sequential(nn.BatchNorm1d(16), nn.Tanh()), nn.GroupNorm(4, 16), nn.BatchNorm1d(16, momentum=None)
-    parts = nn.Linear(16, 16), weight, norms[0], spectral, norms[1], orthogonal, norms[2], nn.Linear(16, 4)
-    bits_and_bytes(nn.Sequential(*parts), lambda: torch.randn(64, 16), MODES)
+    bits_and_bytes(parametrised(), drawn(64, 16), MODES)
+
+
+@pytest.mark.parametrize("what", ["bits", "bytes"])
+def test_an_orthogonal_weight(what: str) -> None:
+    beside = Beside(parametrised(nn.utils.parametrizations.orthogonal(nn.Linear(16, 16))), sample=drawn(64, 16)())
+    for mode in MODES:
+        getattr(beside.within(mode), "step" if what == "bits" else "check")(*drawn(64, 16)())
 
 
 @pytest.mark.parametrize(
@@ -54,10 +63,8 @@ def test_compiled_stages(backend: str) -> None:
                 blocks[n] = torch.compile(block, backend=backend)
         return nn.Sequential(nn.Linear(16, 32), *blocks, nn.Linear(32, 8))
 
-    wrapped = rotoff.Checkpointable(made())
-    wrapped.measure(torch.randn(64, 16))
-    assert wrapped.min_mem_limit() < (0.9 if backend == "eager" else 0.6) * wrapped.keep_all_memory
-    bits_and_bytes(made(), lambda: torch.randn(64, 16), MODES, fresh=made)
+    found = bits_and_bytes(made(), drawn(64, 16), MODES, fresh=made).planned
+    assert found.min_mem_limit() < (0.9 if backend == "eager" else 0.6) * found.keep_all_memory
 
 
 def test_autocast_with_a_gradient_scaler() -> None:

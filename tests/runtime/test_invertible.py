@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from planned_steps import bits_and_bytes
+from planned_steps import bits_and_bytes, drawn
 from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks" / "papers"))
@@ -68,4 +68,4 @@ def test_one_buffer_instead_of_two() -> None:
 
 def test_under_a_plan_gradients_and_bytes_are_right() -> None:
     model = network(lambda c: [InvertibleBatchNormLeakyReLU(c)])
-    bits_and_bytes(model, lambda: torch.randn(8, 3, 24, 24), ["remat", "joint"], (0.5,), check=True)
+    bits_and_bytes(model, drawn(8, 3, 24, 24), ["remat", "joint"], (0.5,), check=True)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 from allocated import in_file, peak_bytes
-from models import Does
+from forced_plans import added_up, place, twins
+from models import Does, same
+from placed_loops import left, usual
+from planned_steps import bits_and_bytes, drawn
 from quantized import own
 from torch import nn
 from torch.nn import functional as F
 
-import rotoff
 from rotoff.tensors.storage import stored
 
 WIDTH, ROWS = 128, 64
@@ -42,60 +44,28 @@ def adapted(quantized: Callable[[nn.Linear], nn.Module]) -> nn.Module:
     return Does(lambda net, x: x + F.gelu(net.base(x) + net.up(net.down(x))), base=base, down=down, up=up)
 
 
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 KINDS = {"wrapped": own, "torchao": torchaos, "named": named}
 
 
-def drawn(kind: str) -> tuple[nn.Module, list[nn.Parameter]]:
+def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(*(adapted(KINDS[kind]) for _ in range(6)))
-    return model, [p for p in model.parameters() if p.requires_grad]
-
-
-def step(run: Any, optimizer: torch.optim.Optimizer, n: int) -> torch.Tensor:
-    torch.manual_seed(n)
-    loss = run(torch.randn(ROWS, WIDTH)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
-
-
-def trained(run: Any, trainable: list[nn.Parameter], optimizer: Any, steps: int = 4) -> list[torch.Tensor]:
-    losses = [step(run, optimizer, n) for n in range(steps)]
-    return [*losses, *(p.detach().clone() for p in trainable)]
+    return nn.Sequential(*(adapted(KINDS[kind]) for _ in range(6)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("mode", ["remat", "offload"])
-def test_a_step_within_its_smallest_limit_has_the_plain_bits(kind: str, mode: str) -> None:
-    model, trainable = drawn(kind)
-    expected = trained(model, trainable, adamw(trainable))
-    model, trainable = drawn(kind)
-    run = rotoff.Checkpointable(model, check=True).measure(torch.randn(ROWS, WIDTH))
-    run.compute_sequence(run.min_mem_limit(mode), mode, refine=False)
-    assert all(map(torch.equal, expected, trained(run, trainable, adamw(trainable))))
+def test_steps_within_limits_have_the_plain_bits(kind: str) -> None:
+    options = {"fresh": lambda: model_of(kind), "check": True}
+    bits_and_bytes(model_of(kind), drawn(ROWS, WIDTH), ["remat", "offload"], **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("updates", ["after", "during"])
 def test_frozen_weights_stream_in_and_never_out(kind: str, updates: str) -> None:
-    model, trainable = drawn(kind)
-    expected = trained(model, trainable, adamw(trainable))
-    model, trainable = drawn(kind)
-    optimizer = adamw(trainable)
-    run = rotoff.Checkpointable(model)
-    run.compute_sequence(device_limit="1 TiB", optimizer=optimizer, updates=updates)
-    losses = [step(run, optimizer, 0)]
-    with pytest.raises(rotoff.InfeasibleError) as refused:
-        run.compute_sequence(device_limit=1, optimizer=optimizer, updates=updates)
-    limit = refused.value.min_mem_limit
-    run.compute_sequence(device_limit=limit, optimizer=optimizer, updates=updates, refine=False)
-    losses += [step(run, optimizer, n) for n in range(1, 4)]
-    assert all(map(torch.equal, expected, [*losses, *trainable]))
+    net, (batch,) = model_of(kind), drawn(ROWS, WIDTH)()
+    pairs = twins(net, batch, updates=updates, plan=place, copied=lambda _: model_of(kind))
+    assert same(*left(pairs, usual, partial(torch.randn, ROWS, WIDTH), steps=4))
+    model, run, (optimizer,) = pairs[1]
+    trainable = [p for p in model.parameters() if p.requires_grad]
     frozen = [one for one in stored(model.parameters()) if not one.requires_grad]
     moved = {str(op) for op in run.sequence if op.of == "w" and not run.chain.group(op.stage).grad_bytes}
     assert any(one.startswith("prefetch") for one in moved) and not any(one.startswith("offload") for one in moved)
@@ -106,6 +76,6 @@ def test_frozen_weights_stream_in_and_never_out(kind: str, updates: str) -> None
             if not away(one):
                 one.data = one.data.clone()
 
-    measured = peak_bytes(lambda: [step(run, optimizer, n) for n in range(2)], before=anew)
-    assert measured <= run.get_expected_memory() <= limit
+    measured = peak_bytes(lambda: [added_up(run, [optimizer], torch.randn(ROWS, WIDTH)) for _ in "ab"], before=anew)
+    assert measured <= run.get_expected_memory() <= run.mem_limit
     run.close()

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from allocated import peak_bytes
-from models import Does, fresh, same
-from planned_steps import bits_and_bytes, run_twice, smallest, with_sequence
+from models import Does, fresh
+from planned_steps import Beside, bits_and_bytes, drawn, run_twice
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,25 +19,22 @@ from trunks import LENGTH, WIDTH, Trunk
 import rotoff
 
 
-@pytest.mark.parametrize("forward_casts", [True, False])
-def test_a_backward_under_other_autocast_than_the_forward(forward_casts: bool) -> None:
-    def step(model: nn.Module, batch: object) -> list[torch.Tensor]:
-        torch.manual_seed(1)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
-            loss = model(batch()).float().square().mean()
-        with torch.autocast("cpu", dtype=torch.float16, enabled=not forward_casts, cache_enabled=False):
-            loss.backward()
-            assert torch.is_autocast_enabled("cpu") is not forward_casts
+@pytest.mark.parametrize("casts", [True, False])
+def test_a_backward_under_other_autocast_than_the_forward(casts: bool) -> None:
+    def under_the_other(output: torch.Tensor, _: Any) -> None:
+        with torch.autocast("cpu", dtype=torch.float16, enabled=not casts, cache_enabled=False):
+            output.float().square().mean().backward()
+            assert torch.is_autocast_enabled("cpu") is not casts
             assert not torch.is_autocast_cache_enabled()
         assert torch.is_autocast_cache_enabled()
-        return [p.grad.clone() for p in model.parameters()]
 
-    expected = step(*fresh("residual"))
+    def around() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts)
+
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=forward_casts):
-        wrapped.measure(batch())
-    assert same(step(with_sequence(wrapped, run_twice(len(wrapped.chain))), batch), expected)
+    beside = Beside(model, sample=(batch(),), around=around, backward=under_the_other)
+    beside.following(run_twice(len(beside.planned.chain)))
+    beside.step(batch())
 
 
 def batch() -> torch.Tensor:
@@ -51,11 +47,9 @@ def measured(model: nn.Module) -> rotoff.Checkpointable:
 
 def test_a_step_within_saved_tensor_hooks_of_the_caller() -> None:
     x = batch()
-    run = measured(Trunk())
-    run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+    beside = Beside(Trunk(), sample=(x,), check=True).within("remat")
     with save_on_cpu():
-        run(x).sum().backward()
-    run.close()
+        beside.step(x)
 
 
 # -- threads
@@ -78,7 +72,7 @@ def test_models_may_be_measured_on_several_threads() -> None:
         thread.join()
     assert failed == []
     for run in done:
-        run.compute_sequence(smallest(run, "remat"), mode="remat", refine=False)
+        run.compute_sequence(run.min_mem_limit("remat"), mode="remat", refine=False)
         run(batch()).sum().backward()
         run.close()
 
@@ -122,20 +116,12 @@ MODELS: dict[str, tuple[Any, tuple[int, ...], Any]] = {
 @pytest.mark.grid
 def test_gradients_and_bytes(name: str, mode: str) -> None:
     make, shape, around = MODELS[name]
-    bits_and_bytes(make(), lambda: torch.randn(shape), [mode], around=around)
+    bits_and_bytes(make(), drawn(*shape), [mode], around=around)
 
 
 def test_a_step_under_other_flags_has_a_plan_of_its_own() -> None:
-    model, x = convolutions(within=False), torch.randn(2, 8, 12, 12)
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    with native():
-        most = wrapped.measure(x).min_mem_limit("remat")
-    wrapped.measure(x).compute_sequence(most, mode="remat")
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    with native():
-        loss = wrapped(x)
-    loss.backward()
-    with native():
-        assert peak_bytes(lambda: wrapped(x).backward()) <= wrapped.get_expected_memory() <= most
-    wrapped.close()
+    x = torch.randn(2, 8, 12, 12)
+    beside = Beside(convolutions(within=False), sample=(x,), around=native).within("remat")
+    beside.planned.measure(x)
+    beside.at(beside.limit, "remat").step(x)
+    beside.check(x)

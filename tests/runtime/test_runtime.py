@@ -12,7 +12,7 @@ import pytest
 import torch
 from allocated import peak_bytes
 from models import ALL, Does, fresh, linears, plain, same, train
-from planned_steps import smallest, step_peak, with_sequence
+from planned_steps import Beside, step_peak, with_sequence
 from step_by_step import works
 from torch import nn
 
@@ -26,7 +26,7 @@ def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str
     expected = plain(name)
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch())
-    least = smallest(wrapped, mode)
+    least = wrapped.min_mem_limit(mode)
     everything = wrapped.keep_all_memory
     for limit in sorted({least, (least + everything) // 2, everything}):
         again, batch = fresh(name)
@@ -69,7 +69,7 @@ def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_t
 
     model, batch = fresh(name)
     plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model).measure(batch())
-    wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
     state = copy.deepcopy(model.state_dict())
     for at in range(len(model)):
         found = []
@@ -92,7 +92,7 @@ def test_every_backward_through_one_graph_keeps_the_limit(name: str) -> None:
     model, batch = fresh(name)
     wrapped = rotoff.Checkpointable(model).measure(batch())
     for mode in ("remat", "offload", "joint"):
-        wrapped.compute_sequence(smallest(wrapped, mode), mode=mode)
+        wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
         x = batch()
         (output := wrapped(x)).sum().backward()  # makes the parameters' gradients
         predicted, gradient = wrapped.get_expected_memory(), output.untyped_storage().nbytes() + 1024
@@ -157,27 +157,19 @@ def test_no_region_of_a_profile_is_open_after_a_backward(stopped: bool) -> None:
     wrapped.close()
 
 
-def limit_of(model: nn.Module, batch: Any) -> int:
-    """A little above the smallest of a step of the loop."""
-    probe = rotoff.Checkpointable(copy.deepcopy(model)).compute_sequence(1 << 40)
-    train(probe, batch)
-    least = probe.min_mem_limit()
-    limit = least + (probe.keep_all_memory - least) // 5
-    probe.close()
-    return limit
-
-
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.grid
 def test_the_first_step_is_planned_and_on_its_course(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A little above the smallest limit of a step of the loop."""
     model, batch = fresh(kind)
-    limit = limit_of(model, batch)
-    wrapped = rotoff.Checkpointable(copy.deepcopy(model)).compute_sequence(limit, refine=False)
-    ours, theirs = train(wrapped, batch), train(model, batch)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    probe = Beside(model, 1 << 40)
+    probe.step(batch())
+    beside = Beside(model, probe.within("joint", 0.2).limit)
+    for _ in range(3):
+        beside.step(batch())
     assert "another course" not in caplog.text
-    assert len(wrapped.plans()) == 1
-    wrapped.close()
+    assert len(beside.planned.plans()) == 1
+    beside.planned.close()
 
 
 def test_a_limit_that_is_too_small_leaves_the_model_as_it_was() -> None:
@@ -213,18 +205,11 @@ def test_gradients_of_a_weight_that_autocast_casts_are_added_up_in_the_plain_ord
     nn.init.normal_(table.weight, std=0.2)
     model = Does(tied, table=table, head=head, layers=linears(4, 64))
 
-    def gradients(run: nn.Module) -> list[torch.Tensor | None]:
-        run.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = run(tokens)
-        loss.backward()
-        return [p.grad for p in run.parameters()]
+    def casting() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16)
 
-    plain = gradients(copy.deepcopy(model))
-    probe = rotoff.Checkpointable(copy.deepcopy(model))
-    with torch.autocast("cpu", torch.bfloat16):
-        limit = (probe.measure(tokens).min_mem_limit() + probe.keep_all_memory) // 2
-    run = rotoff.Checkpointable(model).compute_sequence(limit)
+    limit = Beside(model, sample=(tokens,), around=casting).within("joint", 0.5).limit
+    beside = Beside(model, limit, around=casting)
     for _ in range(3):
-        assert all(map(torch.equal, gradients(run), plain))
-    assert works(run.sequence)
+        beside.step(tokens)
+    assert works(beside.planned.sequence)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from allocated import left_bytes
 from models import Batch, Does, fresh, plain, same, several, train
-from planned_steps import smallest, with_sequence
+from planned_steps import with_sequence
 from random_programs import random_sequence
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -209,7 +209,7 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
     model(x).square().sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     wrapped = rotoff.Checkpointable(model).measure(x)
-    wrapped.compute_sequence(smallest(wrapped, "offload"), mode="offload")
+    wrapped.compute_sequence(wrapped.min_mem_limit("offload"), mode="offload")
     faults.arm(0, MemoryError)
     with Operations(faults):
         output = wrapped(x)
@@ -253,7 +253,7 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
         assert torch.equal(torch.get_rng_state(), generator)
     for hook in hooks:
         hook.remove()
-    wrapped.compute_sequence(smallest(wrapped.measure(x), "joint"))
+    wrapped.compute_sequence(wrapped.measure(x).min_mem_limit())
     assert same(train(wrapped, batch, steps=1), plain("stateful", steps=1))
 
 
@@ -295,7 +295,7 @@ class Forked:
             assert any(op.of for op in self.net.sequence)
         else:
             least = "offload" if mode == "joint" else mode  # below it, joint may move nothing
-            self.net.compute_sequence(smallest(self.net, least), mode, refine=False)
+            self.net.compute_sequence(self.net.min_mem_limit(least), mode, refine=False)
 
     def loss(self, k: int) -> torch.Tensor:
         torch.manual_seed(k)

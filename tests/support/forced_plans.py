@@ -72,11 +72,11 @@ Pairs = list[tuple[Any, Any, list[Optimizer]]]
 
 def twins(
     net: nn.Module, *batch: Any, updates: str = "after", share: Share = 0.0, make: Any = adamw, plan: Any = force,
-    device: str | None = None,
+    device: str | None = None, copied: Callable[[nn.Module], nn.Module] = copy.deepcopy,
 ) -> Pairs:  # fmt: skip
     """A model as it is and a copy under a plan: the model, what is called, and the optimizers. device: where the plain
     model is, and the planned one's steps run, if not where they are."""
-    model = copy.deepcopy(net)
+    model = copied(net)
     run = rotoff.Checkpointable(model, device=device).measure(*batch, repeats=1)
     model.zero_grad()
     if device is not None:

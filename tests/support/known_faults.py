@@ -4,6 +4,9 @@ out. Those of the second fail in some runs."""
 from __future__ import annotations
 
 KNOWN_FAULTS = {
+    "runtime/test_composition.py::test_an_orthogonal_weight[bytes]": (
+        "what the backward of torch.matrix_exp takes depends on its gradient's numbers, and more than a sample's showed"
+    ),
     "tools/test_plan.py::test_the_largest_batch_of_the_table_is_what_largest_finds[48]": (
         "the table charges by the chain what a step's exact levels do not: it refuses a device on which training fits"
     ),

@@ -1,4 +1,5 @@
-"""Models under a sequence of one's own, the smallest limit, and what a step of them allocates."""
+"""A model under a plan beside the plain one, step by step: the same bits, within the bytes that were told; sequences of
+one's own; and what a step allocates."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import is_dataclass
+from functools import cache
 from itertools import count
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from allocated import peak_bytes
 from models import same
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import rotoff
 from rotoff.core.sequence import Op, OpKind
@@ -37,9 +41,13 @@ def run_twice(L: int) -> rotoff.Sequence:
     return rotoff.Sequence.from_text(text)
 
 
-def smallest(wrapped: rotoff.Checkpointable, mode: str) -> int:
-    """The smallest limit that works."""
-    return wrapped.min_mem_limit(mode)
+def every_form(chain: rotoff.Chain, k: int) -> rotoff.Sequence:
+    """Each stage once, in its form k or its last one."""
+    forwards = []
+    for i, stage in enumerate(chain.stages, start=1):
+        form = min(k, len(stage.forms))
+        forwards.append(Op(OpKind.F_SEL, i, form) if form else Op(OpKind.F_ALL, i))
+    return rotoff.Sequence((*forwards, *(Op(OpKind.B, i) for i in range(len(chain), 0, -1))), mode="forms")
 
 
 class Loss(torch.autograd.Function):
@@ -52,103 +60,164 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
-        return torch.ones(ctx.size, dtype=ctx.dtype)
+        return torch.linspace(-1, 2, ctx.size.numel(), dtype=ctx.dtype).view(ctx.size)
 
 
-def step_peak(model: torch.nn.Module, batch: object) -> int:
-    """Bytes that one training step allocates: its batch and its parameter gradients are the caller's."""
-    x = batch()
+@cache
+def unit(dtype: torch.dtype) -> torch.Tensor:
+    return torch.ones((), dtype=dtype)
+
+
+def backward(output: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    """From a loss that takes no bytes of its own, if not with the caller's gradient."""
+    if gradient is not None:
+        output.backward(gradient)
+    elif output.numel():
+        (Loss.apply(output) if output.dim() else output).backward(unit(output.dtype))
+    else:
+        output.sum().backward()
+
+
+def drawn(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
+    """Draws the arguments of a model."""
+    return lambda: (torch.randn(shape),)
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    """Those of parameters are the caller's."""
     for p in model.parameters():
-        if p.requires_grad:
-            p.grad = torch.zeros_like(p)
-    unit = torch.ones((), dtype=model(x).dtype)
+        p.grad = torch.zeros_like(p) if p.requires_grad else None
+    return model
+
+
+def step_peak(model: nn.Module, batch: Callable[[], Any]) -> int:
+    """Bytes that one training step allocates, but for its batch and its parameters' gradients."""
+    x = batch()
+    unit(with_gradients(model)(x).dtype)
 
     def step() -> None:
         output = model(x)  # held to the end, as training loops do
-        Loss.apply(output).backward(unit)
+        backward(output)
 
     return peak_bytes(step)
 
 
-def bits_and_bytes(
-    net: nn.Module, draw: Callable[[], torch.Tensor], modes: Iterable[str], shares: Iterable[float] = (0.0, 1.0),
-    around: Any = nullcontext, fresh: Callable[[], nn.Module] | None = None, **options: Any,
-) -> None:  # fmt: skip
-    """Under plans of `modes` at shares of the way from the smallest limit to keeping everything, gradients and buffers of
-    two steps are the plain model's, and a step takes the predicted bytes at most, within the limit. around: each forward. fresh:
-    makes another model like `net`, where a copy is none."""
-    plain = fresh() if fresh is not None else copy.deepcopy(net)
-
-    def gradients(run: nn.Module) -> list[torch.Tensor]:
-        found = []
-        for n in range(2):
-            torch.manual_seed(n)
-            run.zero_grad()
-            with around():
-                loss = run(draw()).square().mean()
-            loss.backward()
-            found += [p.grad.clone() for p in run.parameters() if p.grad is not None]
-        return [*found, *(b.clone() for b in run.buffers())]
-
-    class Within(nn.Module):
-        def __init__(self, run: nn.Module) -> None:
-            super().__init__()
-            self.run = run
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with around():
-                return self.run(x)
-
-    state = copy.deepcopy(plain.state_dict())
-    expected, wrapped = gradients(plain), rotoff.Checkpointable(net, **options)
-    with around():
-        wrapped.measure(draw())
-    for mode in modes:
-        least, most = smallest(wrapped, mode), wrapped.keep_all_memory
-        for share in shares:
-            wrapped.compute_sequence(limit := least + int(share * max(0, most - least)), mode=mode, refine=False)
-            assert step_peak(Within(wrapped), draw) <= wrapped.get_expected_memory() <= limit, (mode, share)
-            wrapped.load_state_dict(state)
-            assert same(gradients(wrapped), expected), (mode, share)
-    wrapped.close()
-
-
 class Beside:
-    """A plain model and a copy within a limit; each step compares them bit for bit."""
+    """A plain model and a planned copy, which steps compare.
 
-    def __init__(self, plain: nn.Module, limit: int, mode: str = "joint", **options: Any) -> None:
-        for p in plain.parameters():
-            p.grad = torch.zeros_like(p)
-        self.plain, self.model = plain, copy.deepcopy(plain)
-        self.planned = rotoff.Checkpointable(self.model, **options).compute_sequence(limit, mode, refine=False)
+    limit: for a first step that records itself; otherwise `sample` is measured, and `within` plans. fresh: makes the
+    copy, where `copy.deepcopy` does not. around: each forward. gradient: makes that of an output which is the caller's.
+    """
+
+    def __init__(
+        self, plain: nn.Module, limit: int = 0, mode: str = "joint", *, sample: tuple[Any, ...] | None = None,
+        fresh: Callable[[], nn.Module] | None = None, around: Any = nullcontext, gradient: Any = None,
+        backward: Callable[..., object] = backward, **options: Any,
+    ) -> None:  # fmt: skip
+        self.model, self.plain = copy.deepcopy(plain) if fresh is None else fresh(), with_gradients(plain)
+        with_gradients(self.model)
+        self.planned, self.limit, self.seed = rotoff.Checkpointable(self.model, **options), limit, 0
+        self._around, self._backward, self._gradient, self._given = around, backward, gradient, None
+        if sample is None:
+            self.at(limit, mode)
+        else:
+            with around():
+                self.planned.measure(*sample)
+
+    def within(self, mode: str, share: float = 0.0) -> Beside:
+        """Plan within `share` of the way from the smallest limit to keeping everything."""
+        least = self.planned.min_mem_limit(mode)
+        return self.at(least + int(share * max(0, self.planned.keep_all_memory - least)), mode)
+
+    def at(self, limit: int, mode: str = "joint") -> Beside:
         self.limit = limit
+        self.planned.compute_sequence(limit, mode, refine=False)
+        return self
 
-    @staticmethod
-    def run(model: nn.Module, *inputs: Any) -> torch.Tensor:
-        torch.manual_seed(1)
-        model.zero_grad(set_to_none=False)
-        out = model(*inputs)
-        (loss := out if out.dim() == 0 else out.sum()).backward()
-        return loss.detach()
+    def following(self, sequence: rotoff.Sequence) -> Beside:
+        """Run `sequence`, without a limit."""
+        self.limit = 1 << 40
+        with_sequence(self.planned, sequence)
+        return self
 
-    def step(self, *inputs: Any) -> None:
-        losses = [self.run(model, *inputs) for model in (self.planned, self.plain)]
-        both = ([*(p.grad for p in model.parameters()), *model.buffers()] for model in (self.model, self.plain))
-        assert same(losses[:1], losses[1:]) and same(*both), [
-            tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor)
-        ]
+    def run(self, model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+        """A step; what it allocates is the output and what `backward` needs."""
+        with self._around():
+            output = model(*inputs)
+        self._backward(output, self._given)
+        return output
 
-    def peak(self, *inputs: Any) -> int:
-        """Bytes of another step, which both take."""
-        most = peak_bytes(lambda: self.run(self.planned, *inputs))
-        self.run(self.plain, *inputs)  # so that running statistics stay alike
+    def step(self, *inputs: Any, measured: nn.Module | None = None) -> int:
+        """A step of each: the same output, gradients, buffers and draws. Returns the bytes of the one that is measured."""
+        self.seed += 1
+        found, most = [], 0
+        for run, model in ((self.plain, self.plain), (self.planned, self.model)):
+            own, outputs = self._begin(model, inputs), list[Any]()
+
+            def once(run: nn.Module = run, own: Any = own, outputs: Any = outputs) -> None:
+                outputs.append(self.run(run, own))
+
+            if run is measured:
+                most = peak_bytes(once)
+            else:
+                once()
+            given = [t.grad for t in tensors(own) if t.grad is not None]
+            kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            found.append([*tensors(outputs), *given, *kept, *model.buffers(), torch.get_rng_state()])
+        assert same(*found), [tuple(x.shape) for x in tensors(inputs)]
         return most
 
+    def peak(self, *inputs: Any) -> int:
+        """Bytes of another planned step."""
+        return self.step(*inputs, measured=self.planned)
 
-def every_form(chain: rotoff.Chain, k: int) -> rotoff.Sequence:
-    """Each stage once, in its form k or its last one."""
-    forwards = []
-    for i, stage in enumerate(chain.stages, start=1):
-        form = min(k, len(stage.forms))
-        forwards.append(Op(OpKind.F_SEL, i, form) if form else Op(OpKind.F_ALL, i))
-    return rotoff.Sequence((*forwards, *(Op(OpKind.B, i) for i in range(len(chain), 0, -1))), mode="forms")
+    def check(self, *inputs: Any) -> int:
+        """A step has the plain bits, and another one takes what was told at most, within the limit."""
+        self.step(*inputs)
+        told = self.planned.get_expected_memory()  # planned now, not within what is measured
+        peak = self.peak(*inputs)
+        assert peak <= told <= self.limit, (peak, told, self.limit)
+        return peak
+
+    def _begin(self, model: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The inputs of a step of its own, which may change them."""
+        torch.manual_seed(self.seed)
+        if self._gradient is not None and self._given is None:
+            self._given = self._gradient(copy.deepcopy(self.plain)(*copied(inputs)).detach())
+        model.zero_grad(set_to_none=False)
+        torch.manual_seed(self.seed)
+        return copied(inputs)
+
+
+def tensors(thing: Any) -> list[torch.Tensor]:
+    """Within containers and dataclasses."""
+    found = []
+    for leaf in tree_leaves(thing):
+        found += [leaf] if isinstance(leaf, torch.Tensor) else tensors(vars(leaf)) if is_dataclass(leaf) else []
+    return found
+
+
+def copied(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tree_map_only(torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), inputs)
+
+
+def bits_and_bytes(
+    net: nn.Module, draw: Callable[[], tuple[Any, ...]], modes: Iterable[str], shares: Iterable[float] = (0.0, 1.0), *,
+    over: float = 0.0, close: float = 0.0, first: bool = False, **options: Any,
+) -> Beside:  # fmt: skip
+    """Under plans of `modes` at `shares` of the way from the smallest limit to keeping everything, two steps have the
+    plain bits, and one takes the told bytes at most. over: the most that keeping everything is told to take, over the
+    plain peak; close: the same of plans over their own. first: a training step is recorded, and no sample."""
+    beside = Beside(net, 1 << 40, sample=None if first else draw(), **options)
+    if first:
+        beside.step(*draw())
+    if over:
+        plain = beside.step(*draw(), measured=beside.plain)
+        assert plain <= beside.planned.keep_all_memory <= over * plain
+    for mode in modes:
+        for share in shares:
+            beside.within(mode, share).step(*draw())
+            peak, told = beside.check(*draw()), beside.planned.get_expected_memory()
+            assert not close or told <= close * peak + 2**13, (mode, share)
+    beside.planned.close()
+    return beside

@@ -7,62 +7,38 @@ from typing import Any
 
 import pytest
 import torch
-from allocated import left_bytes, peak_bytes
-from models import ALL, TIMES, many, same
+from allocated import left_bytes
+from models import ALL, TIMES, many
 from on_tape import TAPES
+from planned_steps import Beside
 from torch import nn
-from torch.utils._pytree import tree_leaves
 from trunks import Block, Long, drawn
 
-import rotoff
 
-
-def train(run: Any, args: Any) -> torch.Tensor:
-    torch.manual_seed(1)
-    out = run(*args)
-    parts = [t.float().square().mean() for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
-    loss = torch.stack(parts).sum()
-    loss.backward()
-    return loss.detach()
-
-
-def gradients(net: nn.Module) -> list[torch.Tensor]:
-    """Zeros are left."""
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
-    for p in net.parameters():
-        p.grad = torch.zeros_like(p)
-    return found
-
-
-def within(net: nn.Module, args: Any, share: float, new_tape: Any, mode: str = "joint") -> rotoff.Checkpointable:
+def within(net: nn.Module, x: Any, share: float, new_tape: Any, mode: str = "joint") -> Beside:
     """`net` within a limit that is a part of the way from the smallest to keeping everything, followed by `new_tape`."""
-    run = rotoff.Checkpointable(net).measure(*args)
-    least = run.min_mem_limit(mode)
-    run._steps.new_tape = new_tape
-    return run.compute_sequence(least + int(share * (run.keep_all_memory - least)), mode, refine=False)
+    beside = Beside(net, sample=(x,))
+    beside.planned._steps.new_tape = new_tape
+    return beside.within(mode, share)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_the_plain_step_is_foretold_to_the_byte_and_runs_as_it_is(name: str) -> None:
     net, draw = many(name)
-    args = (draw(),)
-    run = rotoff.Checkpointable(net, stages=20).compute_sequence(1 << 50)
-    train(run, args)
-    gradients(net)
-    assert run.keep_all_memory
-    measured = peak_bytes(lambda: train(run, args))
-    assert measured <= run.get_expected_memory() <= 1.01 * measured
+    beside = Beside(net, 1 << 50, stages=20)
+    beside.step(draw())
+    assert beside.planned.keep_all_memory
+    assert beside.planned.get_expected_memory() <= 1.01 * beside.check(draw())
 
 
 @pytest.mark.parametrize("new_tape", TAPES)
 def test_a_step_frees_all_that_it_made_once_its_graph_is_gone(new_tape: Any) -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(*[Block() for _ in range(6)])
-    run = within(net, (drawn(0),), 0.2, new_tape)
-    train(run, (drawn(0),))
+    beside = within(nn.Sequential(*[Block() for _ in range(6)]), drawn(0), 0.2, new_tape)
+    beside.step(drawn(0))
 
     def step(ends: bool) -> None:
-        out = run(drawn(0))
+        out = beside.planned(drawn(0))
         if ends:
             out.sum().backward()
 
@@ -84,15 +60,13 @@ def test_a_forward_off_its_course_is_right_within_the_limit_and_planned_when_it_
     new_tape: Any, mode: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
-    net = Skips()
-    x = drawn(0).repeat(TIMES, *(1 for _ in drawn(0).shape[1:]))
-    run = within(net, (x,), 0.4, new_tape, mode)
+    x = drawn(0).repeat(TIMES, 1)
+    beside = within(Skips(), x, 0.4, new_tape, mode)
     for n in range(8):
-        net.skip = n >= 3
-        train(net, (x,))
-        expected = gradients(net)
-        peak = peak_bytes(lambda: train(run, (x,))) if n != 5 else train(run, (x,)).nbytes  # that one is recorded
-        assert same(gradients(net), expected), n
-        assert run.mem_limit is not None and peak <= run.mem_limit, n
-        assert len(run.plans()) == 1 + (n >= 5)
+        beside.plain.skip = beside.model.skip = n >= 3
+        if n == 5:  # that one is recorded
+            beside.step(x)
+        else:
+            assert beside.peak(x) <= beside.limit, n
+        assert len(beside.planned.plans()) == 1 + (n >= 5)
     assert caplog.text.count("made other operations") == 1
