@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import re
 from collections import UserDict
@@ -18,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from forced_plans import alike, twins  # noqa: E402
 from models import Does, linears  # noqa: E402
+from planned_steps import Beside  # noqa: E402
 from torch import func, nn  # noqa: E402
 from torch.autograd import forward_ad  # noqa: E402
 from torch.nn.modules import module as calls  # noqa: E402
@@ -49,29 +49,6 @@ def small_model() -> nn.Sequential:
 def measured() -> Checkpointable:
     torch.manual_seed(0)
     return Checkpointable(small_model()).measure(torch.randn(64, 32))
-
-
-def same_gradient(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.grad is other.grad or (
-        one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
-    )
-
-
-def same_gradients(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(same_gradient, one.parameters(), other.parameters()))
-
-
-def check_step(model: nn.Sequential, x: Any, mode: str) -> None:
-    """One step within the smallest limit of `mode` gives the gradients, bit by bit, that the plain model gives."""
-    plain, y = copy.deepcopy(model), x.detach().clone().requires_grad_(x.requires_grad)
-    wrapped = Checkpointable(model).measure(x)
-    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
-    outputs = wrapped(x), plain(y)
-    assert torch.equal(*outputs)
-    for out in outputs:
-        out.sum().backward()
-    assert same_gradients(plain, model) and same_gradient(x, y)
-    wrapped.close()
 
 
 # -- what is refused, in a sentence
@@ -206,12 +183,8 @@ class Held:
 
 @pytest.mark.parametrize("batch", [Held, lambda x: UserDict(x=x)], ids=["object", "mapping"])
 def test_an_input_that_cannot_be_looked_into_is_trained_as_by_the_plain_model(batch: Any) -> None:
-    model, x = Reads(), torch.ones(2, 4)
-    plain, wrapped = copy.deepcopy(model), Checkpointable(model)
-    wrapped.measure(batch(x)).compute_sequence(wrapped.min_mem_limit("joint"))
-    for one in (plain, wrapped):
-        one(batch(x)).square().sum().backward()
-    assert same_gradients(plain, model)
+    x = batch(torch.ones(2, 4))
+    Beside(Reads(), sample=(x,)).within("joint").step(x)
 
 
 # -- what is on around the whole process
@@ -239,16 +212,13 @@ AROUND = {
 
 @pytest.mark.parametrize("name", AROUND)
 def test_within_what_hooks_all_modules_a_step_is_the_plain_models(name: str) -> None:
-    model, x = small_model(), torch.randn(64, 32)
-    plain, wrapped = copy.deepcopy(model), Checkpointable(model)
+    x = torch.randn(64, 32)
     with AROUND[name]():
-        wrapped.measure(x).compute_sequence(wrapped.min_mem_limit("remat"), mode="remat")
+        beside = Beside(small_model(), sample=(x,)).within("remat")
     for _ in range(2):
-        for one in (plain, wrapped):
-            with AROUND[name]():
-                one(x).square().sum().backward()
-        assert same_gradients(plain, model)
-    assert wrapped.get_expected_memory() < wrapped.keep_all_memory
+        with AROUND[name]():
+            beside.step(x)
+    assert beside.planned.get_expected_memory() < beside.planned.keep_all_memory
 
 
 def test_a_profiler_after_a_first_forward_without_backward_sees_its_steps() -> None:
@@ -446,13 +416,10 @@ def test_derivatives_that_pytorch_refuses_under_hooks_are_refused_in_a_sentence(
 
 @pytest.mark.parametrize("kind", ["jvp", "forward_ad"])
 def test_forward_derivatives_within_the_forward_are_the_plain_models(kind: str) -> None:
-    model, x = nn.Sequential(nn.Linear(32, 32), Within(kind)), torch.randn(16, 32)
-    plain, run = copy.deepcopy(model), Checkpointable(model)
-    run.measure(x).compute_sequence(run.min_mem_limit("remat"), mode="remat")
+    x = torch.randn(16, 32)
+    beside = Beside(nn.Sequential(nn.Linear(32, 32), Within(kind)), sample=(x,)).within("remat")
     for _ in range(2):
-        for one in (plain, run):
-            one(x).square().sum().backward()
-        assert same_gradients(plain, model)
+        beside.step(x)
 
 
 # -- what is unusual and right
@@ -461,8 +428,11 @@ def test_forward_derivatives_within_the_forward_are_the_plain_models(kind: str) 
 @pytest.mark.parametrize("mode", MODES)
 def test_models_without_parameters_and_of_one_stage(mode: str) -> None:
     without = nn.Sequential(nn.GELU(), nn.Softmax(-1), nn.Tanh(), nn.SiLU())
-    check_step(without, torch.randn(64, 32, requires_grad=True), mode)
-    check_step(nn.Sequential(nn.Linear(32, 32)), torch.randn(8, 32), mode)
+    for model, x in (
+        (without, torch.randn(64, 32, requires_grad=True)),
+        (nn.Sequential(nn.Linear(32, 32)), torch.randn(8, 32)),
+    ):
+        Beside(model, sample=(x,)).within(mode).step(x)
 
 
 def test_a_model_on_the_meta_device_is_for_estimates() -> None:
@@ -489,7 +459,8 @@ def members() -> nn.Module:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_a_model_may_be_on_the_meta_device(mode: str) -> None:
-    check_step(nn.Sequential(*(members() for _ in range(3))), torch.randn(64, 32), mode)
+    x = torch.randn(64, 32)
+    Beside(nn.Sequential(*(members() for _ in range(3))), sample=(x,)).within(mode).step(x)
 
 
 def test_a_planned_model_says_that_it_was_given_a_meta_tensor() -> None:

@@ -4,12 +4,11 @@ everything fits, bytes are all that is measured, and times follow when somebody 
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from allocated import peak_bytes
-from models import ALL, OTHERS, dropping, fresh, residual, same, train
+from models import ALL, OTHERS, dropping, fresh, residual
+from planned_steps import Beside
 from torch import nn
 
 import rotoff
@@ -59,29 +58,15 @@ def test_a_host_limit_that_binds_is_what_the_error_names() -> None:
     assert caught.value.min_mem_limit == least
 
 
-ROOM = "1 TiB"
-
-
-def in_room(model: nn.Module, **options: Any) -> rotoff.Checkpointable:
-    return rotoff.Checkpointable(model, **options).compute_sequence(ROOM)
-
-
 def test_a_smaller_limit_is_planned_at_once() -> None:
     model, batch = residual()
-    plain = copy.deepcopy(model)
-    wrapped = in_room(model)
-    ours, theirs = train(wrapped, batch, steps=1), train(plain, batch, steps=1)
-    assert same(ours, theirs)
-    limit = wrapped.keep_all_memory * 6 // 10
-    wrapped.compute_sequence(limit, refine=False)
-    assert wrapped.get_expected_makespan() > wrapped.chain.compute_time
-    assert same(train(wrapped, batch), train(plain, batch))
-    x = batch()
-    assert peak_bytes(lambda: wrapped(x).sum().backward()) <= wrapped.get_expected_memory() <= limit
-    least = wrapped.min_mem_limit()
-    with pytest.raises(rotoff.InfeasibleError) as error:
-        wrapped.compute_sequence(least - 1)
-    assert error.value.min_mem_limit == least
+    beside = Beside(model, 1 << 40)
+    beside.step(batch())
+    beside.at(beside.planned.keep_all_memory * 6 // 10)
+    assert beside.planned.get_expected_makespan() > beside.planned.chain.compute_time
+    beside.check(batch())
+    least = beside.planned.min_mem_limit()
+    assert refused(beside.planned, least - 1, "joint") == least
 
 
 def test_times_are_those_of_the_step_under_autocast_and_in_training() -> None:
@@ -91,7 +76,7 @@ def test_times_are_those_of_the_step_under_autocast_and_in_training() -> None:
     x = torch.randn(256, 64)
     with torch.autocast("cpu", torch.bfloat16):
         probe = rotoff.Checkpointable(copy.deepcopy(model)).measure(x)
-        wrapped = in_room(model)
+        wrapped = rotoff.Checkpointable(model).compute_sequence("1 TiB")
         wrapped(x).sum().backward()
     expected = [stage.saved_bytes for stage in probe.chain.stages[:-1]]  # what follows the last differs
     wrapped.eval()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
-from models import ALL, Does, fresh, linears, plain, same, train
-from planned_steps import Beside, step_peak, with_sequence
+from models import ALL, Does, fresh, linears, same
+from planned_steps import Beside, bits_and_bytes, with_sequence
 from step_by_step import works
 from torch import nn
 
@@ -23,21 +23,8 @@ import rotoff
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.grid
 def test_every_mode_gives_the_bits_of_the_plain_model_within_its_limit(name: str, mode: str) -> None:
-    expected = plain(name)
     model, batch = fresh(name)
-    wrapped = rotoff.Checkpointable(model).measure(batch())
-    least = wrapped.min_mem_limit(mode)
-    everything = wrapped.keep_all_memory
-    for limit in sorted({least, (least + everything) // 2, everything}):
-        again, batch = fresh(name)
-        model.load_state_dict(again.state_dict())
-        wrapped.zero_grad()
-        wrapped.compute_sequence(limit, mode=mode)
-        assert wrapped.get_expected_memory() <= limit
-        assert same(train(wrapped, batch), expected), f"{limit}\n{wrapped.sequence}"
-        measured, predicted = step_peak(wrapped, batch), wrapped.get_expected_memory()
-        assert measured <= predicted, f"measured {measured} > predicted {predicted} at {limit}\n{wrapped.sequence}"
-    wrapped.close()
+    bits_and_bytes(model, lambda: (batch(),), [mode], (0.0, 0.5, 1.0))
 
 
 @pytest.mark.parametrize("mode", ["joint", "remat", "offload"])

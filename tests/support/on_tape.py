@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from step_by_step import Row, by_itself, compared, fresh, plain_of, said_by
+from step_by_step import Row, judged
 from torch import nn
 
 from rotoff.tape import kernel
@@ -69,16 +69,4 @@ def stages_of(net: nn.Module) -> list[nn.Module]:
 
 def verdict(row: Row, new_tape: Callable[[], Tape] = Tape) -> str:
     """How `row` trains on tapes: "equal", "wrong: ...", "error: ..."."""
-    plain_of(row)  # whose errors are no verdict
-
-    def train_it() -> str:
-        net = fresh(row)
-        run = OnTape(net, stages_of(net), new_tape)
-        if row.again is not None:
-            row.again(net)
-        return next((said for said in compared(run, net, row) if said != "equal"), "equal")
-
-    try:
-        return by_itself(train_it)
-    except Exception as error:
-        return said_by(error)
+    return judged(row, lambda net: OnTape(net, stages_of(net), new_tape))

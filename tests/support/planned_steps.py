@@ -162,7 +162,7 @@ class Beside:
             else:
                 once()
             given = [t.grad for t in tensors(own) if t.grad is not None]
-            kept = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+            kept = [p.grad.clone() for p in model.parameters() if p.grad is not None and not p.is_meta]
             found.append([*tensors(outputs), *given, *kept, *model.buffers(), torch.get_rng_state()])
         assert same(*found), [tuple(x.shape) for x in tensors(inputs)]
         return most

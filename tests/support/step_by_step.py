@@ -179,37 +179,51 @@ def works(sequence: rotoff.Sequence) -> bool:
     )
 
 
+class NoPlan(Exception):
+    """It keeps everything, as the plain model does."""
+
+
+def planned(net: nn.Module, row: Row, mode: str) -> rotoff.Checkpointable:
+    # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
+    run = rotoff.Checkpointable(net, stages=row.stages, forms=mode == "joint")
+    seeded()
+    args, kwargs = row.call(0)
+    run.measure(*args, **kwargs)
+    plans = (run.compute_sequence(limit, mode, refine=False) for limit in limits(run, mode, row.room))
+    if not any(works(plan.sequence) for plan in plans):
+        raise NoPlan
+    return run
+
+
 def verdict(row: Row, mode: str) -> str:
-    """How `row` trains in `mode`: "equal", "wrong: ...", "refused: ...", "error: ..." or "no plan: ..."."""
+    """How `row` trains in `mode`."""
+    return judged(row, lambda net: planned(net, row, mode))
+
+
+def judged(row: Row, run_of: Callable[[nn.Module], nn.Module]) -> str:
+    """How what `run_of` makes of the model of `row` trains: "equal", "wrong: ...", "refused: ...", "error: ..." or "no
+    plan"."""
     plain_of(row)  # whose errors are no verdict
 
     def train_it() -> str:
         net = fresh(row)
-        # Where parts of stages can be kept, whole ones are recomputed less; and finding them takes a third of the time.
-        run = rotoff.Checkpointable(net, stages=row.stages, forms=mode == "joint")
-        seeded()
-        args, kwargs = row.call(0)
+        run = run_of(net)
+        if row.again is not None:
+            row.again(net)
         try:
-            run.measure(*args, **kwargs)
-            plans = (run.compute_sequence(limit, mode, refine=False) for limit in limits(run, mode, row.room))
-            if not any(works(plan.sequence) for plan in plans):
-                return "no plan: it keeps everything, as the plain model does"
-            if row.again is not None:
-                row.again(net)
             return next((said for said in compared(run, net, row) if said != "equal"), "equal")
         finally:
-            run.close()
+            if isinstance(run, rotoff.Checkpointable):
+                run.close()
 
     try:
         return by_itself(train_it)
+    except NoPlan:
+        return "no plan"
     except rotoff.RotoffError as error:
         return f"refused: {error}"
     except Exception as error:
-        return said_by(error)
-
-
-def said_by(error: Exception) -> str:
-    return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return f"error: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
 def is_right(row: Row, said: str) -> bool:
