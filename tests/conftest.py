@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import time
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -106,13 +108,22 @@ def _interrupts() -> None:
 @pytest.fixture
 def little_effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test uses it (pyproject.toml). The search has a hundredth of its default effort, since any plan within the
-    limit will do, unless the test is marked `full_search`; a link's bandwidth is timed beside little work, unless it is
-    marked `full_timing`."""
+    limit will do, unless the test is marked `full_search`; a link's bandwidth is timed once in a process, unless it is
+    marked `full_timing`: that takes four times as long as all else of measuring a small model."""
     from rotoff.solver import anneal
 
     if request.node.get_closest_marker("full_search") is None:
         monkeypatch.setattr(anneal, "DEFAULT_SECONDS", LITTLE * anneal.DEFAULT_SECONDS)
     if torch is not None and request.node.get_closest_marker("full_timing") is None:
-        from rotoff.runtime.links import bandwidth
+        from rotoff.runtime.links import pool
 
-        monkeypatch.setattr(bandwidth, "WORK_BYTES", bandwidth.WORK_BYTES >> 8)
+        monkeypatch.setattr(pool, "measure_bandwidth", functools.partial(timed_once, pool.measure_bandwidth))
+
+
+RATES: dict[tuple[type, int], tuple[float, float]] = {}
+
+
+def timed_once(measure: Any, link: Any, nbytes: int) -> tuple[float, float]:
+    if (key := (type(link), nbytes)) not in RATES:
+        RATES[key] = measure(link, nbytes)
+    return RATES[key]

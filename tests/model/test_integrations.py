@@ -18,6 +18,7 @@ import torch
 import torchvision_operators
 from allocated import peak_bytes
 from models import same
+from step_by_step import works
 from torch import nn
 from torch.nn import functional as F
 
@@ -91,12 +92,6 @@ def moves_parameters(planned: rotoff.Checkpointable | None) -> bool:
     return any(op.of for op in planned.sequence)
 
 
-def works_hard(planned: rotoff.Checkpointable | None) -> bool:
-    """Whether the plan recomputes or moves anything, or keeps less of a stage than autograd does."""
-    assert planned is not None
-    return any(op.kind.value in ("F_ck", "F_none", "F_sel", "offload") for op in planned.sequence)
-
-
 def asked(how: str, folder: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a row of a table gives to rotoff: a limit of one of the two kinds, by keyword or in a file."""
     limit = {"device_limit": a_device_limit()} if "placed" in how else {"mem_limit": a_limit("bf16" in how)}
@@ -113,7 +108,7 @@ def does_as_asked(how: str, planned: rotoff.Checkpointable | None) -> bool:
     if "from a file" in how:
         assert len(planned.chain) in (4, 5)  # what makes the logits and the loss may be one
         assert not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
-    return (moves_parameters if "placed" in how else works_hard)(planned)
+    return moves_parameters(planned) if "placed" in how else works(planned.sequence)
 
 
 # -- Hugging Face
@@ -249,7 +244,7 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path) -> None:
     trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(3000))
     trainer.train()
     planned = callback.planned
-    assert works_hard(planned)
+    assert works(planned.sequence)
     assert alike(trainer, plain)
     step(trainer.model)
     assert peak_bytes(lambda: step(trainer.model)) <= planned.get_expected_memory() <= flag
@@ -286,7 +281,7 @@ def test_the_first_of_two_trainers_keeps_its_limit(tmp_path: Path, shared: str, 
     torch.manual_seed(7)
     first.train()
     assert attached(model) is callback.planned
-    assert works_hard(callback.planned)
+    assert works(callback.planned.sequence)
     plain = plainly(bf16=False)
     assert losses(first) == losses(plain)
     assert same(list(model.parameters()), list(plain.model.parameters()))
@@ -330,7 +325,7 @@ def test_trainer_s_gradient_checkpointing_is_a_wish_for_less_memory(
     told = [rotoff.format_bytes(n) for n in (everything, planned.min_mem_limit("remat"), limit)]
     first = next(record.message for record in caplog.records if "keeping everything takes" in record.message)
     assert [first.find(one) > 0 for one in told] == [True] * 3
-    assert works_hard(planned)
+    assert works(planned.sequence)
     assert not any(op.kind is rotoff.OpKind.OFFLOAD for op in planned.sequence)
     assert losses(trainer) == losses(plainly(bf16=False))
 
@@ -363,7 +358,7 @@ def test_accelerate(tmp_path: Path, mixed_precision: str) -> None:
     expected, _, plain = accelerated(build(), mixed_precision)
     wrapped = rotoff.Checkpointable(build()).compute_sequence(a_limit(mixed_precision == "bf16"), refine=False)
     found, accelerator, model = accelerated(wrapped, mixed_precision)
-    assert works_hard(wrapped)
+    assert works(wrapped.sequence)
     assert found == expected
     assert same(list(model.parameters()), list(plain.parameters()))
     accelerator.save_model(model, str(tmp_path))
@@ -461,7 +456,7 @@ def test_lightning_fits_a_module_again_by_the_plan_that_it_has(
         fit(lightning, module, tmp_path, callback)
     assert callback.planned is planned
     assert not [record.message for record in caplog.records if record.name == "rotoff"]
-    assert works_hard(planned)
+    assert works(planned.sequence)
     plain = lit(lightning)
     for _ in range(2):
         fit(lightning, plain, tmp_path)

@@ -3,24 +3,24 @@ not."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from models import Does, fresh, plain, same, several, train
+from models import Does, fresh, several
+from planned_steps import Beside
 
 import rotoff
 
 
 def test_keeping_everything_is_checked_too(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model, check=True).measure(batch()).compute_sequence(1 << 40)
-    assert same(train(wrapped, batch, steps=1), plain("residual", steps=1))
+    beside = Beside(model, 1 << 40, sample=(batch(),), check=True).at(1 << 40)
+    beside.step(batch())
     assert not caplog.records
-    model[2].dropout.forward = lambda x: x.tanh().tanh()
-    twin = copy.deepcopy(model)
-    assert same(train(wrapped, batch, steps=1), train(twin, batch, steps=1))
+    for one in (beside.plain, beside.model):
+        one[2].dropout.forward = lambda x: x.tanh().tanh()
+    beside.step(batch())
     assert "made other operations than the planned ones" in caplog.text
 
 
