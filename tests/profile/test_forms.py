@@ -64,7 +64,7 @@ def test_every_form_trains_bit_for_bit_within_its_bytes(name: str) -> None:
     torch.manual_seed(0)
     make, around = WITH_FORMS[name]
     model, batch = make()
-    beside = Beside(model, 1 << 40, sample=(batch(),), around=around)
+    beside = Beside(model, sample=(batch(),), around=around)
     chain = beside.planned.chain
     most = max(len(stage.forms) for stage in chain.stages)
     assert most > 0

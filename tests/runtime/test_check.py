@@ -15,7 +15,7 @@ import rotoff
 
 def test_keeping_everything_is_checked_too(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = fresh("residual")
-    beside = Beside(model, 1 << 40, sample=(batch(),), check=True).at(1 << 40)
+    beside = Beside(model, sample=(batch(),), check=True).at(1 << 40)
     beside.step(batch())
     assert not caplog.records
     for one in (beside.plain, beside.model):
