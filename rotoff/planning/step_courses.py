@@ -42,7 +42,7 @@ from ..runtime.held_check import HeldCheck
 from ..runtime.links.base import Link
 from ..runtime.links.pool import LinkPool
 from ..runtime.links.spill import Spill
-from ..runtime.sharded import gathered, gathering_apart, sharded
+from ..runtime.sharded import device_of, gathered, gathering_apart, sharded
 from ..runtime.step_times import Recording
 from ..runtime.tape_placed import Lending, PlacedTape
 from ..runtime.tape_step import TapeStep
@@ -392,7 +392,8 @@ class StepRunner:
     def device_for(self, given: list[torch.Tensor]) -> torch.device:
         """Where a step runs on these tensors."""
         every = (*self.model.parameters(), *self.model.buffers(), *given)
-        return self.options.device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
+        device = self.options.device or device_of(self.root() or self.model)
+        return device or next((t.device for t in every if not t.is_meta), torch.device("cpu"))
 
     def _spill(self, run: Call) -> Spill:
         return Spill(self.device_for(tensor_leaves((run.args, run.keywords))), self.options.host_directory)

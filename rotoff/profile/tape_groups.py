@@ -217,9 +217,10 @@ def groups_of(
         on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
-    gradients = sum(local(p).nbytes for p in left if p.requires_grad)
-    beside = sum({storage_key(b): b.untyped_storage().nbytes() for b in model.buffers()}.values())
-    beside += sum(local(p).nbytes + probe.state_bytes(p) for p in left) + gradients + probe.unplaced_bytes(every)
+    gradients = sum(rounded(local(p).nbytes, block) for p in left if p.requires_grad)
+    beside = sum({storage_key(b): rounded(b.untyped_storage().nbytes(), block) for b in model.buffers()}.values())
+    beside += sum(rounded(local(p).nbytes, block) + probe.state_bytes(p) for p in left) + gradients
+    beside += probe.unplaced_bytes(every)
     beside += checksum_bytes(block) + 2 * rounded(8, block)
     read = sum(one.bytes for one in costs) if shards is None else whole
     resting = beside + profile.batch_bytes + read + sum(one.state_bytes for one in costs)

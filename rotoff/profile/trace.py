@@ -230,10 +230,12 @@ def number_bytes(number: Number) -> int:
 
 
 def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, int]]:
-    """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then but
-    for what `stays`: threads, as those of gloo, hold it for a moment longer than FSDP does. And the bytes of that."""
-    peaks, level, begins = [(0, 0)] * many, 0, dict[str, int]()
+    """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then, or
+    has held while it gathered before, but for what `stays`: threads, as those of gloo, hold it for a moment longer than
+    FSDP does. And the bytes of that."""
+    own, most, level, begins = [0] * many, [0] * many, 0, dict[str, int]()
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
+    there = before = 0  # bytes of them; the most since an operation has begun
     for n, event in enumerate(step.log):
         if event.begins:
             begins[event.begins] = level
@@ -242,13 +244,16 @@ def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, in
         level += event.size
         if event.size > 0 and GATHERED in begins and n not in stays:
             gathered[event.ptr] = event.size
+            there += event.size
         elif event.size < 0:
-            gathered.pop(event.ptr, None)
+            there -= gathered.pop(event.ptr, 0)
+        before = max(before, there)
         for name, start in begins.items() if event.size > 0 or event.begins else ():
-            if name.isdigit() and int(name) < many:
-                there = sum(gathered.values())
-                peaks[int(name)] = max(peaks[int(name)], (level - start + there, there))
-    return peaks
+            if name.isdigit() and (number := int(name)) < many:
+                own[number] = max(own[number], level - start)
+                most[number] = max(most[number], level - start + there, before)
+                before = there
+    return [(whole, whole - alone) for whole, alone in zip(most, own, strict=True)]
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:

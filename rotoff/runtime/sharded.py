@@ -32,6 +32,13 @@ def sharded(model: nn.Module) -> dict[str, nn.Module]:
     return {} if fsdp is None else {name: m for name, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)}
 
 
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return the device on which modules inside `model` that FSDP2 has sharded compute; None if there are none. With a
+    `CPUOffloadPolicy` it is not that of their parameters."""
+    groups = (group for m in sharded(model).values() for group in m._get_fsdp_state()._fsdp_param_groups)  # type: ignore[operator]
+    return next((getattr(group, "device", None) for group in groups), None)
+
+
 Blocks = frozenset[tuple[int, int]]  # of memory: address and bytes
 
 
