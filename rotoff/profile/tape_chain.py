@@ -511,7 +511,7 @@ class StageRun:
         dies: dict[int, int] = {}  # by operation, bytes that are gone when it begins
         level = most = 0
         for c in self.before:
-            if made[c].dies > self.first and c not in held:
+            if c not in held:
                 level += made[c].nbytes
                 dies[made[c].dies] = dies.get(made[c].dies, 0) + made[c].nbytes
         for number in range(self.first, self.end):
@@ -529,7 +529,7 @@ class StageRun:
 
     def again_peak(self, wanted: set[int], kept: Collection[int] = ()) -> int:
         """Return the most bytes of their own while `wanted` are made again from what enters and is kept, as `Tape.make`
-        does it."""
+        does it. None of that is overwritten in the stage (`_places`), so nothing is copied."""
         made, ran, size = self.trace.made, self.trace.ran, self.trace.size
         there = {*self.entering, *self.stay, *kept}
         wanted = wanted - there
@@ -538,15 +538,10 @@ class StageRun:
         level = most = 0
         for number in numbers:
             op = ran[number]
-            changed = {c for c, _ in op.writes}
-            mine = {c for c in changed if made[c].op >= self.first and c not in there}
-            copied = {c for c in changed if c not in mine or c in wanted or last[c] > number}
-            into = {c for _, c in op.writes if c is not None}
-            level += size(copied)
+            changed, into = {c for c, _ in op.writes}, {c for _, c in op.writes if c is not None}
             most = max(most, level + op.copies + op.peak - op.gathered)
             level += size(set(op.makes) - into)
-            level -= sum(made[c].nbytes for c in copied if (n := made[c].later) is None or made[n].op != number)
-            ends = {*op.reads, *op.makes} - wanted - (changed - copied)
+            ends = {*op.reads, *op.makes} - wanted - changed
             level -= size(
                 c for c in ends if made[c].op >= self.first and c not in there and last.get(c, number) <= number
             )
