@@ -107,6 +107,7 @@ class Beside:
 
     limit: for a first step that records itself; otherwise `sample` is measured, and `within` plans. fresh: makes the
     copy, where `copy.deepcopy` does not. around: each forward. gradient: makes that of an output which is the caller's.
+    backward: runs it from the output and that gradient.
     """
 
     def __init__(
@@ -216,8 +217,7 @@ def bits_and_bytes(
         assert plain <= beside.planned.keep_all_memory <= over * plain
     for mode in modes:
         for share in shares:
-            beside.within(mode, share).step(*draw())
-            peak, told = beside.check(*draw()), beside.planned.get_expected_memory()
+            peak, told = beside.within(mode, share).check(*draw()), beside.planned.get_expected_memory()
             assert not close or told <= close * peak + 2**13, (mode, share)
     beside.planned.close()
     return beside
