@@ -941,6 +941,8 @@ ALL_GRADIENTS = {
     "no zero_grad": (lambda m, o, x: [(back(m, x), o.step()) for _ in "ab"], "have not been cleared"),
     "clipping by hand": (lambda m, o, x: (back(m, x), [p.grad.mul_(0.1) for p in m.parameters() if p.grad is not None]),
                          AT_ONCE),
+    "filled with zeros": (lambda m, o, x: (back(m, x), [p.grad.fill_(0) for p in m.parameters() if p.grad is not None]),
+                          'fill_ would change a gradient that updates="during" has used up'),
     "eval before the step": (lambda m, o, x: (back(m, x), looked_up(m, m, x)), "comes between a backward and optimizer.step"),
     "cleared before the step": (lambda m, o, x: (back(m, x), o.zero_grad(), o.step()), "were cleared between the backward and"),
     "another optimizer": (lambda m, o, x: (back(m, x), torch.optim.SGD(m.parameters(), lr=0.1).step()),

@@ -22,6 +22,7 @@ from ...errors import ExecutionError
 from .updates import parameters_of
 
 ZEROING = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
+CLIPPING = "mul", "div", "clamp"  # parts of the names of operators that clip and scale
 
 
 class UsedUp(torch.Tensor):
@@ -53,7 +54,13 @@ class UsedUp(torch.Tensor):
                     one.zero_()
             return args[0] if func is torch.ops.aten.zero_.default else None
         if func._schema.is_mutable:
-            raise _refusing("clipping")
+            name = func._schema.name.removeprefix("aten::")
+            if any(part in name for part in CLIPPING):
+                raise _refusing("clipping")
+            raise ExecutionError(
+                f'{name} would change a gradient that updates="during" has used up within the backward; clear it by'
+                ' zero_grad(), or plan with updates="after"'
+            )
         return func(*tree_map_only(cls, _nothing, args), **tree_map_only(cls, _nothing, kwargs or {}))
 
 
