@@ -24,7 +24,7 @@ from ..runtime.execution_plan import compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.placed.updates import parameters_of
 from ..solver import keep_all, solve
-from ..solver.anneal import Budget
+from ..solver.anneal import CLOSE, Budget, least_compute
 from ..solver.bounds import min_mem_limit
 from ..solver.search import parse_host_limit
 from .request import Request
@@ -33,9 +33,8 @@ from .step_planner import StepPlan, charging, first_runs_over
 EFFORT = 0.1  # search time / compute time of a step, if training has begun
 SHORT = 0.1  # share of the search effort with which a plan is looked for first
 AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search finds a plan, whatever the times are
-ROUNDS = 6  # solver calls, each for a chain that charges more, or for less or more bytes
-
-LONGER = 2  # those with the whole search effort, if a short search has found a limit that works
+ROUNDS = 6  # solver calls, each for a chain that charges more, or for fewer bytes
+CHARGES = 2  # of them after which a chain may charge more
 
 MORE = 1.0, 1.05, 1.2  # than the bytes of the largest operation, in which a plan for the smallest limit is looked for
 FEW = 2  # proposals in each
@@ -112,13 +111,35 @@ def make_plan(
         request = replace(request, options={"refine": refine, **request.options})
     effort = SHORT * Budget.of(request.options.get("refine", True)).seconds
     short = replace(request, options={**request.options, "refine": effort or False})
-    found = [one for groups in ways for one in _proposed(profile, groups, short) if one.plan.peak <= limit]
-    if found and effort:
-        start = min(found, key=lambda one: one.plan.trace.makespan)
-        longer = islice(_proposed(profile, start.groups, request, start), LONGER)
-        found += [one for one in longer if one.plan.peak <= limit]
-    best = min((one.plan for one in found), key=lambda one: one.trace.makespan, default=smallest)
-    return best or _smallest(profile, ways, request)
+    start = _raced(profile, ways, short)
+    if start is None:
+        return smallest or _smallest(profile, ways, request)
+    if effort and _seconds(start) > CLOSE * least_compute(start.groups.chain):
+        longer = _solved(profile, start.groups, request, start.chain, start.asked)
+        if longer is not None and longer.plan.peak <= limit:
+            return min(start, longer, key=_seconds).plan
+    return start.plan
+
+
+def _seconds(proposal: Proposal) -> float:
+    return proposal.plan.trace.makespan
+
+
+def _raced(profile: TapeProfile, ways: Several[TapeGroups], request: Request) -> Proposal | None:
+    """Return a proposal within the request's limit. Only the way with the fastest proposal so far is pursued, since
+    what makes a plan smaller makes it slower."""
+    rounds = [_proposed(profile, groups, request) for groups in ways]
+    latest = {n: one for n, proposals in enumerate(rounds) if (one := next(proposals, None)) is not None}
+    while latest:
+        n = min(latest, key=lambda n: _seconds(latest[n]))
+        if latest[n].plan.peak <= request.mem_limit:
+            more = next(rounds[n], latest[n])  # in the bytes that are left
+            return min((one for one in (latest[n], more) if one.plan.peak <= request.mem_limit), key=_seconds)
+        if (one := next(rounds[n], None)) is None:
+            del latest[n]
+        else:
+            latest[n] = one
+    return None
 
 
 def keeping_all(profile: TapeProfile, groups: TapeGroups) -> StepPlan:
@@ -157,7 +178,7 @@ def _smallest(profile: TapeProfile, ways: Several[TapeGroups], request: Request)
     Raises:
         InfeasibleError: if this is more than the request's limit, or the host's.
     """
-    best = _least(profile, ways, request)
+    best = _least(profile, ways, request, request.mem_limit)
     if best is not None and best.peak <= request.mem_limit:
         return best
     host = request.options.get("host_limit")
@@ -172,8 +193,9 @@ def _smallest(profile: TapeProfile, ways: Several[TapeGroups], request: Request)
     )
 
 
-def _least(profile: TapeProfile, ways: Several[TapeGroups], request: Request) -> StepPlan | None:
-    """Return the plan that holds the fewest bytes, in chains whose times nobody has measured."""
+def _least(profile: TapeProfile, ways: Several[TapeGroups], request: Request, enough: int = 0) -> StepPlan | None:
+    """Return the plan that holds the fewest bytes, in chains whose times nobody has measured; or the first that holds
+    at most `enough`."""
     best: StepPlan | None = None
     whens = ("after", "during")[: 1 + _during(request)]
     modes = ("joint", "offload") if request.mode == "joint" else (request.mode,)
@@ -189,6 +211,8 @@ def _least(profile: TapeProfile, ways: Several[TapeGroups], request: Request) ->
         for proposed in islice(_proposed(profile, even, quick), FEW):
             one = compiled(profile, groups, proposed.plan.sequence, request)
             best = one if best is None or one.peak < best.peak else best
+            if best.peak <= enough:
+                return best
     return best
 
 
@@ -216,33 +240,37 @@ def _floor(chain: Chain, request: Request) -> int:
 
 
 @lru_cache(maxsize=64)
-def _solved(chain: Chain, limit: int, mode: str, mem_slots: int, options: tuple[tuple[str, Any], ...]) -> Sequence:
+def _sequence(chain: Chain, limit: int, mode: str, mem_slots: int, options: tuple[tuple[str, Any], ...]) -> Sequence:
     return solve(chain, limit, mode=mode, mem_slots=mem_slots, **dict(options))
 
 
-def _proposed(
-    profile: TapeProfile, groups: TapeGroups, request: Request, start: Proposal | None = None
-) -> Iterator[Proposal]:
+def _solved(profile: TapeProfile, groups: TapeGroups, request: Request, chain: Chain, asked: int) -> Proposal | None:
+    """Return the plan for so many bytes of `chain`; None if there is none."""
+    if asked < _floor(chain, request):
+        return None
+    options = {**request.options, "updates": _when(request)}
+    try:
+        sequence = _sequence(chain, asked, request.mode, request.mem_slots, tuple(options.items()))
+    except InfeasibleError:  # by the host's limit
+        return None
+    return Proposal(compiled(profile, groups, sequence, request), groups, chain, asked)
+
+
+def _proposed(profile: TapeProfile, groups: TapeGroups, request: Request) -> Iterator[Proposal]:
     """Propose plans for the request's limit. Where the first run of a stage exceeds it, the next is for a chain
-    that charges the stage with more; elsewhere, for fewer bytes; where bytes are left, once for more. start: from which
-    to go on."""
-    constant, limit = groups.beside, request.mem_limit
-    chain, asked = (groups.chain, limit - constant) if start is None else (start.chain, start.asked)
-    options, more = {**request.options, "updates": _when(request)}, start is None
-    for _ in range(ROUNDS):
-        floor = _floor(chain, request)
-        if asked < floor:
+    that charges the stage with more; elsewhere, and where that has not helped, for fewer bytes; where bytes are left,
+    once for more."""
+    limit, chain, more = request.mem_limit, groups.chain, True
+    asked = limit - groups.beside
+    for n in range(ROUNDS):
+        if (proposal := _solved(profile, groups, request, chain, asked)) is None:
             return
-        try:
-            sequence = _solved(chain, asked, request.mode, request.mem_slots, tuple(options.items()))
-        except InfeasibleError:  # by the host's limit
+        yield proposal
+        one = proposal.plan
+        if one.peak == limit or (one.peak < limit and not more):
             return
-        one = compiled(profile, groups, sequence, request)
-        yield Proposal(one, groups, chain, asked)
-        if over := first_runs_over(sequence, one.levels, limit):
+        if over := first_runs_over(one.sequence, one.levels, limit) if n < CHARGES else {}:
             chain = charging(chain, over)
-        elif one.peak == limit or (one.peak < limit and not more):
-            return
         else:
             asked, more = asked + limit - one.peak, False
 
