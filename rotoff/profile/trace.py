@@ -193,16 +193,14 @@ def trace_of(step: RecordedStep) -> Trace:
     states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
     states.append(max(states, default=0))  # one is put back while an operation runs again
     numbers = sum(map(_numbers, step.operations)) if step.device.type == "cpu" else 0
-    again = sum(states) + numbers
+    again = sum(states) + numbers + sum(rounded(nbytes, block) for nbytes in step.copies)
     beside, unsharded, passing = _beside(step, stays)
-    beside += again - sum(states[:-1])
-    again += sum(rounded(nbytes, block) for nbytes in step.copies)
     return Trace(
         made,
         tuple(ran),
         saved,
         tuple(_backward(step, number)),
-        beside,
+        beside + states[-1] + numbers,
         again,
         unsharded,
         passing,
