@@ -123,7 +123,7 @@ def little_effort(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 RATES: dict[tuple[type, int], tuple[float, float]] = {}
 
 
-def timed_once(measure: Any, link: Any, nbytes: int) -> tuple[float, float]:
+def timed_once(measure: Any, link: Any, nbytes: int, **options: Any) -> tuple[float, float]:
     if (key := (type(link), nbytes)) not in RATES:
-        RATES[key] = measure(link, nbytes)
+        RATES[key] = measure(link, nbytes, **options)
     return RATES[key]

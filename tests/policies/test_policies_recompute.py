@@ -51,7 +51,7 @@ def test_rotor_is_its_recurrence(chain, part, N):
     if codes is not None:
         made = judged(chain, limit, codes, "rotor")
         assert made is not None
-        assert simulate(chain, made.ops, limit).makespan == pytest.approx(literal, abs=1e-9)
+        assert simulate(chain, made.sequence, limit).makespan == pytest.approx(literal, abs=1e-9)
 
 
 def test_rotor_golden():

@@ -114,7 +114,7 @@ def test_decoded_plans_are_what_the_machine_sees(chain: Chain, seed: int, share:
     makespan, over, host = decoder.judge(codes.ravel())
     if math.isinf(makespan):
         return
-    trace = simulate(chain, to_ops(decoder.text(codes.ravel())[0]))
+    trace = simulate(chain, to_ops(decoder.text(codes.ravel())))
     assert (trace.makespan, trace.host_peak_bytes) == (makespan, host)
     assert max(0, trace.peak_bytes - limit) == over
 

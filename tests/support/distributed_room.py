@@ -19,9 +19,9 @@ copied: list[tuple[float, float]] = []  # when the link was last measured here
 own_bandwidth = pool.measure_bandwidth
 
 
-def copying(*args: Any) -> tuple[float, float]:
+def copying(*args: Any, **options: Any) -> tuple[float, float]:
     began = time.monotonic()
-    found = own_bandwidth(*args)
+    found = own_bandwidth(*args, **options)
     time.sleep(0.1)
     copied[:] = [(began, time.monotonic())]
     return found if dist.get_rank() else (found[0] / 2, found[1])

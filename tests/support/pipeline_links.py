@@ -23,7 +23,7 @@ def store() -> dist.Store:
     return dist.group.WORLD.get_group_store()
 
 
-def bandwidth(*_: Any) -> tuple[float, float]:
+def bandwidth(*_: Any, **__: Any) -> tuple[float, float]:
     """First the rates of all at once, then those of a process alone."""
     measured.append(store().check(["came"]))
     store().set("measured", "")
