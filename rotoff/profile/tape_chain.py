@@ -272,9 +272,9 @@ class TapeChain:
             yield op, level, machine, held
 
     def _gathered(self, ran: int) -> int:
-        """Return the bytes that FSDP2 has gathered, beside what stays, between the first runs of stage `ran` and of the
-        next one, which begins within a call that it has gathered for, or the end of the forward."""
-        return self.trace.passing if ran == len(self.runs) else self.trace.ran[self.runs[ran].first].gathered
+        """Return the most bytes that FSDP2 has gathered, beside what stays, between the first runs of stage `ran` and
+        of the next one, which begins within a call that it has gathered for, or the end of the forward."""
+        return self.trace.passing if ran == len(self.runs) else self.trace.ran[self.runs[ran].first].gathering
 
     def _backward_level(self, i: int, form: int, held: Held) -> int:
         """Return the most bytes in the backward of stage i. held: when it begins."""

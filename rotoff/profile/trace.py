@@ -46,8 +46,9 @@ class Ran:
     """An operation.
 
     reads, makes: contents. writes: (content, what takes its place). peak: bytes that it holds at most beyond those
-    before it, with what FSDP2 has gathered. gathered: bytes of that, which the backward has among its events. copies:
-    of what no operation made and it overwrites. factor, term: its key is that of the operation before, times `factor`,
+    before it, with what FSDP2 has gathered. gathered: bytes of that, which the backward has among its events.
+    gathering: the most bytes that FSDP2 has held since the operation before, while it gathered. copies: of what no
+    operation made and it overwrites. factor, term: its key is that of the operation before, times `factor`,
     plus `term`. at: its position. module: in whose call it runs. operator: its name. draws: whether it draws random
     numbers.
     """
@@ -57,6 +58,7 @@ class Ran:
     makes: tuple[int, ...]
     peak: int
     gathered: int
+    gathering: int
     copies: int
     seconds: float
     factor: int
@@ -227,11 +229,12 @@ def number_bytes(number: Number) -> int:
     return 16 if isinstance(number, complex) else 8
 
 
-def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, int]]:
+def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, int, int]]:
     """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then, or
     has held while it gathered before, but for what `stays`: threads, as those of gloo, hold it for a moment longer than
-    FSDP does. And the bytes of that."""
-    own, most, level, begins = [0] * many, [0] * many, 0, dict[str, int]()
+    FSDP does. And the bytes of that; and the most that it has held while it gathered."""
+    own, most, gathering = [0] * many, [0] * many, [0] * many
+    level, begins = 0, dict[str, int]()
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     there = before = 0  # bytes of them; the most since an operation has begun
     for n, event in enumerate(step.log):
@@ -250,8 +253,9 @@ def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, in
             if name.isdigit() and (number := int(name)) < many:
                 own[number] = max(own[number], level - start)
                 most[number] = max(most[number], level - start + there, before)
+                gathering[number] = max(gathering[number], before)
                 before = there
-    return [(whole, whole - alone) for whole, alone in zip(most, own, strict=True)]
+    return [(whole, whole - alone, held) for whole, alone, held in zip(most, own, gathering, strict=True)]
 
 
 def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:

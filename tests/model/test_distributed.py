@@ -27,6 +27,7 @@ STEPS = {kind: f"2 distributed_steps {kind}" for kind in ("ddp", "fsdp", *ROOTS)
 FAILURES = "2 distributed_failures agreed"
 UNEQUAL = f"2 distributed_unequal {' '.join(FEW)}"
 ROOM = "2 distributed_room"
+AHEAD = "2 distributed_placed gathered_ahead"
 TENSOR = "distributed_tensor_parallel tensor"
 SPLIT = [  # the first one in each run; FSDP2 of what is tensor parallel takes four processes
     f"2 {TENSOR} joint",
@@ -40,7 +41,7 @@ OWN = ("gather", "functional", "ring", "context", "reduced_later", "gathered", "
 COLLECTIVES = [f"2 distributed_collectives {kind} {mode}" for kind in OWN for mode in ("remat", "offload")]
 FAST = SPLIT[0], *(f"2 distributed_collectives {one}" for one in ("gather remat", "ring offload", "exchanged remat"))
 ALONE = {kind: f"2 distributed_collectives {kind}" for kind in ("alone", "context_alone")}
-CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, *FAST, *ALONE.values())
+CASES = (*STEPS.values(), FAILURES, UNEQUAL, ROOM, AHEAD, *FAST, *ALONE.values())
 
 
 def said_in(case: str) -> list[str]:
@@ -66,6 +67,11 @@ def test_gradients_are_those_of_the_plain_model_and_all_processes_follow_one_pla
 def test_micro_batches_in_flight_share_what_fsdp2_has_gathered() -> None:
     said = printed(*CASES)[STEPS["root_unsharded"]]
     assert "two in flight: within=True close=True" in said, said
+
+
+def test_moves_count_what_fsdp2_gathers_for_the_next_block() -> None:
+    said = said_in(AHEAD)
+    assert said[0] == "within=True close=True works=True", said
 
 
 @each(SPLIT)

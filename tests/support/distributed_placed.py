@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from allocated import peak_bytes
-from distributed_steps import whole
+from distributed_steps import peaks, step, whole, works
 from models import Does
 from quantized import own as quantized
 from ranks import by_first, everyone, say
@@ -251,6 +251,23 @@ def peak(one: Trained, run: Callable[[], object]) -> int:
     return most + stays
 
 
+def gathered_ahead() -> None:
+    """What stages have saved is moved between two blocks, when FSDP2 has gathered the second one; under a mem_limit."""
+    torch.manual_seed(0)
+    net = stacked()
+    for block in net:
+        fully_shard(block)
+    planned = rotoff.Checkpointable(net, process_group=True).compute_sequence(1 << 40)
+    run = partial(step, fully_shard(planned), torch.randn(ROWS, WIDTH))
+    run()
+    planned.compute_sequence((planned.min_mem_limit("offload") + planned.keep_all_memory) // 2, mode="offload")
+    run()
+    within, close, figures = peaks(planned, run)
+    by_first(f"within={within} close={close} works={works(planned)}")
+    by_first(f"{figures}")
+    planned.close()
+
+
 def ended(ends: str, where: str, updates: str) -> None:
     """One process ends within a step, the number `ends`, in the forward or the backward; the other one says what it
     raises, with the notes."""
@@ -295,7 +312,9 @@ def full(when: str) -> None:
     os._exit(0)
 
 
-def main(model: str, loop: str, updates: str = "", *more: str) -> None:
+def main(model: str, loop: str = "", updates: str = "", *more: str) -> None:
+    if model == "gathered_ahead":
+        return gathered_ahead()
     if model == "ended":
         return ended(loop, updates, *more)
     if model == "full":
