@@ -134,12 +134,12 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
     own, plain = cut.chains, plain_levels(profile.trace)
     everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
     costs = _largest_of([chains for chains, _ in everyone])
-    most = max(one for _, (one, _) in everyone), max(one for _, (_, one) in everyone)
+    most, resting, loss = map(max, zip(*(one for _, one in everyone), strict=True))
     common = [
         replace(one, chain=chain, ask=partial(_levels_of_all, one, number, group))
         for number, (one, chain) in enumerate(zip(own, costs, strict=False))
     ]
-    return replace(cut, plain=most, common=tuple(common))
+    return replace(cut, plain=(most, resting, loss), common=tuple(common))
 
 
 def alike_cut(profile: TapeProfile, group: Any) -> TapeProfile:

@@ -92,7 +92,7 @@ class StepPlan:
         """Bytes that the step holds between forward and backward, if several are under way."""
         if self.execution.keeps_all:
             return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
-        return resting_bytes(self.chain, self.sequence.ops) - self.profile.shared_bytes
+        return resting_bytes(self.chain, self.sequence.ops) + self.profile.beside_resting
 
     def figures(self, limit: int | None) -> Figures:
         """The figures of the step under a `mem_limit`, which does not count the batch, or a `device_limit`, which does.
@@ -146,7 +146,7 @@ def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flig
     Raises:
         InvalidSequenceError: if the machine refuses it.
     """
-    resting = resting_bytes(found.chain, sequence.ops) - profile.shared_bytes if in_flight > 1 else 0
+    resting = resting_bytes(found.chain, sequence.ops) + profile.beside_resting if in_flight > 1 else 0
     others = (in_flight - 1) * resting - profile.batch_bytes
     levels = tuple(level + others for level in found.levels(sequence))
     execution = compile_sequence(found.chain, sequence, in_flight=in_flight)
@@ -257,9 +257,9 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
         quick = replace(quick, options={**quick.options, "refine": SHORT})
     for n in range(ROUNDS):
         if request.policy is None:
-            asked = max(asked, least_in_flight(chain, mode, request.in_flight, -profile.shared_bytes))
+            asked = max(asked, least_in_flight(chain, mode, request.in_flight, profile.beside_resting))
         try:
-            sequence = quick.solve(chain, asked, -profile.shared_bytes)
+            sequence = quick.solve(chain, asked, profile.beside_resting)
             plan = compiled(profile, found, sequence, request.in_flight)
         except InfeasibleError as error:
             if request.policy is None or n or error.min_mem_limit <= asked:

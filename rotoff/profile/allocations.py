@@ -26,6 +26,8 @@ from ..errors import MeasureError
 logger = logging.getLogger("rotoff")
 T = TypeVar("T")
 _MARK = "rotoff::"
+_ENGINE = "autograd::engine::evaluate_function"
+BACKWARD = "backward"  # of a node begins
 _SCOPES = {*RecordScope.__members__.values()} - {RecordScope.USER_SCOPE}
 _LEVEL = "KINETO_LOG_LEVEL"
 _checked: set[torch.device] = set()  # devices whose allocators report their events
@@ -110,6 +112,8 @@ def events_of(roots: Iterable[Any], device: torch.device) -> list[Event]:
             name = name.removeprefix(_MARK)
             found.append((node.start_time_ns, 0, Event(0, begins=name)))
             found.append((node.end_time_ns, 2, Event(0, ends=name)))
+        elif tag == _EventType.TorchOp and name.startswith(_ENGINE):
+            found.append((node.start_time_ns, 0, Event(0, begins=BACKWARD)))
     return [event for _, _, event in sorted(found, key=lambda one: one[:2])]
 
 

@@ -116,7 +116,8 @@ class CheckpointedStep:
             holds[one] -= 1
             return 0 if holds[one] or (one[1] is None and made[one[0]].returned) else made[one[0]].nbytes
 
-        most, resting = max(most, level), level
+        made_by_loss, there = trace.at_rest
+        most, resting = max(most, level), level + made_by_loss + size(there - held)
         for n, (event, block) in enumerate(zip(trace.backward, self._event_blocks, strict=True)):
             if block is not None and block in kept and block not in done:
                 done.add(block)
@@ -155,6 +156,8 @@ class CheckpointedStep:
         return level, most, [c for gone in leave.values() for c in gone]
 
 
-def plain_levels(trace: Trace) -> tuple[int, int]:
-    """Return the most bytes that the model holds without a tape, and those between forward and backward."""
-    return CheckpointedStep(trace, ()).levels({})
+def plain_levels(trace: Trace) -> tuple[int, int, int]:
+    """Return the most bytes that the model holds without a tape, those between forward and backward, and those of the
+    caller's loss."""
+    made, there = trace.at_rest
+    return *CheckpointedStep(trace, ()).levels({}), made + trace.size(there)

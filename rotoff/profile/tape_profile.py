@@ -36,7 +36,7 @@ class TapeProfile:
         borders_stay: whether what stages hand on stays on the device, so that each is made again by itself alone.
         like: the chains of a step of the same operations, whose stages and forms are taken.
         common: its chains with the largest costs of all processes that follow one plan. plain: their most bytes of the
-            model as it is, and between its forward and its backward.
+            model as it is, between its forward and its backward, and of the caller's loss.
     """
 
     trace: Trace
@@ -52,7 +52,7 @@ class TapeProfile:
     borders_stay: bool = False
     like: tuple[TapeChain, ...] = ()
     common: tuple[TapeChain, ...] = ()
-    plain: tuple[int, int] | None = None
+    plain: tuple[int, int, int] | None = None
 
     @cached_property
     def chains(self) -> list[TapeChain]:
@@ -108,14 +108,18 @@ class TapeProfile:
     def keep_all_bytes(self, in_flight: int = 1) -> int:
         """The smallest `mem_limit` with which the model runs as it is, with so many micro-batches under way."""
         followed = self.trace.states if self.varies else 0
-        most, resting = plain_levels(self.trace) if self.plain is None else self.plain
+        most, resting, _ = self._levels
         return most + (in_flight - 1) * (resting - self.trace.unsharded) + in_flight * followed
 
     @property
-    def shared_bytes(self) -> int:
-        """Of what the chain counts, what a micro-batch more does not add to a `mem_limit`: the batch, and parameters
-        that FSDP2 has gathered for all."""
-        return self.batch_bytes + self.trace.unsharded
+    def beside_resting(self) -> int:
+        """Bytes that a resting micro-batch adds to a `mem_limit` beside what the chain counts: those of the caller's
+        loss, less those of the batch, and of parameters that FSDP2 has gathered for all."""
+        return self._levels[2] - self.batch_bytes - self.trace.unsharded
+
+    @property
+    def _levels(self) -> tuple[int, int, int]:
+        return plain_levels(self.trace) if self.plain is None else self.plain
 
     @property
     def strategy(self) -> str:

@@ -18,6 +18,7 @@ from ..accelerator import block_bytes
 from ..tape.contents import Content
 from ..tape.tape import MASK, Key, Operation
 from ..tensors.storage import rounded
+from .allocations import BACKWARD
 from .recorded_step import ASIDE, BACK, END, GATHERED, LOSS, OWN, READ, STAGE, RecordedStep
 
 
@@ -84,7 +85,9 @@ class Event:
     size: bytes of gradients that it allocated, or freed. freed: the content that autograd has let go of, and the
     position of its saved tensor. reads: the position of the saved tensor that it reads next, `seconds` after the event
     before. kept: whether a parameter's ``.grad`` keeps the bytes; once it has them, they are no longer the step's.
-    gone: the content that the caller has let go of, before the backward reads anything.
+    gone: the content that the caller has let go of, before the backward reads anything. rests: whether the caller has
+    made its loss: its backward begins, or the forward of another micro-batch. lasts: whether the bytes are
+    more than those of a loss and stay when the step has ended, as buffers to receive in.
     """
 
     size: int = 0
@@ -93,6 +96,8 @@ class Event:
     seconds: float = 0.0
     kept: bool = False
     gone: int | None = None
+    rests: bool = False
+    lasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,17 @@ class Trace:
     def waiting(self) -> frozenset[int]:
         """What the caller has after the forward, as an open region of autocast, and not in the backward."""
         return frozenset(c for c, one in enumerate(self.made) if one.dies > len(self.ran) and not one.returned)
+
+    @cached_property
+    def at_rest(self) -> tuple[int, frozenset[int]]:
+        """When the caller's loss is made and its backward has yet to begin: the bytes that it has made and will let go
+        of, and what the caller still has of the forward, beside what he has when the backward begins."""
+        waiting, made = self.waiting, 0
+        for event in self.backward:
+            if event.rests or event.reads is not None:
+                break
+            waiting, made = waiting - {event.gone}, made + (0 if event.lasts else event.size)
+        return made, waiting
 
     def keys(self, begins: Several[int]) -> list[Key]:
         """Return the key of each operation, as a tape counts them in the stages that begin there."""
@@ -266,12 +282,15 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     waiting = {ptr: number[c] for ptr, c in step.handed_at.items() if c in number and c not in step.returned}
     unsharded = {address for address, _ in step.gathered.at_end}
     seconds = iter(step.waits)
-    in_own = False
+    in_own = rested = False
     start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
     for event in step.log[start:]:
         if event.begins == END:
             events.append(Event(seconds=next(seconds, 0.0)))
             break
+        if event.begins in (OWN, ASIDE, BACKWARD) and not rested:
+            rested = True
+            events.append(Event(rests=True))
         if event.begins in (OWN, ASIDE, BACK) or event.ends == OWN:
             in_own = event.begins in (OWN, ASIDE)
         elif event.begins.startswith(STAGE):
@@ -297,7 +316,9 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
         elif event.size < 0 and event.ptr in owner:
             content, at = owner.pop(event.ptr)
             events += [Event(freed=(number[content], at))] if content in number else []
-    return events
+    number_of_any_kind = rounded(torch.complex128.itemsize, block_bytes(step.device))
+    lasting = {n for n in live.values() if events[n].size > number_of_any_kind}
+    return [replace(event, lasts=True) if n in lasting else event for n, event in enumerate(events)]
 
 
 def _beside(step: RecordedStep, stays: set[int]) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
-from models import ALL, Does, fresh, linears, same
+from models import ALL, Does, Residual, fresh, linears, same
 from planned_steps import Beside, bits_and_bytes
 from step_by_step import works
 from torch import nn
@@ -69,6 +69,34 @@ def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_t
             with pytest.raises((rotoff.ExecutionError, RuntimeError, AssertionError), match="retain_graph"):
                 gradients(wrapped, model[at], retain=False)
     wrapped.close()
+
+
+LOSSES = {
+    "has the output": lambda output: output.square().mean(),
+    "saves as much": lambda output: nn.functional.cross_entropy(output, output.argmax(1)),
+    "saves nothing": torch.mean,
+}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_in_flight_rest_with_what_their_losses_hold(loss: str, share: float) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), *[Residual(32) for _ in range(4)], nn.Linear(32, 64))
+    model = rotoff.Checkpointable(net).compute_sequence(1 << 40, in_flight=3)
+    inputs = [torch.randn(192, 16) for _ in range(3)]
+
+    def run() -> None:
+        for one in [LOSSES[loss](model(x)) for x in inputs]:
+            one.backward()
+
+    LOSSES[loss](model(inputs[0])).backward()
+    least = model.min_mem_limit("remat", in_flight=3)
+    model.compute_sequence(int(least + share * (model.keep_all_memory - least)), mode="remat", in_flight=3)
+    run()
+    told = model.get_expected_memory()
+    assert told * 0.95 <= peak_bytes(run) <= told <= (model.mem_limit or 0)
+    model.close()
 
 
 @pytest.mark.parametrize("name", sorted({*ALL} - {"stateful"}))  # whose graph keeps what no hook sees
