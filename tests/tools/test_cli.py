@@ -252,6 +252,8 @@ def test_policies_of_the_papers(files: Path, capsys: pytest.CaptureFixture[str])
     named = {line.split()[2] for line in text.splitlines()[1:-2]}
     assert named == {"joint", *rotoff.solver.policies.POLICIES}
     assert "policy is 'fast'" in error(capsys, "sweep", "chain.json", "--policies", "fast")
-    assert "a is not an argument of solve" in error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1")
+    assert "a is not an argument of solve" in error(
+        capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--option", "a=1"
+    )
     said = error(capsys, "solve", "chain.json", "--mem-limit", "20MiB", "--policy", "chen", "--option", "a=1")
     assert "has no option 'a'" in said
