@@ -23,7 +23,12 @@ import torch
 _PLAIN = 3  # the most channels of an input that is not copied
 _ROWS, _COLUMNS = ((768, 256), (192, 64), (0, 32)), 512  # of a block of fused attention, by the number of queries
 # PyTorch's kernels of convolutions: oneDNN's; its own, which make columns; those of them that do of all images at once
-_ONEDNN, _SLOW, _TRANSPOSED, _WHOLE = {8, 9}, set(range(13, 19)), {9, 17, 18}, {13, 14}
+_Kernel: Any = torch._C._ConvBackend  # type: ignore[attr-defined]
+_ONEDNN_TRANSPOSED = int(_Kernel.Mkldnn) + 1  # has no name in Python
+_ONEDNN = {int(_Kernel.Mkldnn), _ONEDNN_TRANSPOSED}
+_SLOW = {int(kernel) for name, kernel in _Kernel.__members__.items() if name.startswith("Slow")}
+_WHOLE = {int(_Kernel.Slow2d), int(_Kernel.Slow3d)}
+_TRANSPOSED = {_ONEDNN_TRANSPOSED, int(_Kernel.SlowTranspose2d), int(_Kernel.SlowTranspose3d)}
 _aten = torch.ops.aten
 _ATTENTION = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
