@@ -343,7 +343,8 @@ class StepRunner:
         if self.group is not None or family in self._unforeseen:
             return None
         alike = (one for other, known in self._courses.items() if family_of(other)[0] == family for one in known)
-        seen = (one for one in alike if one.profile.seen and one.hint == hint and not one.overwrites)
+        alike = (one for one in alike if not one.overwrites and not one.reads.larger)
+        seen = (one for one in alike if one.profile.seen and one.hint == hint)
         if (near := max(seen, key=lambda one: one.profile.batch_bytes, default=None)) is None:
             return None
         try:

@@ -37,7 +37,7 @@ from .allocations import Event, Log, check_allocator, region
 
 END = "end"
 GRADIENT = "gradient"
-ARRIVED = "arrived"  # a gradient has come; until the end nobody knows whether the caller has it, too
+ARRIVED = "arrived"  # a gradient that has come is had by something else, too; until the end it may be the caller
 LOSS = "loss"  # what follows the forward
 STAGE = "stage "  # what a segment has saved is there again
 READ = "read "  # the backward reads the saved tensor of that position
@@ -103,11 +103,13 @@ class Reads:
 
     at: their positions. staying: those that have to stay on the device: that its operations overwrite, that compiled
     graphs read, or that autocast casts once for several operations. It keeps casts of leaf tensors alone, and what
-    stands for a parameter is none.
+    stands for a parameter is none. larger: of parameters whose gradient is a part of a larger tensor, which it keeps
+    alive, what tells that tensor from others, and its bytes.
     """
 
     at: dict[int, frozenset[int]]
     staying: frozenset[int]
+    larger: dict[int, tuple[int, int]]
 
 
 class RecordedStep(Verified):
@@ -166,7 +168,9 @@ class RecordedStep(Verified):
         self._units = list(sharded(model).values())
         self._shards = {id(p): p for unit in self._units for p in unit.parameters()}
         self._gradients: list[StorageWeakRef] = []  # of parameters, that the backward still has
+        self._told: set[StorageWeakRef] = set()  # of those, the ones of which the log says so
         self._aliased: set[str] = set()  # addresses of those that the caller has, too
+        self._larger: dict[int, tuple[int, int]] = {}
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
@@ -408,9 +412,7 @@ class RecordedStep(Verified):
             self.returned = {content for content in self.handed_out if content.alive()}
         with torch._C.DisableTorchFunction():  # a mode of the caller's would be asked for each
             reduced = [key for key, p in self._shards.items() if p.grad is not None]
-        for key in reduced:  # FSDP calls no hook of theirs
-            self._accumulated(self._shards.pop(key))
-        self._hand_over()
+        self._accumulated(*map(self._shards.pop, reduced))  # FSDP calls no hook of theirs
         with self.region(OWN):
             self.fetch(stage)
             fetched = self.fetched.setdefault(stage, {})
@@ -507,36 +509,43 @@ class RecordedStep(Verified):
         """Return what tells a storage from others in the log."""
         return storage.data_ptr()
 
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        """Note that a gradient is no longer the step's: a later one is added to it, and released."""
-        gradient = parameter.grad
-        if gradient is None or gradient.layout is not torch.strided:  # another hook may have taken it
-            return
-        names = gradient.__tensor_flatten__()[0] if is_wrapper(gradient) else ()  # type: ignore[attr-defined]
-        for part in [getattr(gradient, name) for name in names] or [gradient]:
-            if isinstance(part, torch.Tensor) and not is_wrapper(part):
-                self._gradients.append(StorageWeakRef(part.untyped_storage()))
-                with self.region(f"{ARRIVED} {self.address(part.untyped_storage())}"):
-                    pass
+    def _accumulated(self, *parameters: torch.Tensor) -> None:
+        """Note that gradients are no longer the step's: a later one is added to each, and released."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided:  # another hook may have taken it
+                continue
+            names = gradient.__tensor_flatten__()[0] if is_wrapper(gradient) else ()  # type: ignore[attr-defined]
+            for part in [getattr(gradient, name) for name in names] or [gradient]:
+                if isinstance(part, torch.Tensor) and not is_wrapper(part):
+                    storage = part.untyped_storage()
+                    self._gradients.append(StorageWeakRef(storage))
+                    if storage.nbytes() > part.nbytes:
+                        self._larger[id(parameter)] = self.address(storage), storage.nbytes()
         self._hand_over()
         if self.arrived is not None:
             with self.region(OWN), torch._C._DisableTorchDispatch(), torch.no_grad():
-                self.arrived(parameter)
+                for parameter in parameters:
+                    self.arrived(parameter)
 
     def _hand_over(self) -> None:
         """Note which gradients only parameters have by now: what the backward still reads may be a view of one."""
         for reference in set(self._gradients):
             storage, many = torch.UntypedStorage._new_with_weak_ptr(reference.cdata), self._gradients.count(reference)
             # `many` views of one storage, as those of FSDP2, and what is had here
-            if storage is not None and torch._C._storage_Use_Count(storage._cdata) <= many + 1:
+            alone = storage is not None and torch._C._storage_Use_Count(storage._cdata) <= many + 1
+            if alone:
                 self._gradients = [one for one in self._gradients if one != reference]
-                with self.region(f"{GRADIENT} {self.address(storage)}"):
+            if alone or (storage is not None and reference not in self._told):
+                self._told.add(reference)
+                with self.region(f"{GRADIENT if alone else ARRIVED} {self.address(storage)}"):
                     pass
 
-    def given(self, event: Event) -> int | None:
-        """The address of the gradient that an event of the log says to be its parameter's; None if it does not."""
+    def given(self, event: Event) -> tuple[int, bool] | None:
+        """The address of the gradient that an event of the log says to be its parameter's, and whether nothing else of
+        the step has it; None if the event says nothing of the kind."""
         kind, _, address = event.begins.partition(" ")
-        return int(address) if kind == GRADIENT or (kind == ARRIVED and address in self._aliased) else None
+        return (int(address), kind == GRADIENT or address in self._aliased) if kind in (GRADIENT, ARRIVED) else None
 
     @property
     def shown(self) -> bool:
@@ -555,8 +564,8 @@ class RecordedStep(Verified):
                 level += event.size
             elif event.size < 0:
                 level -= live.pop(event.ptr, 0)
-            elif (address := self.given(event)) is not None:
-                level -= live.pop(address, 0)
+            elif (given := self.given(event)) is not None and given[1]:
+                level -= live.pop(given[0], 0)
             most = max(most, level)
         return most
 
@@ -575,7 +584,7 @@ class RecordedStep(Verified):
         for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
             at.setdefault(key, set()).add(position)
         staying = self._staying | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
-        return Reads({key: frozenset(some) for key, some in at.items()}, frozenset(staying))
+        return Reads({key: frozenset(some) for key, some in at.items()}, frozenset(staying), self._larger)
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:
         """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""

@@ -21,6 +21,8 @@ from ..core.sequence import COMPUTES, FORWARDS, UPDATES, Op, OpKind, Sequence, V
 from ..core.simulator import Machine, early_stops
 from ..core.steady_step import at_rest
 from ..runtime.execution_plan import Layout
+from ..runtime.placed.tensor import ALIGNMENT
+from ..tensors.storage import rounded
 from .trace import Ran, Trace
 
 STAGES = 40  # by default; the solver takes seconds for 100
@@ -197,8 +199,8 @@ class StageBackwards:
                     self.grads[stage] = self.grads[stage] or gradients
             gradients += event.size
             if event.kept and event.size > 0:
-                self.arriving[stage or many] += event.size
-            arrived -= min(0, event.size) if event.kept else 0
+                self.arriving[stage or many] += rounded(event.size, ALIGNMENT)
+            arrived += rounded(-event.size, ALIGNMENT) if event.kept and event.size < 0 else 0
             if event.freed is not None:
                 c, at = event.freed
                 if c in own and bisect_right(begins, at) == of_stage[c]:
@@ -402,6 +404,7 @@ def chain_of(
     backward = StageBackwards(trace, begins, cut.of_stage, {*stay, *handed[many]})
     for i in range(1, many + 1):  # a stage of which the backward reads nothing
         backward.grads[i] = backward.grads[i] or max(backward.grads[i - 1], trace.size(handed[i]))
+        backward.peaks[i] = max(backward.peaks[i], backward.grads[i])
     costed, runs = [], list[StageRun]()
     ends = [*firsts[1:], len(trace.ran)]
     for i, (first, end) in enumerate(zip(firsts, ends, strict=True), start=1):

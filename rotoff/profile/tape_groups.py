@@ -164,24 +164,31 @@ def _group_of(
     host: bool,
     block: int,
     found: TapeChain,
+    reads: Reads,
     shards: Shards | None,
 ) -> ParameterGroup:
     """Return the costs of parameters that are placed together. host: whether it may update them. block: bytes of the
     allocator. Shards always lie on the host, and their gradients in one tensor."""
     needs = any(p.requires_grad for p in part)
-    nbytes = sum(rounded(room_of(p), block) for p in part)
+    gradients = gradient_bytes(part, reads, block)
     if shards is not None:
-        nbytes = rounded(sum(shards.of[id(p)].data.nbytes for p in part if p.requires_grad), block)
+        gradients = rounded(sum(shards.of[id(p)].data.nbytes for p in part if p.requires_grad), block)
     return ParameterGroup(
         stages=stages,
-        bytes=nbytes if shards is None else 0,
-        grad_bytes=nbytes if needs else 0,
+        bytes=sum(rounded(room_of(p), block) for p in part) if shards is None else 0,
+        grad_bytes=gradients,
         state_bytes=sum(map(probe.state_bytes, part)) if needs else 0,  # those of frozen parameters lie on the host
         update_time=probe.update_time(part) if needs else 0.0,
         host_update_time=probe.host_update_time(part) if host and needs else None,
         update_transient_bytes=probe.update_bytes(part) if any(map(probe.updates, part)) else 0,
         name=found.chain.stage(stages[0]).name,
     )
+
+
+def gradient_bytes(parameters: Iterable[nn.Parameter], reads: Reads, block: int) -> int:
+    """Return the bytes on the device of the gradients of `parameters`; those that are parts of one tensor keep it."""
+    found = {reads.larger.get(id(p), (id(p), room_of(p))) for p in parameters if p.requires_grad}
+    return sum(rounded(nbytes, block) for _, nbytes in found)
 
 
 def groups_of(
@@ -210,14 +217,14 @@ def groups_of(
         parts = _shards_of(movable, found, shards)
     for stages, part in parts:
         states = tuple(map(probe.state_bytes, part))
-        costs.append(_group_of(part, stages, probe, host, block, found, shards))
+        costs.append(_group_of(part, stages, probe, host, block, found, reads, shards))
         placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
         here = any(map(probe.updates, part)) and not is_accelerator(device)
         taken = [probe.update_bytes([p]) if here else 0 for p in part]
         on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
-    gradients = sum(rounded(local(p).nbytes, block) for p in left if p.requires_grad)
+    gradients = gradient_bytes(left, reads, block)
     beside = sum({storage_key(b): rounded(b.untyped_storage().nbytes(), block) for b in model.buffers()}.values())
     beside += sum(rounded(local(p).nbytes, block) + probe.state_bytes(p) for p in left) + gradients
     beside += probe.unplaced_bytes(every)

@@ -295,6 +295,7 @@ def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int])
     owner: dict[int, tuple[Content, int]] = {}
     waiting = {ptr: number[c] for ptr, c in step.handed_at.items() if c in number and c not in step.returned}
     unsharded = {address for address, _ in step.gathered.at_end}
+    shared = set[int]()  # addresses of gradients that a parameter has, and the backward still has, too
     seconds = iter(step.waits)
     in_own = rested = False
     start = next(n for n, event in enumerate(log) if event.begins == LOSS)
@@ -311,11 +312,10 @@ def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int])
             owner.update(step.fetched.get(int(event.begins.removeprefix(STAGE)), {}))
         elif event.begins.startswith(READ):
             events.append(Event(reads=int(event.begins.removeprefix(READ)), seconds=next(seconds, 0.0)))
-        elif (address := step.given(event)) is not None:
-            if (n := live.pop(address, None)) is not None:
-                events[n] = replace(events[n], kept=True)
-                events.append(Event(-events[n].size, kept=True))
+        elif (given := step.given(event)) is not None:
+            _note_given(events, live, shared, *given)
         elif event.size > 0:
+            shared.discard(event.ptr)
             owner.pop(event.ptr, None)
             if not in_own:
                 live[event.ptr] = len(events)
@@ -333,6 +333,21 @@ def _backward(step: RecordedStep, log: list[Logged], number: dict[Content, int])
     number_of_any_kind = rounded(torch.complex128.itemsize, block_bytes(step.device))
     lasting = {n for n in live.values() if events[n].size > number_of_any_kind}
     return [replace(event, lasts=True) if n in lasting else event for n, event in enumerate(events)]
+
+
+def _note_given(events: list[Event], live: dict[int, int], shared: set[int], address: int, alone: bool) -> None:
+    """Note that a parameter has the gradient at `address`. alone: and nothing else any more; what it has shared until
+    now has counted twice, as its own and as the backward's."""
+    if (n := live.get(address)) is None:
+        return
+    size, kept = events[n].size, address not in shared
+    if alone:
+        del live[address]
+        events[n] = replace(events[n], kept=kept)
+        events.append(Event(-size, kept=kept))
+    else:
+        shared.add(address)
+        events += [Event(-size, kept=True), Event(size, kept=True)]
 
 
 def _beside(step: RecordedStep, log: list[Logged], stays: set[int]) -> tuple[int, int, int]:

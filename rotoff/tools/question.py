@@ -28,7 +28,7 @@ from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
 from ..profile.estimate.growth import Growth
 from ..profile.optimizer_probe import OptimizerProbe
-from ..profile.tape_groups import movable_of, parts_of
+from ..profile.tape_groups import gradient_bytes, movable_of, parts_of
 from ..runtime.placed.tensor import room_of
 from ..solver.bounds import min_mem_limit
 from ..solver.settings import Setting
@@ -108,7 +108,8 @@ class Question:
             states = sum(map(probe.state_bytes, part)) + masters(part)
             traffic = 3 * nbytes + 2 * states  # what is updated is read and written, gradients are read
             times = traffic / rate, traffic / self.host_bandwidth
-            return ParameterGroup(stages, nbytes, nbytes, states, *times, probe.update_bytes(part), name=name)
+            gradients = gradient_bytes(part, reads, 1)
+            return ParameterGroup(stages, nbytes, gradients, states, *times, probe.update_bytes(part), name=name)
 
         reads = profile.step.reading
         _, movable = movable_of(profile.step.model, reads.staying, may=lambda p: p.numel() > 0)

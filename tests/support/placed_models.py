@@ -130,6 +130,13 @@ def paused(net: Any, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def joins(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """A token and its words before each block: in a batch of 1 the token's gradient is a part of that of both."""
+    for token, block in zip(net.tokens, net.blocks, strict=True):
+        x = block(net.shared(torch.cat([token, x], 1)))
+    return x
+
+
 def adapts(net: Any, x: torch.Tensor) -> torch.Tensor:
     """Low-rank adapters beside frozen layers."""
     for base, down, up in zip(net.base, net.down, net.up, strict=True):
@@ -211,6 +218,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "casts": (lambda: Does(casts, **{name: nn.Linear(32, 32) for name in ("first", "twice", "last")}), numbers(64, 32)),
     "mapped": (mapped, numbers(24, 32)),
     "paused": (lambda: Does(paused, blocks=several(4, 16, 32), layers=linears(4, 16)), numbers(24, 16)),
+    "joins": (lambda: Does(joins, blocks=several(4, 32, 48), shared=nn.Linear(32, 32), tokens=nn.ParameterList(
+        [torch.randn(1, 1, 32) for _ in range(4)])), numbers(1, 64, 32)),
     "adapted": (adapted, numbers(16, 64)),
     "lstm": (recurs, numbers(8, 12, 32)),
     "parametrized": (parametrized, numbers(64, 32)),

@@ -423,9 +423,9 @@ class PlacedGradient(PlacedTensor):
         self.apart: torch.Tensor | None = None
 
     def _fits(self, tensor: torch.Tensor) -> bool:
-        """Those of shards that FSDP2 gathers at once are parts of one tensor."""
+        """Several may be parts of one tensor, as those of shards that FSDP2 gathers at once."""
         part = tensor.is_contiguous() and tensor.numel() > 0 and tensor.nbytes <= self._room
-        return super()._fits(tensor) or (part and local(self._parameter) is not self._parameter)
+        return super()._fits(tensor) or part
 
     def release(self) -> None:
         gradient = self.get()
