@@ -97,7 +97,8 @@ def taken_apart(t: torch.Tensor, pack: Callable[[torch.Tensor], Any]) -> Any:
     names, context = t.__tensor_flatten__()  # type: ignore[attr-defined]
     parts: dict[str, Any] = {name: getattr(t, name) for name in names}
     for name, part in parts.items():
-        if isinstance(part, torch.Tensor):
+        # the sizes of a nested tensor are symbols, known by the very tensor of its offsets
+        if isinstance(part, torch.Tensor) and (name == "_values" or not t.is_nested):
             parts[name] = pack(part)
     return type(t), parts, context, t.size(), t.stride()
 

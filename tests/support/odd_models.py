@@ -31,7 +31,7 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.tanh(x + torch.fft.irfft(z.conj() * z.abs(), n=WIDTH) * 0.1)
 
 
-@adds("nested tensors inside", may_refuse="NestedTensor|nested", room=0.6)
+@adds("nested tensors inside", room=0.6)
 def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     nt = torch.nested.as_nested_tensor([x[:4], x[4:]], layout=torch.jagged)
     return torch.cat([t * 1.1 for t in nt.unbind()])
