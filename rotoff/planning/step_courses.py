@@ -367,13 +367,16 @@ class StepRunner:
         if not everywhere(not several and not profiled, self.group):
             course = self._course(key, hint)
             return self._away(run) if course is None or not course.overwrites else self._as_it_is(run)
-        recorded = self._recorded = together(partial(self._begin, key, hint, run), MEASURE, self.group)
+        recorded = together(partial(self._begin, key, hint, run), MEASURE, self.group)
+        if self.group is None and not recorded.step.start():  # another thread has begun to record since
+            return self._away(run)
         try:
-            return self._noted(self._watched(together(partial(recorded.step.run, run), MEASURE, self.group)))
+            result = self._watched(together(partial(recorded.step.run, run), MEASURE, self.group))
         except BaseException:
             recorded.step.stop()
-            self._recorded = None
             raise
+        self._recorded = recorded
+        return self._noted(result)
 
     def _begin(self, key: Any, hint: str, run: Call, patient: bool = False) -> Recorded:
         given, step = tensor_leaves((run.args, run.keywords)), self._recorder(self._spill(run), patient)

@@ -209,7 +209,8 @@ class RecordedStep(Verified):
         return result
 
     def __enter__(self) -> RecordedStep:
-        self._start()
+        if self._profile is None and not self.start():
+            raise MeasureError("a step is recorded in another thread already; run its backward, and measure then")
         for module in self._names:
             if (call := module._compiled_call_impl) is None:
                 self._hooks.append(module.register_forward_pre_hook(eagerly(self._called), prepend=True))
@@ -469,13 +470,14 @@ class RecordedStep(Verified):
 
     # -- the log
 
-    def _start(self) -> None:
+    def start(self) -> bool:
+        """Begin the log, unless a step of another thread has it; returns whether it has begun."""
         if self._patient:
             for step in [one for one in OPEN if one.thread == threading.get_ident()]:
                 step.stop()  # its backward may never come
         take_workspaces(self.device)  # which are no step's
         if not BUSY.acquire(timeout=PATIENCE if self._patient else 0.001):
-            raise MeasureError("a step is recorded in another thread already; run its backward, and measure then")
+            return False
         try:
             check_allocator(self.device)
             log = self._profile = Log().__enter__()
@@ -485,6 +487,7 @@ class RecordedStep(Verified):
         self.thread = threading.get_ident()
         OPEN.add(self)
         self._unstopped = weakref.finalize(self, _discarded, log, self._gradient_hooks)
+        return True
 
     def _gathered_before(self, log: list[Event]) -> list[Event]:
         """Return `log` as if it had begun before FSDP2 gathered. When a block from before is freed, none tells."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
@@ -23,10 +24,12 @@ def parts_of(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def eagerly(hook: Callable[..., None]) -> Callable[..., None]:
-    """`hook`, but not where PyTorch compiles a call of the module, as `torch.cond` does; there it looks into this."""
+    """`hook`, in this thread alone, and not where PyTorch compiles a call of the module, as `torch.cond` does; there it
+    looks into this."""
+    thread = threading.get_ident()
 
     def run(*args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and threading.get_ident() == thread:
             hook(*args)
 
     return run

@@ -3,13 +3,14 @@ the first run made, by the same kernels."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from models import Does, fresh
+from models import Does, fresh, same
 from planned_steps import Beside, bits_and_bytes, drawn, run_twice
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -17,6 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trunks import LENGTH, WIDTH, Trunk
 
 import rotoff
+from rotoff.planning import step_courses
+from rotoff.profile.recorded_step import BUSY
 
 
 @pytest.mark.parametrize("casts", [True, False])
@@ -75,6 +78,39 @@ def test_models_may_be_measured_on_several_threads() -> None:
         run.compute_sequence(run.min_mem_limit("remat"), mode="remat", refine=False)
         run(batch()).sum().backward()
         run.close()
+
+
+def test_a_first_step_while_another_thread_has_just_begun_to_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_courses, "BUSY", threading.Lock())  # the step looks here, before the other one begins
+    beside = Beside(Trunk(), 1 << 40)
+    with BUSY:
+        beside.step(batch())
+    assert beside.planned.plans() == []
+    beside.step(batch())
+    assert len(beside.planned.plans()) == 1
+
+
+def test_a_step_in_another_thread_while_one_is_recorded() -> None:
+    net = Trunk()
+    twin, x = copy.deepcopy(net), batch()
+    planned = rotoff.Checkpointable(twin).compute_sequence(1 << 40)
+
+    def gradients(run: nn.Module, blocks: Any) -> list[torch.Tensor]:
+        found: list[torch.Tensor] = []
+
+        def another(*_: Any) -> None:
+            handle.remove()
+            thread = threading.Thread(target=lambda: found.append(run(0.5 * x)))
+            thread.start()
+            thread.join()
+
+        handle = blocks[2].register_forward_hook(another)
+        found.append(run(x))
+        sum(output.square().mean() for output in found).backward()
+        return [p.grad for p in run.parameters() if p.grad is not None]
+
+    assert same(gradients(net, net.blocks), gradients(planned, twin.blocks))
+    assert {len(calls) for calls in planned.profile.trace.calls.values()} == {1}
 
 
 def native() -> Any:

@@ -162,8 +162,8 @@ class FakeStep(RecordedStep):
     def plain(t: torch.Tensor) -> bool:
         return is_plain(t) or (type(t) is FakeTensor and t.layout is torch.strided)
 
-    def _start(self) -> None:
-        pass
+    def start(self) -> bool:
+        return True
 
     def region(self, name: str) -> AbstractContextManager[object]:
         return self._births.region(name)
