@@ -222,6 +222,7 @@ class StepRunner:
         self._said_in_flight = 0
         self._returned: list[tuple[StorageWeakRef, int]] = []  # by the step before, with their bytes
         self._said_held = False
+        self._said_graph = False
         self._retries: int | None = None  # of the allocator, before the first planned step
         self._said_retries = False
         self._said_astray = False
@@ -530,6 +531,7 @@ class StepRunner:
         step, tape = self._begun(course, planned)
         if self.recording is not None and not self.recording.begun:
             step.times = self.recording.start(planned.execution.trace, device, step.link)
+        step.on_graph = self._warn_of_graph
         self._warn_in_flight(step)
         self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
@@ -575,6 +577,16 @@ class StepRunner:
                 many,
                 self.request.in_flight,
                 many,
+            )
+
+    def _warn_of_graph(self) -> None:
+        """Warn, once, that the graph of a backward holds what it has read, which no plan counts."""
+        if not self._said_graph:
+            self._said_graph = True
+            logger.warning(
+                "rotoff: a backward with create_graph=True makes a graph that keeps what it has read, which no plan"
+                " counts, so the limit may be exceeded until that graph is gone; compute the gradient within the"
+                " model's forward to have it planned"
             )
 
     def _noted(self, result: Any) -> Any:

@@ -49,7 +49,10 @@ class TapeStep:
 
     Attributes:
         link: while the step has one. times: of the operations, if they are recorded. ended: whether its backward has.
+        on_graph: called when the backward makes a graph of its own.
     """
+
+    on_graph: Callable[[], object] = bool
 
     def __init__(
         self,
@@ -375,6 +378,8 @@ class TapeStep:
         if not self._queued:
             self._queued = True
             Variable._execution_engine.queue_callback(lambda: self._end(tape))
+            if torch.is_grad_enabled():
+                self.on_graph()
         try:
             self._advance(tape, stage)
         except BaseException as error:

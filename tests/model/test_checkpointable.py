@@ -203,3 +203,15 @@ def test_training_without_a_limit_is_said_once(caplog: pytest.LogCaptureFixture)
     silent.compute_pytorch_sequence()
     silent(torch.randn(2, 4)).sum().backward()
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_graph_of_the_backward_which_no_plan_counts_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model, batch = fresh("residual")
+    wrapped = rotoff.Checkpointable(model).measure(batch())
+    wrapped.compute_sequence(wrapped.min_mem_limit("remat"), mode="remat", refine=False)
+    for graph in (False, True, True):
+        loss = wrapped(batch()).square().sum()
+        (gradient,) = torch.autograd.grad(loss, [model[0].weight], create_graph=graph)
+        assert caplog.text.count("create_graph=True makes a graph that keeps what it has read") == graph
+        if graph:
+            gradient.square().sum().backward()
