@@ -197,10 +197,10 @@ def witness_of(t: torch.Tensor) -> torch.Tensor:
     return witness
 
 
-def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Whether two storages have the same bytes."""
-    many = one.nbytes() // 8 * 8
-    parts = [(a[:many].view(torch.int64), a[many:]) for a in map(bytes_of, (one, other))]
+def same_bytes(one: torch.UntypedStorage, other: torch.UntypedStorage, end: int | None = None) -> bool:
+    """Whether two storages have the same bytes, up to `end` if it is given."""
+    many = (one.nbytes() if end is None else end) // 8 * 8
+    parts = [(a[:many].view(torch.int64), a[many:end]) for a in map(bytes_of, (one, other))]
     return one.nbytes() == other.nbytes() and all(map(torch.equal, *parts))  # words are compared faster than bytes
 
 

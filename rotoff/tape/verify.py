@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from ..tensors.storage import View
 from ..tensors.undo import others_undone
 from .contents import RESIDENT, Content, Slot, checksum, same_bytes
-from .operators import below_autograd
+from .operators import below_autograd, results_of
 from .tape import Key, Known, Operation, Tape
 
 logger = logging.getLogger("rotoff")
@@ -31,6 +33,7 @@ class Verified(Tape):
     def __init__(self, known: Known) -> None:
         super().__init__(known)
         self._keys: dict[Content, tuple[Key, int]] = {}
+        self._ends: dict[Content, int] = {}  # bytes that its tensor shows: a loss has a storage of its input's size
         self._new: list[Key] = []  # of this stage, those not yet sure
         self._kept: list[torch.UntypedStorage] = []  # what autograd saves in this stage, until it is verified
         self._right: list[Content] = []  # what was made again as it is
@@ -63,6 +66,15 @@ class Verified(Tape):
             self._keys[content] = self.key, content.out
             if (self.key, content.out) in self.known.held:
                 content.hold_for_good()
+
+    def _new_contents(self, *of: Any) -> list[Content]:
+        new = super()._new_contents(*of)
+        for t in results_of(of[-1]):
+            if isinstance(t, torch.Tensor) and self.plain(t):
+                content = self._contents.get(t.untyped_storage()._cdata)
+                if content in new and content.op != RESIDENT and content.out >= 0:
+                    self._ends[content] = max(self._ends.get(content, 0), View.of(t).end)
+        return new
 
     def was_held(self, content: Content) -> bool:
         """Whether a content of this tape is held because it cannot be made again."""
@@ -107,7 +119,7 @@ class Verified(Tape):
         have, numbers = self._there(set(there), anew)
         for op in self._run_all(sorted(numbers), have, set()):
             for content in (*op.made, *op.written()):
-                if content in there and not same_bytes(have[content], there[content]):
+                if content in there and not same_bytes(have[content], there[content], self._ends.get(content)):
                     return content
         return None
 

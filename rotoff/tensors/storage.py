@@ -102,6 +102,12 @@ class View(NamedTuple):
         offset = int(tensor.storage_offset())
         return cls(tensor.dtype, tensor.size(), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
 
+    @property
+    def end(self) -> int:
+        """Bytes of the storage up to the last one that the tensor shows."""
+        last = self.offset + sum((size - 1) * step for size, step in zip(self.size, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize if self.size.numel() else 0
+
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the tensor with its bytes in `storage`."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)

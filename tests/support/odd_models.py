@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from models import Does
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from trunks import LENGTH, WIDTH, Block, Trunk, adds, along, drawn, large, made_of, row, runs, sets
 
@@ -29,6 +30,15 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     z = torch.fft.rfft(x)
     z = z * torch.polar(torch.ones_like(z.real), z.real * 0.1)
     return torch.tanh(x + torch.fft.irfft(z.conj() * z.abs(), n=WIDTH) * 0.1)
+
+
+@runs("losses in storages of their inputs' size", call=large)
+def _(net: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    losses = []
+    for block in net.blocks:
+        losses += [F.mse_loss(block(x), x), F.smooth_l1_loss(block(x), x)]
+        x = block(x)
+    return [net.head(x), *losses]
 
 
 @adds("nested tensors inside", room=0.6)
