@@ -4,7 +4,6 @@ plan."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
 from models import ALL  # noqa: E402
-from ranks import printed, torchrun  # noqa: E402
+from ranks import printed  # noqa: E402
 
 pytestmark = pytest.mark.early
 FEW = ["mlp"]
@@ -144,20 +143,6 @@ def test_processes_with_unequal_batches_do_the_same_under_every_limit(case: str)
     assert all(line.endswith("; alike") for line in said), said
     assert not any("'kept': 0" in line for line in said), said
     assert not any("'worked': 0" in line for line in said), said
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", [False, True], ids=["ddp", "fsdp"])
-def test_the_example_trains(shard: bool) -> None:
-    limit = "2.3 MiB" if shard else "1.7 MiB"
-    small = ["--limit", limit, "--width", "64", "--rows", "256", "--steps", "4"]
-    said = torchrun(Path(__file__).parents[2] / "examples" / "ddp.py", *small, *(["--shard"] if shard else []))
-    losses = [float(line.split()[-1]) for line in said.splitlines() if line.startswith("step")]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0]
-    peak = next(line.split() for line in said.splitlines() if line.startswith("peak"))
-    assert rotoff.parse_bytes(" ".join(peak[1:3])) <= rotoff.parse_bytes(limit)
-    assert rotoff.parse_bytes(" ".join(peak[4:6])) > rotoff.parse_bytes(limit)
 
 
 def test_a_process_group_that_is_not_there() -> None:

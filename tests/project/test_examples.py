@@ -1,13 +1,12 @@
-"""The examples run, and what compare_modes prints is true."""
+"""The examples run, and print what they are there to show."""
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -32,13 +31,39 @@ if "train_transformer" in sys.argv[0]:
     torchvision_operators.declare()
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+SHOWN: list[tuple[str, list[str]]] = [  # a command, and what it prints
+    (
+        "compare_modes.py --quick --device cpu --limits 70,5",
+        ["none +plain .* 0\n", "70 % +joint .* 0\n", "does not fit; the smallest limit that works is"],  # differences
+    ),
+    ("digits_resnet.py --size 24 --depth 1 --batch 32 --steps 3 --limit 0.85", ["largest difference of any loss: 0.0"]),
+    ("train_transformer.py --layers 2 --width 32 --context 32 --steps 3", ["largest difference of any loss: 0.0"]),
+    ("plan_without_device.py --blocks 4 --limit 6GiB --out OUT", ["peak .* of 6.00 GiB"]),
+    ("beyond_ram.py --blocks 10 --width 128 --room 160MiB --steps 2", ["can't allocate memory", "same losses: True"]),
+    (  # less memory than parameters and gradients take
+        "larger_than_memory.py --width 512 --blocks 16 --rows 64 --steps 2 --memory 240MiB",
+        ["plain, limited +fails", "the losses are the same"],
+    ),
+    ("torchrun ddp.py --limit 1.7MiB --width 64 --rows 256 --steps 4", ["peak .* of ", "step 3 loss"]),
+    ("torchrun ddp.py --limit 2.3MiB --width 64 --rows 256 --steps 4 --shard", ["peak .* of ", "step 3 loss"]),
+    (
+        "torchrun sharded.py --blocks 10 --width 512 --rows 128 --memory 160MiB --steps 2",
+        ["FSDP2, limited +fails", "losses and parameters are equal"],
+    ),
+    ("torchrun pipeline.py --width 32 --rows 64 --steps 3", ["rank 0: ", "rank 1: ", r"losses( [\d.]+){3}"]),
+]
 
 
-def run(example: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run an example as a user would, against the rotoff that these tests import."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent)}
-    command = [sys.executable, "-c", QUICKLY, *(str(word) for word in (example, *arguments))]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
+def run(*command: str) -> str:
+    """What an example prints, run as a user would, against the rotoff that these tests import."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(rotoff.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    launched = [*TORCHRUN, str(EXAMPLES / command[1]), *command[2:]]
+    alone = ["-c", QUICKLY, str(EXAMPLES / command[0]), *command[1:]]
+    words = [sys.executable, *(launched if command[0] == "torchrun" else alone)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
@@ -46,85 +71,25 @@ def test_the_readme_shows_the_quick_start_that_runs_here() -> None:
     assert f"```python\n{code}\n```" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "needs", "options"),
-    [
-        ("digits_resnet", "sklearn", "--size 24 --depth 1 --batch 32 --steps 3 --limit 0.85"),
-        ("train_transformer", "accelerate", "--layers 2 --width 32 --context 32 --steps 3"),
-    ],
-)
-def test_examples_reach_the_plain_losses(name: str, needs: str, options: str) -> None:
-    pytest.importorskip(needs)
-    result = run(EXAMPLES / f"{name}.py", *options.split())
-    assert result.returncode == 0, result.stderr
-    assert "largest difference of any loss: 0.0" in result.stdout
+ROWS = [
+    pytest.param(*row, marks=[pytest.mark.slow] if n else [], id=row[0].split(" -")[0]) for n, row in enumerate(SHOWN)
+]
+
+
+@pytest.mark.parametrize(("command", "shows"), ROWS)
+def test_an_example_runs_and_prints_what_it_shows(command: str, shows: list[str], tmp_path: Path) -> None:
+    needs = {"digits_resnet.py": "sklearn", "train_transformer.py": "accelerate"}
+    pytest.importorskip(needs.get(command.split()[0], "torch"))
+    said = run(*command.replace("OUT", str(tmp_path)).split())
+    assert [one for one in shows if not re.search(one, said)] == [], said
 
 
 @pytest.mark.slow
 def test_a_loop_as_torchtitans_reaches_the_plain_losses() -> None:
     pytest.importorskip("yaml")
-    more = (["--plain"], [], ["--checkpoint"])
-    runs = [run(EXAMPLES / "titan_loop.py", EXAMPLES / "titan_loop.yaml", *one) for one in more]
-    assert [one.returncode for one in runs] == [0] * 3, runs[1].stderr + runs[2].stderr
-    plain, *others = ([line for line in one.stdout.splitlines() if line.startswith("step")] for one in runs)
-    assert others == [plain, plain] and len(plain) == 4
-    assert "moved" in runs[1].stdout or "recomputed" in runs[1].stdout
-    assert "layers.0" in runs[2].stdout
-
-
-@pytest.mark.slow
-def test_planning_without_a_device_writes_what_it_prints(tmp_path: Path) -> None:
-    result = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "6 GiB", "--out", tmp_path / "plans")
-    assert result.returncode == 0, result.stderr
-    chain, plan = (
-        rotoff.Chain.load(tmp_path / "plans" / "chain.json"),
-        rotoff.Sequence.load(tmp_path / "plans" / "sequence.json"),
+    plain, *others = (
+        run("titan_loop.py", str(EXAMPLES / "titan_loop.yaml"), *more) for more in (["--plain"], [], ["--checkpoint"])
     )
-    assert rotoff.simulate(chain, plan, "6 GiB").peak_bytes > 3 * 2**30
-    assert rotoff.render(chain, plan, width=80) in result.stdout
-    pytest.importorskip("matplotlib")
-    assert (tmp_path / "plans" / "plan.png").read_bytes().startswith(b"\x89PNG")
-    refused = run(EXAMPLES / "plan_without_device.py", "--blocks", "4", "--limit", "100 MiB")
-    assert refused.returncode == 1
-    assert "needs at least" in refused.stderr
-    assert "Traceback" not in refused.stderr
-
-
-@pytest.mark.slow
-def test_beyond_ram_trains_where_plain_pytorch_fails() -> None:
-    result = run(EXAMPLES / "beyond_ram.py", "--blocks", "10", "--width", "128", "--room", "160 MiB", "--steps", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
-    free, plain, limited = result.stdout.splitlines()[1:4]
-    assert "can't allocate memory" in plain
-    assert limited.split("losses")[1] == free.split("losses")[1]
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    path = tmp_path_factory.mktemp("compare") / "new folder" / "rows.json"
-    result = run(EXAMPLES / "compare_modes.py", "--quick", "--device", "cpu", "--limits", "70,5", "--json", path)
-    assert result.returncode == 0, result.stderr
-    return result, json.loads(path.read_text(encoding="utf-8"))
-
-
-def test_compare_modes_tells_what_is_true(quick: Any) -> None:
-    result, data = quick
-    rows = {(row["limit"], row["mode"]): row for row in data["rows"]}
-    limited = [(limit, mode) for limit in ("70 %", "5 %") for mode in ("offload", "remat", "joint")]
-    assert [*rows] == [("none", "plain"), ("100 %", "keep-all"), *limited]
-    ran = [row for row in data["rows"] if row["loss"] is not None]
-    assert len({row["loss"] for row in ran}) == 1 and {row["grad_difference"] for row in ran} == {0.0}
-    assert len(ran) >= 5 and ran[0]["measured_peak"] == ran[1]["measured_peak"]
-    for row in ran:
-        assert row["measured_peak"] <= row["predicted_peak"], row
-        if row["host_bytes"] is not None and row["mode"] != "joint":
-            assert (row["host_bytes"] > 0) == (row["mode"] == "offload"), row
-    assert all(row["predicted_peak"] <= row["mem_limit"] for row in ran[2:])
-    for row in data["rows"][-3:]:
-        assert row["measured_time"] is None
-        assert "does not fit; the smallest limit that works is" in row["note"] and row["note"] in result.stdout
-    assert len([line for line in result.stdout.splitlines() if "%" in line]) == len(rows) - 1
-    assert result.stderr.splitlines()[0] == "[1/8] measuring the model"
-    assert result.stderr.count("/8] ") == 8 and "\r" not in result.stdout + result.stderr
-    assert set(data["machine"]) == {"device", "cores", "threads", "python", "torch", "rotoff"}
+    steps = [re.findall("^step.*", said, re.MULTILINE) for said in (plain, *others)]
+    assert steps[1] == steps[2] == steps[0] and len(steps[0]) == 4
+    assert re.search("moved|recomputed", others[0]) and "layers.0" in others[1]

@@ -8,9 +8,7 @@ import functools
 import gc
 import io
 import itertools
-import os
 import re
-import subprocess
 import sys
 import time
 import warnings
@@ -18,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 from typing import Any
 from unittest import mock
@@ -1174,22 +1171,6 @@ def test_a_backward_that_fails_elsewhere_after_updates_warns() -> None:
         model(x)
     optimizers[0].zero_grad()
     added_up(model, optimizers, x)
-
-
-@pytest.mark.slow
-def test_a_limit_that_the_kernel_enforces(tmp_path: Path) -> None:
-    """A process trains in memory in which the plain model cannot; the example's own run, smaller."""
-    example = Path(__file__).parents[2] / "examples" / "larger_than_memory.py"
-    # Each of its processes plans with a tenth of the default effort.
-    (tmp_path / "sitecustomize.py").write_text("from rotoff.solver import anneal\n\nanneal.DEFAULT_SECONDS *= 0.1\n")
-    paths = os.pathsep.join(map(str, (tmp_path, Path(rotoff.__file__).parent.parent)))
-    environment = {**os.environ, "PYTHONPATH": paths}
-    size = ["--width", "512", "--blocks", "16", "--rows", "64", "--steps", "2"]
-    command = [sys.executable, str(example), *size, "--memory", "240 MiB"]  # less than parameters and gradients take
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "plain, limited     fails" in done.stdout, done.stdout
-    assert "the losses are the same" in done.stdout, done.stdout
 
 
 # -- frozen parameters, forwards without gradients, states that come later

@@ -27,30 +27,20 @@ HEADING = "== "
 @cache
 def printed(*cases: str) -> dict[str, list[str]]:
     """The lines of each case; a rank that fails or waits forever ends them all."""
-    found: dict[str, list[str]] = {}
-    for line in _run(__file__, *cases).splitlines():
+    import rotoff
+
+    support, found = Path(__file__).parent, dict[str, list[str]]()
+    paths = [str(path) for path in (Path(rotoff.__file__).parent.parent, support, support.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, *cases]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for line in done.stdout.splitlines():
         if line.startswith(HEADING):
             lines = found[line.removeprefix(HEADING)] = []
         else:
             lines.append(line)
     return found
-
-
-def torchrun(script: Path, *arguments: str) -> str:
-    """What a script prints that is started as a user starts it, in two processes."""
-    return _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), *arguments)
-
-
-def _run(*arguments: str) -> str:
-    import rotoff
-
-    support = Path(__file__).parent
-    paths = [str(path) for path in (Path(rotoff.__file__).parent.parent, support, support.parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
 
 
 def say(text: str) -> None:
