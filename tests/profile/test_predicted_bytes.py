@@ -25,8 +25,9 @@ from rotoff.runtime.links import file
 from rotoff.runtime.links.file import FileLink, FileTicket
 from rotoff.runtime.links.host_file import HostFile
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.extend(str(Path(__file__).parents[2] / "benchmarks" / folder) for folder in ("", "papers"))
 from grid import models
+from invertible_norm import InvertibleBatchNormLeakyReLU
 
 MODES = "remat", "offload", "joint"
 
@@ -267,6 +268,12 @@ def pooled() -> nn.Module:
     return nn.Sequential(*copy.deepcopy(layers), *layers).to(memory_format=torch.channels_last)
 
 
+def inverted() -> nn.Module:
+    """Custom Functions that save their output alone, which their backward inverts."""
+    layers = [(nn.Conv2d(n, CHANNELS, 3, bias=False), InvertibleBatchNormLeakyReLU(CHANNELS)) for n in (3, 8, 8, 8)]
+    return nn.Sequential(*(one for layer in layers for one in layer))
+
+
 def translator() -> nn.Module:
     return nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
 
@@ -326,6 +333,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], di
     ),
     "casts within a region that is off": (partial(narrow, gates=True), OF_128, OFF),
     "casts within a region that is off, a first step": (partial(narrow, gates=True), OF_128, {**OFF, "first": True}),
+    "an output that is inverted": (inverted, drawn(8, 3, 24, 24), {"check": True}),
     "calls apart": (made(apart, **APART), drawn(512, 64), {"stages": 16, "check": True}),
     "a local variable": (made(holds, layers=partial(linears, 64, 64, 30)), drawn(2048, 64), {"over": 1.03}),
     "a sum that goes early": (
