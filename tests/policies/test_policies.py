@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from oracles.chains import chains, groups
 from thoroughness import examples
 
-import rotoff
 from rotoff import Chain, InfeasibleError, OptionError, Stage, lower_bound, simulate, solve
 from rotoff.solver import keep_all
 from rotoff.solver.policies import PLACEMENTS, POLICIES, WITHOUT_RECOMPUTE
@@ -74,23 +73,3 @@ def test_options_of_another_kind_are_refused() -> None:
             solve(CHAIN, 100, policy="greedy", **{name: value})
     with pytest.raises(OptionError, match="speed is not an argument of solve"):
         solve(CHAIN, 100, speed=3)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.grid
-def test_a_model_trains_the_same_under_every_policy(policy: str) -> None:
-    pytest.importorskip("torch")
-    from models import fresh, plain, same, train
-
-    model, batch = fresh("mlp")
-    wrapped = rotoff.Checkpointable(model, check=True).measure(batch())
-    limit = wrapped.keep_all_memory * 9 // 10
-    try:
-        wrapped.compute_sequence(limit, policy=policy)
-    except rotoff.InfeasibleError as error:
-        assert f"with policy {policy}" in str(error) and error.min_mem_limit > limit
-        limit = 2 * wrapped.keep_all_memory
-        wrapped.compute_sequence(limit, policy=policy)
-    assert wrapped.sequence.mode == policy
-    assert wrapped.get_expected_memory() <= limit
-    assert same(train(wrapped, batch), plain("mlp"))

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
 import pytest
+import scipy.optimize
 from hypothesis import given
 from hypothesis import strategies as st
 from oracles.chains import chains
 from oracles.exhaustive import Search
+from thoroughness import examples
 
 from rotoff import Chain, InfeasibleError, Stage, lower_bound, min_mem_limit, simulate, solve
 from rotoff.solver import keep_all
@@ -60,3 +66,29 @@ def test_no_optimum_is_below_the_bound(chain: Chain, share: float) -> None:
     optimum = Search(chain, limit).optimum(ours, 5_000)
     if optimum is not None:
         assert lower_bound(chain, limit) <= optimum * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("wrong", [0.3, 3.0, None])
+@examples(60)
+@given(chains(least=2, most=6), st.sampled_from([0.05, 0.3, 0.6]), st.integers(0, 10**6))
+def test_wrong_prices_of_a_solver_give_a_lower_bound(
+    wrong: float | None, chain: Chain, share: float, seed: int
+) -> None:
+    """Or it has none."""
+    least, peak = min_mem_limit(chain, "joint"), simulate(chain, keep_all(chain)).peak_bytes
+    limit = max(1, round(least + share * max(0, peak - least)))
+    solved, rng = scipy.optimize.linprog, np.random.default_rng(seed)
+
+    def misled(*args: Any, **options: Any) -> Any:
+        found = solved(*args, **options)
+        for rows in (found.ineqlin, found.eqlin):
+            factors = 1 + (wrong or 0) * rng.normal(size=rows.marginals.shape) * (
+                rng.random(rows.marginals.shape) < 0.1
+            )
+            rows.marginals = None if wrong is None else rows.marginals * factors
+        return found
+
+    bound = lower_bound(chain, limit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scipy.optimize, "linprog", misled)
+        assert lower_bound(replace(chain, name="misled"), limit) <= bound * (1 + 1e-6)  # not one that it remembers
