@@ -103,32 +103,8 @@ class TestEveryLink:
         del target
         assert gone() is None
 
-    def test_closing_twice_and_using_again(self, link: Any):
-        for _ in range(2):
-            link.reserve(10)
-            assert link.capacity == 10
-            link.wait(link.copy_out([some_bytes(10)], 0))
-            link.close()
-            link.close()
-            assert link.capacity == 0
-
 
 class TestFileLink:
-    def test_nothing_is_made_before_it_is_needed_and_nothing_is_left(self):
-        gc.collect()
-        others, before = threads(), descriptors()  # of models of other tests
-        link = FileLink()
-        assert (threads(), descriptors()) == (others, before)
-        link.reserve(LARGE)
-        assert threads() == others
-        link.wait(link.copy_out([some_bytes(10)], 0))  # at once
-        assert threads() == others
-        link.wait(link.copy_out([some_bytes(LARGE)], 0))
-        assert threads() == [*others, "rotoff-file-link_0"]
-        assert len(descriptors()) == len(before) + 1
-        link.close()
-        assert (threads(), descriptors()) == (others, before)
-
     def test_a_link_that_nobody_closes_ends_with_its_last_reference(self):
         gc.collect()
         others, before = threads(), descriptors()

@@ -4,7 +4,6 @@ needed. The file link, whose one thread keeps its order, is judged by the bytes.
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 from collections import Counter
@@ -16,15 +15,14 @@ from unittest import mock
 import pytest
 import torch
 from forced_plans import force, twins
-from models import Residual, fresh, plain, same, train
-from planned_steps import with_sequence
+from models import Residual, fresh
+from planned_steps import Beside
 from random_programs import random_sequence
 from recording_link import Lane, LateFileLink, RecordingLink, RecordingStreams, moves_over
 from thoroughness import seeds
 from torch import nn
 from transfer_programs import TransferProgram, storages
 
-import rotoff
 from rotoff.planning import tape_placed_runner
 from rotoff.profile import tape_groups
 from rotoff.runtime.links import cuda as link_cuda
@@ -38,15 +36,15 @@ NAMES = ["residual", "convolutional", "tuples", "tied", "language"]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_race_and_the_right_numbers_however_late_copies_run(name: str) -> None:
-    expected, (model, batch) = plain(name, steps=2), fresh(name)
-    state, wrapped = copy.deepcopy(model.state_dict()), rotoff.Checkpointable(model).measure(batch())
+    model, batch = fresh(name)
+    beside = Beside(model, sample=(batch(),))
     for seed in seeds(4):
-        with_sequence(wrapped, sequence := random_sequence(wrapped.chain, seed, wildness=0.75, forms=True))
+        beside.following(sequence := random_sequence(beside.planned.chain, seed, wildness=0.75, forms=True))
         for eagerness in (0.0, 0.5, 1.0):
             link = RecordingLink(eagerness, seed)
-            moves_over(wrapped, link)
-            wrapped.load_state_dict(state)
-            assert same(train(wrapped, batch, steps=2), expected), f"eagerness {eagerness}\n{sequence}"
+            moves_over(beside.planned, link)
+            for _ in range(2):
+                beside.step(batch())
             assert link.check() == [], f"eagerness {eagerness}\n{sequence}"
             link.close()
 

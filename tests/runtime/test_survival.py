@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from allocated import left_bytes
-from models import Batch, Does, fresh, plain, same, several, train
-from planned_steps import with_sequence
+from models import Batch, Does, fresh, same, several
+from planned_steps import Beside
 from random_programs import random_sequence
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -73,23 +73,16 @@ def outcome(run: Callable[[], object]) -> str:
     return ""
 
 
-def moving(forms: bool = False) -> tuple[rotoff.Checkpointable, Batch, rotoff.Sequence]:
+def moving(forms: bool = False) -> tuple[Beside, Batch]:
     """A model with a sequence that fetches three values from the host, recomputes, and has smaller forms if asked to."""
     model, batch = fresh("residual")
-    wrapped = rotoff.Checkpointable(model).measure(batch())
+    beside = Beside(model, sample=(batch(),))
     for seed in range(1000):
-        sequence = random_sequence(wrapped.chain, seed, wildness=0.75, forms=forms)
+        sequence = random_sequence(beside.planned.chain, seed, wildness=0.75, forms=forms)
         kinds = [op.kind.value for op in sequence]
         if kinds.count("prefetch") >= 3 and len(kinds) > 30 and {"drop", "F_sel" if forms else "drop"} <= {*kinds}:
-            return with_sequence(wrapped, sequence), batch, sequence
+            return beside.following(sequence), batch
     raise AssertionError("no such sequence")
-
-
-def afresh(wrapped: rotoff.Checkpointable) -> None:
-    """The parameters, buffers and gradients with which the plain model starts."""
-    wrapped.load_state_dict(fresh("residual")[0].state_dict())
-    for p in wrapped.parameters():
-        p.grad = torch.zeros_like(p)
 
 
 @pytest.fixture
@@ -126,21 +119,17 @@ def no_mode_is_left() -> bool:
 
 def survives(
     wrapped: rotoff.Checkpointable, points: Iterable[int], arm: Callable[[int], object], step: Callable[[], object],
-    right: Callable[[], bool],
+    right: Callable[[], object],
 ) -> None:  # fmt: skip
-    """Each of the events `points` fails in a step; after each one nothing is left, and the next step is right."""
+    """Each of the events `points` fails in a step; after each one nothing is left, and `right` asserts that the next step
+    is."""
     with nothing_left(wrapped):
         for n in points:
             arm(n)
             assert left_bytes(step) <= 0, n
             assert no_mode_is_left(), n
             arm(0)
-            assert right(), n
-
-
-def trains(wrapped: rotoff.Checkpointable, batch: Batch) -> bool:
-    afresh(wrapped)
-    return same(train(wrapped, batch, steps=1), plain("residual", steps=1))
+            right()
 
 
 @pytest.mark.parametrize("every", [2 * len(ERRORS), pytest.param(1, marks=pytest.mark.slow)])
@@ -148,7 +137,8 @@ def trains(wrapped: rotoff.Checkpointable, batch: Batch) -> bool:
 def test_an_error_at_every_call_of_stages_and_links(kind: str, every: int, faults: Faults) -> None:
     """Calls in forwards and replays, copies out and in, waits, allocations, with smaller forms: every second one fails,
     in one way or another; slowly, each in all of them."""
-    wrapped, batch, sequence = moving(forms=True)
+    beside, batch = moving(forms=True)
+    wrapped = beside.planned
     wrapped(x := batch()).sum().backward()
 
     def step() -> None:
@@ -156,12 +146,11 @@ def test_an_error_at_every_call_of_stages_and_links(kind: str, every: int, fault
             said = outcome(lambda: wrapped(x).sum().backward())
         assert "injected" in said or not faults.n
 
-    afresh(wrapped)
     faults.arm(0, ERRORS[kind])
     step()
     points = range(1 + [*ERRORS].index(kind) % every, 1 + faults.count, every)
-    assert faults.count > 40, str(sequence)
-    survives(wrapped, points, lambda n: faults.arm(n, ERRORS[kind]), step, lambda: trains(wrapped, batch))
+    assert faults.count > 40, str(wrapped.sequence)
+    survives(wrapped, points, lambda n: faults.arm(n, ERRORS[kind]), step, lambda: beside.step(batch()))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "failing"])
@@ -174,7 +163,8 @@ def test_a_disk_that_fails(call: str, number: int, monkeypatch: pytest.MonkeyPat
         faults.event()
         return real(*args)
 
-    wrapped, batch, _ = moving()
+    beside, batch = moving()
+    wrapped = beside.planned
     monkeypatch.setattr(host_file.os, call, faulty)
     wrapped(x := batch()).sum().backward()
     calls = faults.count
@@ -187,7 +177,7 @@ def test_a_disk_that_fails(call: str, number: int, monkeypatch: pytest.MonkeyPat
     def arm(n: int) -> None:
         faults.arm(n, lambda: OSError(number, os.strerror(number)))
 
-    survives(wrapped, range(1, calls + 1), arm, step, lambda: trains(wrapped, batch))
+    survives(wrapped, range(1, calls + 1), arm, step, lambda: beside.step(batch()))
     assert sum(seen) >= calls // 2
 
 
@@ -226,9 +216,9 @@ def test_a_model_that_catches_an_error_is_right_or_told_that_its_step_is_lost(fa
         lost = said.startswith(("MemoryError", "ExecutionError: this step was aborted after an error"))
         assert lost if said else gradients()
 
-    def right() -> bool:
+    def right() -> None:
         step()
-        return gradients()
+        assert gradients()
 
     survives(wrapped, range(1, calls + 1), lambda n: faults.arm(n, MemoryError), step, right)
 
@@ -253,8 +243,7 @@ def test_an_error_while_measuring_changes_nothing_of_the_users() -> None:
         assert torch.equal(torch.get_rng_state(), generator)
     for hook in hooks:
         hook.remove()
-    wrapped.compute_sequence(wrapped.measure(x).min_mem_limit())
-    assert same(train(wrapped, batch, steps=1), plain("stateful", steps=1))
+    Beside(model, sample=(x,)).within("joint").step(batch())
 
 
 # -- a process that forks
@@ -382,8 +371,8 @@ def test_a_child_forked_around_a_step_is_right_or_told_so(when: str, how: str, t
 
 @pytest.mark.slow
 def test_a_thousand_steps_do_not_grow() -> None:
-    wrapped, batch, _ = moving()
-    x = batch()
+    beside, batch = moving()
+    wrapped, x = beside.planned, batch()
 
     def steps(count: int) -> None:
         for _ in range(count):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -261,35 +260,6 @@ OTHERS: dict[str, Callable[[], tuple[nn.Module, Batch]]] = {
     ),
     "dropping": dropping,
 }
-
-
-def train(model: nn.Module, batch: Batch, steps: int = 3, seed: int = 1) -> list[torch.Tensor]:
-    """Train a few steps; everything that must not differ: losses, gradients, buffers, inputs' gradients, generator
-    states."""
-    torch.manual_seed(seed)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
-    seen: list[torch.Tensor] = []
-    for _ in range(steps):
-        x = batch()
-        output = model(x)
-        loss = output.float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        seen.append(loss.detach().clone())
-        seen += [p.grad.clone() for p in model.parameters() if p.grad is not None]
-        seen += [p.detach().clone() for p in model.parameters()]
-        seen += [b.clone() for b in model.buffers()]
-        given = x if isinstance(x, tuple) else (x,)
-        seen += [t.grad.clone() for t in given if t.grad is not None]
-    return [*seen, torch.get_rng_state()]
-
-
-@cache
-def plain(name: str, steps: int = 3) -> list[torch.Tensor]:
-    """What `train` sees of the model named `name`."""
-    model, batch = fresh(name)
-    return train(model, batch, steps)
 
 
 def fresh(name: str) -> tuple[Any, Batch]:
