@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,12 +24,6 @@ CASES = [*itertools.product(ALL, (1, 100)), ("convolutional", 700)]
 SHARES = {False: accelerator.OVER_RESERVED, True: accelerator.OVER_RESERVED_EXPANDABLE}
 MORE = accelerator.OVER_RESERVED_BYTES
 STUB = 512  # a number that stands for what is gone, once for a type of numbers, which stays
-
-
-def test_the_docs_say_so() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "runtime.md").read_text(encoding="utf-8")
-    for option, share in (("none", SHARES[False]), ("`expandable_segments:True`", SHARES[True])):
-        assert f"| {option} | up to {share:.0%} and {MORE // MIB} MiB |".replace("%", " %") in text
 
 
 def on_the_device(batch: Any, times: int) -> Any:

@@ -14,8 +14,7 @@ import rotoff
 from rotoff import Chain, ParameterGroup, Sequence, Stage, Trace, chrome_trace, render, simulate
 from rotoff.cli import main
 from rotoff.errors import OptionError
-from rotoff.report.expected_step import lanes
-from rotoff.report.summary import fates, group_fates, in_words
+from rotoff.report.summary import in_words
 
 
 def three(count: int = 3, **times: float) -> Chain:
@@ -73,32 +72,7 @@ def shown(chain: Chain, sequence: Sequence, width: int = 100, **options: object)
     return render(chain, sequence, width=width, **options)
 
 
-def test_lanes_have_the_idle_time_between_operations_and_what_goes_on_in_the_next_step() -> None:
-    trace = simulate(three(), MOVING)
-    found = lanes(trace)
-    assert sum(end - start for start, end, *_ in found["compute"]) == pytest.approx(trace.makespan)
-    assert sum(end - start for start, end, work, _ in found["compute"] if work == "idle") == trace.idle_time > 0
-    for lane in ("d2h", "h2d"):
-        copies = [(event.start, event.end) for event in trace.events if event.lane == lane]
-        assert [(start, end) for start, end, *_ in found[lane]] == copies
-    late = next(event for event in simulate(PLACED, PLACING).events if str(event.op) == "prefetch w 2")
-    step = simulate(PLACED, PLACING).makespan
-    assert late.end > step
-    spans = [(start, end) for start, end, _, label in lanes(simulate(PLACED, PLACING))["h2d"] if label == "w2"]
-    assert spans[-1] == pytest.approx((max(0.0, late.start - step), late.end - step))
-
-
 # -- text
-
-
-def test_what_becomes_of_stages_and_groups() -> None:
-    assert in_words(PLACING).endswith(
-        "parameters 1 resident; parameters 2 updated on the host; parameters 3, 6 streamed; parameters 4 state moved;"
-        " parameters 5 streamed, updated on the host"
-    )
-    assert [*fates(PLACING).values()] == ["moved"] + ["kept"] * 5, "a group's number is no stage's"
-    both = "prefetch w 1; prefetch o 1; wait w 1; F_all 1; B 1; wait o 1; U 1; offload w 1; offload o 1; free w 1"
-    assert group_fates(plan(both + "; free o 1")) == {1: "streamed, state moved"}
 
 
 @pytest.mark.parametrize(("stages", "width"), [(3, 40), (50, 80), (50, 120), (300, 100)])
@@ -163,14 +137,6 @@ def test_a_trace_names_groups() -> None:
     more = replace(PLACED, stages=PLACED.stages[:1], parameters=(GROUP,) * 3)  # than stages
     names = {event["name"] for event in chrome_trace(more, rotoff.keep_all(more))["traceEvents"]}
     assert {"U 1", "U 2", "U 3"} <= names
-
-
-def test_a_trace_file_shows_a_measured_step_beside_the_predicted_one(tmp_path: Path) -> None:
-    rotoff.save_chrome_trace(tmp_path / "step.json", three(), MOVING, measured=measured())
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    ends = {pid: max(e["ts"] + e["dur"] for e in events if e["ph"] == "X" and e["pid"] == pid) for pid in (1, 2)}
-    both = {1: simulate(three(), MOVING).makespan * 1e6, 2: measured().makespan * 1e6}
-    assert ends == pytest.approx(both)
 
 
 def test_the_command_line_takes_chains_with_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
