@@ -13,7 +13,6 @@ from allocated import peak_bytes
 from torch import nn
 
 import rotoff
-from rotoff.core.chain import LinkRates
 from rotoff.runtime.links import bandwidth
 from rotoff.runtime.links import pool as link_pool
 from rotoff.runtime.links.bandwidth import PIECE_BYTES, measure_bandwidth
@@ -284,11 +283,3 @@ def test_bytes_for_measuring_are_file_backed_if_the_disk_has_room(
     monkeypatch.setattr(HostFile, "reserve", Mock(side_effect=rotoff.ExecutionError("the disk has no room")))
     assert peak_bytes(lambda: link.stand_in(1 << 20)) == 1 << 20
     link.close()
-
-
-def test_what_all_processes_of_a_host_get_at_once_bounds_each_rate() -> None:
-    alone, at_once = LinkRates(15.0, 50.0, True, 12.0, 30.0), LinkRates(10.0, 60.0, True, 5.0, 8.0)
-    plain = LinkPool()
-    assert plain.shared(alone) == alone
-    plain.share = at_once
-    assert plain.shared(alone) == LinkRates(10.0, 50.0, True, 5.0, 8.0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision_operators
 from models import ALL, Does, many, up_and_down
 from planned_steps import Beside, bits_and_bytes, drawn
 from torch import nn
@@ -274,6 +275,11 @@ def inverted() -> nn.Module:
     return nn.Sequential(*(one for layer in layers for one in layer))
 
 
+def mobilenet() -> nn.Module:
+    torchvision_operators.declare()
+    return pytest.importorskip("torchvision.models").mobilenet_v3_small()  # type: ignore[no-any-return]
+
+
 def translator() -> nn.Module:
     return nn.Transformer(64, 4, 2, 2, 128, batch_first=True)
 
@@ -342,6 +348,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], di
         {"over": 1.03},
     ),
     "skips": (partial(models.UNet, 8, 2, 2), drawn(8, 3, 64, 64), {**SKIPS, "over": 1.1}),
+    "a model of torchvision": (mobilenet, drawn(4, 3, 32, 32), {"stages": 8, "forms": False}),
     "a memory that all read": (
         translator, lambda: (torch.randn(8, 64, 64), torch.randn(8, 64, 64)), {**SKIPS, "over": 1.05}
     ),
