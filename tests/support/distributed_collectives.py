@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn.functional as F
-from distributed_steps import works
 from distributed_tensor_parallel import compared
 from models import Does
 from ranks import say
+from step_by_step import works
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.nn.functional import all_gather
@@ -161,5 +161,5 @@ def tell(kind: str, mode: str, x: torch.Tensor) -> None:
     mode = ("remat", "offload")[dist.get_rank()] if alone else mode
     equal, planned = compared(partial(net, kind), x, mode, not alone)
     if alone or dist.get_rank() == 0:
-        say(f"{mode}: equal={equal} works={works(planned)}")
+        say(f"{mode}: equal={equal} works={works(planned.sequence)}")
     planned.close()

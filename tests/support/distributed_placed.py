@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from allocated import peak_bytes
-from distributed_steps import peaks, step, whole, works
+from distributed_steps import peaks, step, whole
 from models import Does
 from quantized import own as quantized
 from ranks import by_first, everyone, say
+from step_by_step import works
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -263,7 +264,7 @@ def gathered_ahead() -> None:
     planned.compute_sequence((planned.min_mem_limit("offload") + planned.keep_all_memory) // 2, mode="offload")
     run()
     within, close, figures = peaks(planned, run)
-    by_first(f"within={within} close={close} works={works(planned)}")
+    by_first(f"within={within} close={close} works={works(planned.sequence)}")
     by_first(f"{figures}")
     planned.close()
 

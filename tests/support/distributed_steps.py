@@ -12,12 +12,12 @@ import torch.distributed as dist
 from allocated import peak_bytes
 from models import Residual
 from ranks import by_first, everyone
+from step_by_step import works
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rotoff
-from rotoff.core.sequence import OpKind
 
 # by kind, arguments of fully_shard. Of the kinds of a root, it gathers what is beside the blocks; alone, these too
 SHARDED: dict[str, dict[str, Any]] = {
@@ -86,10 +86,6 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
-def works(planned: rotoff.Checkpointable) -> bool:
-    return any(op.kind not in (OpKind.F_ALL, OpKind.B) for op in planned.sequence)
-
-
 def train(module: nn.Module, kind: str) -> list[torch.Tensor]:
     torch.manual_seed(100 + dist.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -134,7 +130,9 @@ def main(kind: str) -> None:
         x = batch(kind)
         within, close, figures = peaks(planned, partial(step, module, x))
         same = len(set(everyone(f"{planned.sequence}\n{planned.mem_limit}"))) == 1
-        by_first(f"{mode}: equal={equal} same_plan={same} works={works(planned)} within={within} close={close}")
+        by_first(
+            f"{mode}: equal={equal} same_plan={same} works={works(planned.sequence)} within={within} close={close}"
+        )
         by_first(f"{figures}")
         if kind == "root_unsharded" and mode == "joint":
             for share in (0.5, 1):

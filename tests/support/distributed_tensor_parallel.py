@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from distributed_steps import whole, works
+from distributed_steps import whole
 from models import Does
 from ranks import by_first, everyone
+from step_by_step import works
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +107,9 @@ def main(split: str, *modes: str) -> None:
     for mode in modes:
         equal, planned = compared(partial(model, split, mesh), x, mode)
         same = len(set(everyone(f"{planned.sequence}\n{planned.mem_limit}"))) == 1
-        by_first(f"{mode}: equal={equal} same_plan={same} works={works(planned)} stages={len(planned.chain) > 3}")
+        by_first(
+            f"{mode}: equal={equal} same_plan={same} works={works(planned.sequence)} stages={len(planned.chain) > 3}"
+        )
         planned.close()
     whole_batch = x if split == "tensor" else torch.cat((x, x), 1)
     split_bytes, whole_bytes = saved_bytes(model(split, mesh), x), saved_bytes(whole_net(), whole_batch)

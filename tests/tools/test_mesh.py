@@ -15,9 +15,7 @@ import rotoff
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from distributed_mesh import Net, case
-from models import Residual
-from ranks import printed
+from models import Does, Residual
 
 from rotoff.tools.mesh import Mesh
 
@@ -35,6 +33,10 @@ def planned(mesh: str | None = "fsdp=8", model: nn.Module | None = None, **optio
     found = rotoff.plan(own if model is None else model, x, mesh=mesh, **{"device": "A100", "modes": "remat"} | options)
     assert isinstance(found, rotoff.PlannedSteps)
     return found
+
+
+def language(net: Any, ids: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(net.head(net.layers(net.embedding(ids))), ids)
 
 
 def tracked(model: nn.Module, x: torch.Tensor, ranks: int) -> int:
@@ -64,21 +66,11 @@ def tracked(model: nn.Module, x: torch.Tensor, ranks: int) -> int:
     [(64, 2), pytest.param(16, 8, marks=pytest.mark.slow), pytest.param(2048, 4, marks=pytest.mark.slow)],
 )
 def test_bytes_are_those_that_pytorchs_own_tracker_counts(rows: int, ranks: int) -> None:
-    model, x = Net(), torch.randint(0, 512, (rows,))
+    layers, x = nn.Sequential(*(Residual(128) for _ in range(5))), torch.randint(0, 512, (rows,))
+    model = Does(language, embedding=nn.Embedding(512, 128), layers=layers, head=nn.Linear(128, 512))
     peak = rotoff.plan(model, x, mesh=f"fsdp={ranks}", device="CPU", modes="remat").steps[0].peak_bytes
     there = tracked(model, x, ranks)
     assert there - 8 <= peak <= 1.03 * there  # the loss is the caller's
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_bytes_are_those_of_processes(ranks: int) -> None:
-    model, x = case()
-    peak = rotoff.plan(model, x, mesh=f"fsdp={ranks}", device="CPU", optimizer="adamw").steps[0].peak_bytes
-    there = list(map(int, printed(group := f"{ranks} distributed_mesh")[group]))
-    assert len(there) == ranks
-    # gloo's threads may hold tensors for a moment longer, so that a process may show more
-    assert min(there) == pytest.approx(peak, rel=0.03)
 
 
 def test_a_rank_holds_shards_and_sends_what_a_ring_sends() -> None:
