@@ -18,35 +18,13 @@ import torch
 import torchvision_operators
 from allocated import peak_bytes
 from models import same
+from shown_in_docs import ROWS, Net, batch, rows
 from step_by_step import works
 from torch import nn
-from torch.nn import functional as F
 
 import rotoff
 from rotoff.errors import ExecutionError, LimitError, OptionError
 from rotoff.tools.attach import attached
-
-WIDTH, ROWS = 32, 24
-
-
-class Net(nn.Module):
-    """Blocks with a skip and dropout; the loss is part of it, as in Hugging Face's models."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def block() -> nn.Sequential:
-            up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-            return nn.Sequential(nn.LayerNorm(WIDTH), up, nn.GELU(), down, nn.Dropout(0.1))
-
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        for block in self.blocks:
-            inputs = inputs + block(inputs)
-        logits = self.head(inputs)
-        return F.cross_entropy(logits, labels), logits
 
 
 def build() -> Net:
@@ -54,27 +32,12 @@ def build() -> Net:
     return Net()
 
 
-class Rows(torch.utils.data.Dataset):
-    """Random inputs and labels, the same each time."""
-
-    def __init__(self) -> None:
-        made = torch.Generator().manual_seed(1)
-        self.inputs = torch.randn(4 * ROWS, WIDTH, generator=made)
-        self.labels = torch.randint(0, 3, (4 * ROWS,), generator=made)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
-        return {"inputs": self.inputs[n], "labels": self.labels[n]}
-
-
 @cache
 def a_limit(bf16: bool = False) -> int:
     """Bytes that keeping everything does not fit: half of the way there from the smallest."""
     wrapped = rotoff.Checkpointable(build())
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        wrapped.measure(Rows().inputs[:ROWS], Rows().labels[:ROWS])
+        wrapped.measure(**batch())
     return (wrapped.min_mem_limit("joint") + wrapped.keep_all_memory) // 2
 
 
@@ -82,7 +45,7 @@ def a_limit(bf16: bool = False) -> int:
 def a_device_limit() -> int:
     """Half of what everything takes: parameters, gradients, AdamW's states and the step."""
     model = build()
-    wrapped = rotoff.Checkpointable(model).measure(Rows().inputs[:ROWS], Rows().labels[:ROWS])
+    wrapped = rotoff.Checkpointable(model).measure(**batch())
     wrapped.compute_sequence(device_limit="1 TiB", optimizer=torch.optim.AdamW(model.parameters()))
     return wrapped.keep_all_memory // 2
 
@@ -129,7 +92,7 @@ def hugging_face(
     steps = {"per_device_train_batch_size": ROWS, "max_steps": 4, "logging_steps": 1, "save_steps": 2, "seed": 7}
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     arguments = transformers.TrainingArguments(output_dir=str(folder), **steps, **quiet, **options)
-    data = data or Rows()
+    data = data or rows()
     sets = {"train_dataset": data, "eval_dataset": data if evaluates else None}
     model = model or (None if model_init else build())
     return transformers.Trainer(model, arguments, **sets, model_init=model_init, callbacks=list(callbacks))
@@ -157,7 +120,7 @@ def plainly(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
 
 
 def losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [row[name] for row in trainer.state.log_history for name in ("loss", "eval_loss") if name in row]
 
 
 def alike(trainer: Any, plain: Any) -> bool:
@@ -167,42 +130,22 @@ def alike(trainer: Any, plain: Any) -> bool:
 
 @pytest.mark.parametrize(
     "how",
-    ["limited", "bf16", "from a file", "made by the trainer", "placed, made by the trainer"],
+    ["limited", "bf16", "from a file", "made by the trainer", "placed, made by the trainer", "placed, evaluated"],
 )
 def test_trainer(tmp_path: Path, how: str, plainly: Callable[..., Any]) -> None:
     """Also where ``train`` makes another model than the constructor; its forward must not be wrapped before it is
     planned."""
-    options = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
+    options: dict[str, Any] = {"model_init": build} if "made" in how else {"bf16": how == "bf16"}
+    if "evaluated" in how:  # clipped, and by its own schedule
+        options |= {"evaluates": True, "eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.5}
     plain, (args, kwargs) = plainly(**options), asked(how, tmp_path)
     callback = for_trainer(*args, **kwargs)
     trainer = hugging_face(tmp_path / "planned", callback, **options)
     trainer.train()
     assert does_as_asked(how, callback.planned)
     assert callback.planned is attached(trainer.model) or "made" not in how
-    assert alike(trainer, plain) and len(losses(plain)) == 4
+    assert alike(trainer, plain) and len(losses(plain)) == 4 + 2 * ("evaluated" in how)
     assert type(trainer.model) is Net
-
-
-def test_trainer_inside_a_device_limit(tmp_path: Path) -> None:
-    """With its own clipping, schedule, evaluation and checkpoints."""
-    options = {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.5}
-    runs = []
-    for device_limit in (None, a_device_limit()):
-        folder, callbacks = tmp_path / str(device_limit), []
-        if device_limit is not None:
-            callbacks = [for_trainer(device_limit=device_limit, refine=False, host_directory="/var/tmp")]
-        trainer = hugging_face(folder, *callbacks, evaluates=True, **options)
-        trainer.train()
-        runs.append((trainer, [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]))
-    (plain, seen), (trainer, seen_placed) = runs
-    assert moves_parameters(callbacks[0].planned)
-    assert losses(trainer) == losses(plain)
-    assert seen_placed == seen
-    assert len(seen) == 2
-    assert same(list(trainer.model.parameters()), list(plain.model.parameters()))
-    resumed = hugging_face(tmp_path / "resumed", max_grad_norm=0.5)
-    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # made while parameters were placed
-    assert same(list(resumed.model.parameters()), list(plain.model.parameters()))
 
 
 class Text(torch.utils.data.Dataset):
@@ -229,10 +172,10 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path) -> None:
         sizes = {"n_layer": 8, "n_embd": 16, "n_head": 2, "vocab_size": 3000, "n_positions": 16, "use_cache": False}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
-    batch = {name: torch.stack([Text(3000)[n][name] for n in range(ROWS)]) for name in Text(3000)[0]}
+    some = {name: torch.stack([Text(3000)[n][name] for n in range(ROWS)]) for name in Text(3000)[0]}
 
     def step(model: nn.Module) -> None:
-        model(**batch)["loss"].backward()
+        model(**some)["loss"].backward()
 
     usual = gpt()
     usual.gradient_checkpointing_enable()
@@ -250,15 +193,16 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path) -> None:
     assert peak_bytes(lambda: step(trainer.model)) <= planned.get_expected_memory() <= flag
 
 
+@pytest.mark.parametrize("limit", ["mem_limit", "device_limit"])
 def test_trainers_checkpoints_interchange(
-    tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
+    limit: str, tmp_path: Path, plainly: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain = plainly(bf16=False)
+    plain, given = plainly(bf16=False), {limit: a_limit() if limit == "mem_limit" else a_device_limit()}
     # The second half of the plain run, continued under rotoff from the plain checkpoint, and the other way round.
-    planned = hugging_face(tmp_path / "planned", for_trainer(a_limit(), refine=False))
+    planned = hugging_face(tmp_path / "planned", for_trainer(**given, refine=False))
     planned.train(resume_from_checkpoint=f"{plain.args.output_dir}/checkpoint-2")
     assert same(list(planned.model.parameters()), list(plain.model.parameters()))
-    planned = hugging_face(tmp_path / "ended", for_trainer(a_limit(), refine=False))
+    planned = hugging_face(tmp_path / "ended", for_trainer(**given, refine=False))
     planned.train(resume_from_checkpoint=str(tmp_path / "planned" / "checkpoint-4"))
     assert "no step was planned" not in caplog.text  # no step was left
     back = hugging_face(tmp_path / "back")
@@ -339,13 +283,13 @@ def accelerated(model: nn.Module, mixed_precision: str) -> tuple[list[float], An
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision, gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer, loader = accelerator.prepare(
-        model, optimizer, torch.utils.data.DataLoader(Rows(), batch_size=ROWS)
+        model, optimizer, torch.utils.data.DataLoader(rows(), batch_size=ROWS)
     )
     torch.manual_seed(5)
     found = []
-    for batch in loader:
+    for some in loader:
         with accelerator.accumulate(model):
-            loss, _ = model(batch["inputs"], batch["labels"])
+            loss = model(**some)["loss"]
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -391,8 +335,8 @@ def lit(lightning: Any) -> Any:
             self.net = build()
             self.seen: list[float] = []
 
-        def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
-            loss, _ = self.net(batch["inputs"], batch["labels"])
+        def training_step(self, some: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+            loss = self.net(**some)["loss"]
             self.seen.append(loss.item())
             return loss
 
@@ -417,7 +361,7 @@ def fit(lightning: Any, module: Any, folder: Path, *callbacks: Any, precision: s
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        trainer.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=ROWS))
+        trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=ROWS))
     return trainer
 
 
