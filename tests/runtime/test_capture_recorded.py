@@ -80,20 +80,6 @@ def test_stages_option_sets_number_of_stages() -> None:
     assert len(few.chain) <= 8 < len(many.chain)
 
 
-def test_stages_are_shown_as_a_table() -> None:
-    model = masked()
-    found = rotoff.stages(model, torch.randn(16, 8), torch.arange(16) % 2 == 0)
-    assert "cut where few bytes cross" in found.strategy
-    lines = str(found).splitlines()
-    assert lines[1].split()[:4] == ["stage", "module", "output", "saved"]
-    assert "or saved" in lines[1]  # the forms, each with its bytes
-    for number, (line, stage) in enumerate(zip(lines[2:], found.chain.stages, strict=False), 1):
-        assert line.split()[0] == str(number) and rotoff.format_bytes(stage.saved_bytes) in line
-    assert found.chain.stages[1].saved_bytes > 0
-    two = rotoff.stages(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.randn(3, 2))
-    assert "end where calls of 2 modules end" in two.strategy
-
-
 @dataclasses.dataclass
 class Batch:
     x: torch.Tensor

@@ -183,30 +183,6 @@ class TestFileLink:
         code = code.replace("SUPPORT", repr(str(Path(__file__).parents[1] / "support")))
         assert run_python(code) == "interrupted\n"
 
-    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
-    def test_resident_memory_falls_while_bytes_are_away(self):
-        code = """
-            import os, torch
-            from rotoff.runtime.links.file import FileLink
-            def resident():
-                return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            size = 64 << 20
-            link = FileLink()
-            link.reserve(size)
-            before = resident()
-            source = torch.ones(size, dtype=torch.uint8)
-            held = resident()
-            written = link.copy_out([source], 0)
-            link.wait(written)
-            del source
-            away = resident()
-            target = link.allocate(size)
-            link.wait(link.copy_in([target], 0, written))
-            back = resident()
-            print(held - before > 0.9 * size, away - before < 0.1 * size, back - before > 0.9 * size, bool(target.all()))
-        """
-        assert run_python(code, MALLOC_MMAP_THRESHOLD_="65536") == "True True True True\n"
-
 
 def test_a_step_on_another_stream_overwrites_no_host_bytes_that_are_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link is idle once a step has been issued. The next one may run on a stream that is ordered after nothing of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from contextlib import nullcontext
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from allocated import peak_bytes
-from models import ALL, Does, Residual, fresh, linears, same
+from models import ALL, Does, Residual, fresh, linears
 from planned_steps import Beside, bits_and_bytes
 from step_by_step import works
 from torch import nn
@@ -34,41 +33,35 @@ def test_a_backward_after_one_that_the_callers_error_stopped_gives_the_bits_of_t
     name: str, mode: str
 ) -> None:
     """Whichever stage the error stopped it in, twice in a row; without retain_graph, the next is refused."""
+    left = [0]
 
-    def gradients(run: nn.Module, at: nn.Module, retain: bool = True) -> list[torch.Tensor]:
-        left = [2]
+    def stop(gradient: torch.Tensor) -> None:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyError("of the caller")
 
-        def stop(gradient: torch.Tensor) -> None:
-            left[0] -= 1
-            if left[0] >= 0:
-                raise KeyError("of the caller")
-
-        handle = at.register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
-        torch.manual_seed(1)
-        output = run(batch()).sum()
-        handle.remove()
-        for _ in range(2):
+    def stopped(output: torch.Tensor, _: Any = None, retain: bool = True) -> None:
+        loss, left[0] = output.sum(), 2
+        for _ in "ab":
             with pytest.raises(KeyError, match="of the caller"):
-                output.backward(retain_graph=retain)
-        output.backward(retain_graph=True)
-        output.backward()
-        return [p.grad.clone() for p in run.parameters()]
+                loss.backward(retain_graph=retain)
+        loss.backward(retain_graph=True)
+        loss.backward()
 
     model, batch = fresh(name)
-    plain, wrapped = copy.deepcopy(model), rotoff.Checkpointable(model).measure(batch())
-    wrapped.compute_sequence(wrapped.min_mem_limit(mode), mode=mode)
-    state = copy.deepcopy(model.state_dict())
+    beside = Beside(model, sample=(batch(),), backward=stopped).within(mode)
     for at in range(len(model)):
-        found = []
-        for run, net in ((plain, plain), (wrapped, model)):
-            net.load_state_dict(state)
-            net.zero_grad()
-            found.append(gradients(run, net[at]))
-        assert same(*found), at
-        if at < len(model) - 1:
+        handles = [
+            one[at].register_forward_hook(lambda module, args, output: output.register_hook(stop) and None)
+            for one in (beside.plain, beside.model)
+        ]
+        beside.step(x := batch())
+        for run in (beside.plain, beside.planned) if at < len(model) - 1 else ():
             with pytest.raises((rotoff.ExecutionError, RuntimeError, AssertionError), match="retain_graph"):
-                gradients(wrapped, model[at], retain=False)
-    wrapped.close()
+                stopped(run(x), retain=False)
+        for handle in handles:
+            handle.remove()
+    beside.planned.close()
 
 
 LOSSES = {
