@@ -234,35 +234,21 @@ def test_steps_off_their_course(again: set[int], cut: int, share: float, updates
     compare(model, off, x, record_property, share=share, updates=updates)
 
 
-def test_with_room_for_everything_the_plain_model_trains_on_the_device() -> None:
+@pytest.mark.parametrize("begins", ["cpu", "cuda"])
+def test_parameters_and_states_leave_the_device_as_far_as_they_must_and_come_back(begins: str) -> None:
     model, x = made("language")
-    wrapped = rotoff.Checkpointable(model, device="cuda").measure(x)
+    wrapped = rotoff.Checkpointable(model.to(begins), device="cuda").measure(x)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
-    assert all(t.device == CUDA for t in (*model.parameters(), *model.buffers()))
-    usual(wrapped, [optimizer], 0, lambda: x)
-    wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 2, optimizer=optimizer, refine=False)
-    assert {p.device.type for p in model.parameters()} > {"cpu"} or not any(p.is_cuda for p in model.parameters())
-    usual(wrapped, [optimizer], 1, lambda: x)
-    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
-    assert all(p.device == CUDA for p in model.parameters())
-    states = [t for one in optimizer.state.values() for t in one.values() if t.numel() > 1]
-    assert all(t.device == CUDA for t in states)
-    usual(wrapped, [optimizer], 2, lambda: x)
-
-
-def test_a_model_on_the_device_leaves_it_as_far_as_it_must() -> None:
-    model, x = made("language")
-    model.to(CUDA)
-    wrapped = rotoff.Checkpointable(model).measure(x)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
-    assert all(p.device == CUDA for p in model.parameters())
-    wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 3, optimizer=optimizer, refine=False)
-    held = sum(p.nbytes for p in model.parameters() if p.is_cuda)
-    assert held < wrapped.keep_all_memory // 3
-    usual(wrapped, [optimizer], 0, lambda: x)
-    assert {t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}
+    for n in range(3):
+        if n % 2:
+            wrapped.compute_sequence(device_limit=wrapped.keep_all_memory // 2, optimizer=optimizer, refine=False)
+            assert sum(p.nbytes for p in model.parameters() if p.is_cuda) < wrapped.keep_all_memory // 2
+        else:
+            wrapped.compute_sequence(device_limit="1 TiB", optimizer=optimizer)
+            states = [t for one in optimizer.state.values() for t in one.values() if t.numel() > 1]
+            assert all(t.device == CUDA for t in (*model.parameters(), *model.buffers(), *states))
+        usual(wrapped, [optimizer], n, lambda: x)
+        assert ({t.device.type for t in wrapped.state_dict().values()} >= {"cpu"}) == bool(n % 2)
     wrapped.close()
 
 

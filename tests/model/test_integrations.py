@@ -148,18 +148,11 @@ def test_trainer(tmp_path: Path, how: str, plainly: Callable[..., Any]) -> None:
     assert type(trainer.model) is Net
 
 
-class Text(torch.utils.data.Dataset):
+def text(words: int) -> list[dict[str, torch.Tensor]]:
     """Drawn rows of `words` words for a language model."""
-
-    def __init__(self, words: int) -> None:
-        self.words = words
-
-    def __len__(self) -> int:
-        return 4 * ROWS
-
-    def __getitem__(self, n: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(0, self.words, (12,), generator=torch.Generator().manual_seed(n))
-        return {"input_ids": ids, "labels": ids}
+    drawn = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, words, (12,), generator=drawn) for _ in range(4 * ROWS)]
+    return [{"input_ids": one, "labels": one} for one in ids]
 
 
 def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path) -> None:
@@ -172,7 +165,7 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path) -> None:
         sizes = {"n_layer": 8, "n_embd": 16, "n_head": 2, "vocab_size": 3000, "n_positions": 16, "use_cache": False}
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
-    some = {name: torch.stack([Text(3000)[n][name] for n in range(ROWS)]) for name in Text(3000)[0]}
+    some = {name: torch.stack([row[name] for row in text(3000)[:ROWS]]) for name in ("input_ids", "labels")}
 
     def step(model: nn.Module) -> None:
         model(**some)["loss"].backward()
@@ -181,10 +174,10 @@ def test_trainer_is_charged_for_what_it_holds_alone(tmp_path: Path) -> None:
     usual.gradient_checkpointing_enable()
     step(usual)
     flag = peak_bytes(lambda: step(usual))
-    plain = hugging_face(tmp_path / "plain", model=gpt(), data=Text(3000))
+    plain = hugging_face(tmp_path / "plain", model=gpt(), data=text(3000))
     plain.train()
     callback = for_trainer(flag, refine=False)
-    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=Text(3000))
+    trainer = hugging_face(tmp_path / "planned", callback, model=gpt(), data=text(3000))
     trainer.train()
     planned = callback.planned
     assert works(planned.sequence)

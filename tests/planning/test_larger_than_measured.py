@@ -48,10 +48,6 @@ def padded(model: Any, x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[1] % 256))
 
 
-def cubed(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("bif,bjf,bkf->bijkf", x, x, x).flatten(1, 3)
-
-
 ALL = torch.ones(4, 512, dtype=torch.bool)
 KEPT, MOVED = 5_500_000, 5_000_000  # limits, above what the smaller step takes and below; the larger one takes 10 MB
 GROWING: dict[str, tuple[Callable[..., torch.Tensor], int, Sequence[Any], Sequence[Any]]] = {
@@ -125,25 +121,6 @@ def test_larger_tensors_that_cannot_be_planned_are_said_once(caplog: pytest.LogC
     assert sum("left the device at once; the limit is" in one for one in caplog.messages) == 1
     assert len(caplog.messages) == 2
     trained.check(x, 64)
-
-
-def test_a_model_that_pads_its_inputs_keeps_the_limit_at_sizes_between() -> None:
-    """Measured are 256, 512 and, since it takes more than these two say, 600; 300 is padded to 512."""
-    trained = Beside(blocks(padded), 9_500_000)
-    for length in (256, 512, 300, 290, 600, 520, 700, 256):
-        x = torch.randn(4, length, WIDTH)
-        trained.step(x)
-        trained.check(x)
-
-
-def test_bytes_that_grow_with_the_cube_of_a_size_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    trained = Beside(blocks(cubed), 12_000_000)
-    with caplog.at_level(logging.WARNING, "rotoff"):
-        for length in (6, 8, 14, 13):
-            x = torch.randn(1, length, WIDTH)
-            trained.step(x)
-            trained.check(x)
-    assert sum("larger than" in one for one in caplog.messages) <= 1
 
 
 # -- where values move

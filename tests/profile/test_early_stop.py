@@ -67,11 +67,3 @@ def test_tail_time_is_validated_and_written_if_nonzero() -> None:
     told = CHAIN.to_dict()
     assert [stage.get("tail_time") for stage in told["stages"]] == [0.5, 1.0, None]
     assert rotoff.Chain.from_dict(told) == CHAIN
-
-
-def test_no_sequence_beats_the_bound_with_tails() -> None:
-    limit = 90  # at 110 both bounds are 185, the time with the smaller form
-    dear = with_tails(5.0, 12.0, 0.0)
-    assert CHAIN.compute_time <= rotoff.lower_bound(dear, limit) < rotoff.lower_bound(with_tails(0.0, 0.0, 0.0), limit)
-    for mode in ("remat", "joint"):
-        assert rotoff.lower_bound(dear, limit) <= rotoff.simulate(dear, rotoff.solve(dear, limit, mode)).makespan

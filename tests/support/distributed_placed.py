@@ -34,7 +34,6 @@ import rotoff
 from rotoff.tensors.storage import is_wrapper, local, stored
 
 WIDTH, BLOCKS, ROWS = 48, 6, 96
-ATTEMPTS = 40  # steps whose bytes are looked at: a thread of gloo may hold what it has summed up for a moment
 
 
 class Block(nn.Module):
@@ -330,16 +329,11 @@ def main(model: str, loop: str = "", updates: str = "", *more: str) -> None:
     batch = 0 if model == "mixed" else x.nbytes  # the model gets one that FSDP2 has cast
     run, batch = (lambda: synced_last(one), 0) if loop == "synced_last" else (lambda: one.step(x), batch)
     assert one.planned is not None
-    peaks, within = list[int](), False
-    while not within and len(peaks) < ATTEMPTS:
-        peaks.append(batch + peak(one, run))
-        predicted = max(row.memory for row in one.planned.plans())
-        within = all(everyone(min(peaks) <= predicted <= limit))
+    told = max(row.memory for row in one.planned.plans())
+    within, close, figures = peaks(one.planned, run, lambda run: batch + peak(one, run), told)
     same_plan = len(set(everyone(f"{one.planned.sequence} {limit}"))) == 1
-    # one plan covers the largest of all processes; how much a step holds depends on when a collective's thread runs
-    close = predicted <= max(everyone(max((p for p in peaks if p <= predicted), default=0))) * 1.05
     moves = any(op.of for op in one.planned.sequence)
-    *all_of, figures = zip(*everyone((equal, same_plan, within, close, moves, (predicted, limit, *peaks))), strict=True)
+    all_of = zip(*everyone((equal, same_plan, within, close, moves)), strict=True)
     by_first("equal={} same_plan={} within={} close={} moves={}".format(*map(all, all_of)))
     by_first(f"{figures}")
     one.planned.close()

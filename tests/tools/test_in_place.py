@@ -25,18 +25,6 @@ def gradients(model: nn.Module, x: torch.Tensor, seed: int = 3) -> list[torch.Te
     return [p.grad.clone() for p in model.parameters()]
 
 
-def test_it_trains_as_the_plain_model_at_the_smallest_limit() -> None:
-    plain, batch = fresh("residual")
-    model, _ = fresh("residual")
-    x = batch()
-    planned = rotoff.attach(model, 2**40)
-    planned.measure(x)
-    planned.compute_sequence(planned.min_mem_limit(), refine=False)
-    assert same(gradients(model, x), gradients(plain, x))
-    assert any(op.kind.value in ("F_ck", "offload") for op in planned.sequence)
-    assert same(list(model.state_dict().values()), list(plain.state_dict().values()))
-
-
 def test_nothing_of_it_is_seen() -> None:
     model, _ = fresh("mlp")
 
