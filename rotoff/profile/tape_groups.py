@@ -132,8 +132,8 @@ class TapeGroups:
         """Return where `sequence` has the parameters. Unless the device is a CPU, a
         parameter lies where its gradient arrives: on the host, if the host updates it or receives the gradient."""
         numbers = frozenset(range(1, len(self.chain.parameters) + 1))
-        rest = at_rest(self.chain, sequence.ops, sequence.resident)
-        resident, moved = frozenset(rest.device), {op.stage for op in sequence if op.of == "w"}
+        resident = frozenset(at_rest(self.chain, sequence.ops, sequence.resident).device)
+        moved = {op.stage for op in sequence if op.of == "w"}
         early: frozenset[Value] = frozenset()
         if apart := is_accelerator(self.device):
             leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
@@ -146,7 +146,6 @@ class TapeGroups:
         return PlacedPlan(
             groups=self.placed,
             resident=resident,
-            on_both=resident & frozenset(rest.host),
             moved=frozenset(moved | {k for k in numbers if w(k) not in resident}),
             early=early,
             outside=self.outside,
@@ -286,7 +285,6 @@ def waiting_plan(model: nn.Module, probe: OptimizerProbe, shards: Shards | None 
     moved = {id(p) for p in movable}
     return PlacedPlan(
         tuple(PlacedGroup((p,), (probe.state_bytes(p),)) for p in movable),
-        frozenset(),
         frozenset(),
         frozenset(range(1, len(movable) + 1)),
         outside=tuple(p for p in every if id(p) not in moved),

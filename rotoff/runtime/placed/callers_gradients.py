@@ -15,7 +15,7 @@ from ...tensors.tree import flatten
 from .groups import PlacedGroups
 from .tensor import placeable
 from .updates import parameters_of, read_by
-from .used_up import UsedUp, clear, is_used_up, watch
+from .used_up import UsedUp, clear, is_used_up
 
 
 class CallersGradients:
@@ -52,7 +52,6 @@ class CallersGradients:
     def use_up(self, updated: set[int]) -> None:
         """After a backward: the gradients of the parameters that it has updated, given by id, are used up. The others
         that had zeros get them back: plain PyTorch updates these, too."""
-        watch(self)
         owners = (one for one in self._groups.optimizers if not updated.isdisjoint(map(id, parameters_of(one))))
         self._await_step = WeakKeyDictionary({one: read_by(one) for one in owners})
         self._used_up = updated & self._groups.places.keys()
@@ -71,13 +70,12 @@ class CallersGradients:
         """Raise if there are gradients before a backward that updates parameters."""
         updated = {id(p) for one in self._groups.optimizers for p in parameters_of(one)}
         self._zeros = set()
-        for key in (id(p) for p in self._groups.every() if id(p) in updated):
-            gradient = self._groups.places[key].gradient
-            if (earlier := gradient.get()) is not None:
+        for one in (one for several in self._groups.members for one in several if id(one.parameter) in updated):
+            if (earlier := one.gradient.get()) is not None:
                 if earlier.any() or not placeable(earlier):  # part of a tensor that the caller may read or scale
                     raise _accumulates("parameters have gradients before the backward")
-                gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)``
-                self._zeros.add(key)
+                one.gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)``
+                self._zeros.add(id(one.parameter))
 
     def watch(self, result: Any) -> None:
         """Have the backward of a step without a plan, whose forward has returned `result`, begin as a planned one's:
@@ -106,29 +104,25 @@ class CallersGradients:
         Raises:
             ExecutionError: if the step would have updated the parameters otherwise than the backward has.
         """
-        placed = [p for p in parameters_of(optimizer) if self.has(p)]
-        marked = [p for p in placed if is_used_up(p)]
-        awaited = optimizer in self._await_step
-        used_up = [p for p in placed if id(p) in self._used_up]
-        if awaited and any(self._groups.places[id(p)].gradient.get() is None and not _is_stale(p) for p in used_up):
-            del self._await_step[optimizer]
-            raise ExecutionError(
-                "gradients were cleared between the backward and optimizer.step(), and"
-                ' updates="during" has updated the parameters in the backward; plan with updates="after"'
-            )
-        if marked and not awaited:
+        updated = [p for p in parameters_of(optimizer) if id(p) in self._used_up]
+        marked = [p for p in parameters_of(optimizer) if self.has(p) and is_used_up(p)]
+        read = self._await_step.pop(optimizer, None)
+        if read is None and marked:
             raise ExecutionError(
                 'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
                 ' plan with updates="after"'
             )
-        changed = marked and self._await_step[optimizer] != read_by(optimizer)
-        if marked and (told or changed):
+        if read is not None and not all(map(_is_stale, updated)):
+            raise ExecutionError(
+                "parameters got other gradients, or these were cleared between the backward and optimizer.step(),"
+                ' after the backward had updated them; plan with updates="after"'
+            )
+        if read is not None and (told or read != read_by(optimizer)):
             finds = "gets arguments" if told else "finds other parameters or settings than the backward did"
             raise ExecutionError(
                 f'optimizer.step() {finds}, and updates="during" has updated the parameters in the backward; plan with'
                 ' updates="after"' + ("" if told else ", or change them before the backward")
             )
-        self._await_step.pop(optimizer, None)
         self.hide(marked)
 
     def hide(self, parameters: list[nn.Parameter]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.sequence import Value, g, o, w
+from ...core.sequence import Value, o, w
 from ...errors import ExecutionError
 from ...tensors.storage import local
 from ..links.base import Link
@@ -26,7 +26,6 @@ from .tensor import (
     placeable,
     prefetch,
     room_of,
-    settle,
 )
 from .updates import move_state
 
@@ -35,11 +34,18 @@ class ParameterPlaces:
     """The places of one parameter, its gradient and its optimizer state.
 
     Args:
-        first: of their bytes on the host. sizes: the parameter's, the gradient's and the state's, in this order.
+        optimizers: those that may have its state. first: of their bytes on the host. sizes: the parameter's, the
+            gradient's and the state's, in this order.
     """
 
     def __init__(
-        self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, first: int, sizes: tuple[int, int, int]
+        self,
+        parameter: nn.Parameter,
+        shard: Shard | None,
+        optimizers: Sequence[Optimizer],
+        host: HostBytes,
+        first: int,
+        sizes: tuple[int, int, int],
     ) -> None:
         self.trained = parameter.requires_grad
         self.parameter = parameter
@@ -47,7 +53,7 @@ class ParameterPlaces:
         self.gradient = PlacedGradient(parameter, host, first + sizes[0], sizes[1])
         self.state_bytes = sizes[2]
         self._next, self._end = first + sum(sizes[:2]), first + sum(sizes)
-        self._host = host
+        self._host, self._optimizers = host, optimizers
         self._states: dict[str, PlacedState] = {}
         self._unplanned: set[str] = set()  # states that have no place
 
@@ -58,16 +64,22 @@ class ParameterPlaces:
             return False
         return self.gradient.get() is None or self.gradient.on_device
 
-    def states(self, state: dict[str, Any] | None) -> list[PlacedState]:
-        """Return the places of its state tensors; `state`: the optimizer's state of the parameter."""
-        for key, tensor in (state or {}).items():
+    def tensors(self) -> list[PlacedTensor]:
+        """Return all places."""
+        return [self.weight, self.gradient, *self.states()]
+
+    def states(self) -> list[PlacedState]:
+        """Return the places of the optimizer's state of the parameter."""
+        nothing: dict[str, Any] = {}
+        state = next((one.state[self.parameter] for one in self._optimizers if self.parameter in one.state), nothing)
+        for key, tensor in state.items():
             if key in self._states:
-                self._states[key].state = state or {}  # another one, after load_state_dict
+                self._states[key].state = state  # another one, after load_state_dict
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2 or not placeable(local(tensor)):
                 continue
             if self._next + (room := room_of(tensor)) <= self._end:
-                self._states[key] = PlacedState(state or {}, key, self._host, self._next, room)
+                self._states[key] = PlacedState(state, key, self._host, self._next, room)
                 self._next += room
             elif key not in self._unplanned:
                 self._unplanned.add(key)
@@ -83,7 +95,8 @@ class ParameterPlaces:
 class PlacedGroups:
     """The groups of a plan, each numbered from 1 on, and the places of their tensors.
 
-    places: by id of a parameter. step: a weak reference to the running step, or None. plan: the latest.
+    places: by id of a parameter. members: those of each group. step: a weak reference to the running step, or None.
+    plan: the latest.
 
     Args:
         link: to the host, which no one else uses.
@@ -96,6 +109,7 @@ class PlacedGroups:
         self._host = HostBytes(link)
         self.optimizers = tuple(optimizers)
         self.places: dict[int, ParameterPlaces] = {}
+        self.members: list[list[ParameterPlaces]] = []
         self.step: Any = None
         self.plan = NOTHING
 
@@ -120,30 +134,31 @@ class PlacedGroups:
                     new.append((p, shard, (room, room * p.requires_grad, state)))
         firsts = self._host.take([size for *_, sizes in new for size in sizes])[::3] if new else ()
         for (p, shard, sizes), first in zip(new, firsts, strict=True):
-            self.places[id(p)] = ParameterPlaces(p, shard, self._host, first, sizes)
-        self.plan = plan
+            self.places[id(p)] = ParameterPlaces(p, shard, self.optimizers, self._host, first, sizes)
+        self.plan, self.members = plan, [[self.places[id(p)] for p in group.parameters] for group in plan.groups]
 
     def rest(self, beginning: bool) -> None:
         """Put everything where it lies between steps. beginning: a step begins, which has no room on the device for
         gradients."""
-        resident, on_both = self.plan.resident, self.plan.on_both
-        with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again below if need be
-            settle(tensor for k in self.numbers for of in (g, o, w) for tensor in self.tensors(of(k)))
+        resident = self.plan.resident
+        for tensor in (tensor for several in self.members for one in several for tensor in one.tensors()):
+            with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again below if need be
+                tensor.settle()
         apart = self.link.queues
         for parameter in self.plan.outside:
             move(parameter, self.link.device)
-        places = [(k, self.places[id(parameter)]) for k in self.numbers for parameter in self.parameters(k)]
-        todo: list[tuple[PlacedTensor, Value, bool]] = []
+        places = [(k, one) for k, several in enumerate(self.members, start=1) for one in several]
+        todo: list[tuple[PlacedTensor, bool]] = []
         for k, one in places:
             here = w(k) in resident and not (apart and beginning and one.gradient.get() is not None)
-            todo += [(one.weight, w(k), here)]
+            todo += [(one.weight, here)]
             if apart or beginning:  # else the gradients of an update stay for the caller
-                todo += [(one.gradient, g(k), apart and here)]
-            todo += [(state, o(k), o(k) in resident) for state in self.states(one.parameter)]
-        for tensor, v, here in sorted(todo, key=lambda each: each[2]):  # what goes makes room for what comes
+                todo += [(one.gradient, apart and here)]
+            todo += [(state, o(k) in resident) for state in one.states()]
+        for tensor, here in sorted(todo, key=lambda each: each[1]):  # what goes makes room for what comes
             if here and not beginning:
                 tensor.hand_over()
-            tensor.rest(here, v in on_both)
+            tensor.rest(here)
         if apart and beginning:
             coming = [one.weight for k, one in places if w(k) in resident | self.plan.early]
             prefetch(weight for weight in coming if weight.on_host)
@@ -152,49 +167,34 @@ class PlacedGroups:
 
     def give_back(self) -> None:
         """Put everything on the device; there is no plan then."""
-        self.plan = NOTHING
+        self.plan, self.members = NOTHING, []
         for places in self.places.values():
-            for tensor in (places.weight, places.gradient, *self.states(places.parameter)):
+            for tensor in places.tensors():
                 tensor.rest(resident=True)
                 tensor.hand_over(changes=True)  # by the caller's optimizer: no later plan may take the host's copy
 
     def hand_over(self) -> None:
         """Give the caller everything after a backward, before the update."""
-        for k in self.numbers:
-            for parameter in self.parameters(k):
-                places = self.places[id(parameter)]
+        for k, several in enumerate(self.members, start=1):
+            for places in several:
                 if self.link.queues and not (w(k) in self.plan.resident and places.together):
                     places.weight.release()
                     places.gradient.release()
                 elif places.gradient.leaving:
                     places.gradient.release()
-                for tensor in (places.weight, *self.states(parameter)):
+                for tensor in (places.weight, *places.states()):
                     tensor.hand_over(changes=places.trained)  # an update follows
                 places.gradient.hand_over()
                 places.gradient.join()
         if self.link.queues:
             self.link.drain()
 
-    def every(self) -> list[nn.Parameter]:
-        """Return the parameters of all groups."""
-        return [parameter for group in self.plan.groups for parameter in group.parameters]
-
-    def parameters(self, k: int) -> tuple[nn.Parameter, ...]:
-        """Return the parameters of group k."""
-        return self.plan.groups[k - 1].parameters
-
     def tensors(self, v: Value) -> list[PlacedTensor]:
         """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
-        parameters = self.parameters(v.stage)
+        places = self.members[v.stage - 1]
         if v.of == "o":
-            return [state for parameter in parameters for state in self.states(parameter)]
-        places = [self.places[id(parameter)] for parameter in parameters]
+            return [state for one in places for state in one.states()]
         return [one.weight if v.of == "w" else one.gradient for one in places]
-
-    def states(self, parameter: nn.Parameter) -> list[PlacedState]:
-        """Return the places of the optimizer's state of a parameter."""
-        state = next((one.state[parameter] for one in self.optimizers if parameter in one.state), None)
-        return self.places[id(parameter)].states(state)
 
     def name(self, k: int) -> str:
         """Return what messages call group k."""
@@ -204,15 +204,10 @@ class PlacedGroups:
         """Whether it is a gradient to which autograd may be adding on another thread."""
         return self.step is not None and isinstance(tensor, PlacedGradient) and tensor.with_autograd
 
-    def updatable(self, k: int) -> list[nn.Parameter]:
-        """Return the parameters of group k, except those whose gradients autograd may still change:
+    def updatable(self, k: int) -> list[ParameterPlaces]:
+        """Return the places of group k, except of parameters whose gradients autograd may still change:
         ``optimizer.step()`` updates these."""
-        return [p for p in self.parameters(k) if not self.with_autograd(self.places[id(p)].gradient)]
-
-    def apart(self, parameters: Iterable[nn.Parameter]) -> dict[int, torch.Tensor]:
-        """Return, by id of a parameter, the gradients that are not in ``parameter.grad``."""
-        found = {id(p): self.places[id(p)].gradient.apart for p in parameters}
-        return {key: gradient for key, gradient in found.items() if gradient is not None}
+        return [one for one in self.members[k - 1] if not self.with_autograd(one.gradient)]
 
 
 def settle_buffers(model: nn.Module, device: torch.device) -> None:

@@ -26,7 +26,6 @@ class PlacedPlan:
 
     groups: in the chain's order.
     resident: the values that the device holds between steps.
-    on_both: those of which the host has a valid copy, too.
     moved: the groups whose parameters are moved within a step.
     early: parameters that lie on the host between steps and are prefetched when a step begins.
     outside: parameters that stay on the device.
@@ -38,7 +37,6 @@ class PlacedPlan:
 
     groups: tuple[PlacedGroup, ...]
     resident: frozenset[Value]
-    on_both: frozenset[Value]
     moved: frozenset[int]
     early: frozenset[Value] = frozenset()
     outside: tuple[nn.Parameter, ...] = ()
@@ -54,4 +52,4 @@ class PlacedPlan:
         return sum(room_of(parameter) * (1 + parameter.requires_grad) + state for parameter, state in pairs)
 
 
-NOTHING = PlacedPlan((), frozenset(), frozenset(), frozenset(), waits=True)  # is placed
+NOTHING = PlacedPlan((), frozenset(), frozenset(), waits=True)  # is placed

@@ -25,7 +25,7 @@ from .callers_gradients import CallersGradients
 from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
 from .placed_plan import PlacedPlan
-from .tensor import PlacedTensor, offload, prefetch, settle
+from .tensor import PlacedTensor, offload, prefetch
 from .updates import is_nested, parameters_of
 from .used_up import is_used_up, watch
 
@@ -45,7 +45,7 @@ class Placement:
         self._groups = PlacedGroups(link, self.optimizers, shards)
         self.updates = GroupUpdates(self._groups)
         self.gradients = CallersGradients(self._groups)
-        self._rest: tuple[Op, ...] = ()  # operations after ``B 1`` that have not run yet
+        self._rest: list[Op] = []  # operations after ``B 1`` that have not run yet
         self._process = os.getpid()
         me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
         self._hooks = [
@@ -63,7 +63,7 @@ class Placement:
         """
         self.check_process()
         self._abandon()
-        self._rest = ()
+        self._rest = []
         for places in self._groups.places.values():
             places.gradient.apart = None  # of a backward that failed
         self.gradients.show()
@@ -137,7 +137,7 @@ class Placement:
             ExecutionError: if the forward comes between a backward that has updated parameters and its step.
         """
         self.gradients.refuse_before_step("this forward")
-        self.updates.step_begins()
+        self.updates.begun = []
 
     def operate(self, op: Op) -> None:
         """Run an update, or a move of ``w``, ``g`` or ``o``."""
@@ -158,11 +158,12 @@ class Placement:
         elif op.kind is OpKind.OFFLOAD and not updating:
             offload(tensors)
         else:
-            settle(tensors)
             for tensor in tensors:
-                if updating:
+                if op.kind is OpKind.WAIT:
+                    tensor.settle()
+                elif updating:
                     tensor.let_go()
-                elif op.kind is not OpKind.WAIT:
+                else:
                     tensor.release()
 
     def arrived(self, parameter: torch.Tensor) -> None:
@@ -178,8 +179,8 @@ class Placement:
         """Return the places of the parameters that the plan moves within a step, or that lie on the host because their
         gradients do, to which the next are added."""
         groups = self._groups
-        pairs = ((k, groups.places[id(parameter)]) for k in groups.numbers for parameter in groups.parameters(k))
-        return [places for k, places in pairs if k in groups.plan.moved or places.weight.on_host]
+        pairs = ((k, one) for k, several in enumerate(groups.members, start=1) for one in several)
+        return [one for k, one in pairs if k in groups.plan.moved or one.weight.on_host]
 
     def away(self) -> list[ParameterPlaces]:
         """Return the places of the parameters that lie on the host."""
@@ -192,8 +193,8 @@ class Placement:
 
     def is_whole(self, k: int) -> bool:
         """Whether each parameter of group k has a gradient."""
-        coming = (p for p in self._groups.updatable(k) if p.requires_grad)
-        return all(self._groups.places[id(p)].gradient.get() is not None for p in coming)
+        places = self._groups.updatable(k)
+        return all(one.gradient.get() is not None for one in places if one.parameter.requires_grad)
 
     @property
     def waits(self) -> bool:
@@ -205,10 +206,8 @@ class Placement:
         brings back what its plan keeps on the device."""
         if not self.waits and self._groups.plan.host_bytes <= host_limit:
             nothing = frozenset[Value]()
-            plan = replace(self._groups.plan, resident=nothing, on_both=nothing, early=nothing, waits=True, room=0)
             with torch.inference_mode(False), torch.no_grad():
-                self._groups.follow(plan)
-                self._groups.rest(beginning=True)
+                self.begin(replace(self._groups.plan, resident=nothing, early=nothing, waits=True, room=0))
 
     @property
     def between_steps(self) -> bool:
@@ -219,9 +218,9 @@ class Placement:
     @property
     def tight(self) -> bool:
         """Whether the plan leaves no bytes for a group of parameters on the host, in a forward that saves nothing."""
-        groups = self._groups
-        away = [[p.nbytes for p in groups.parameters(k) if groups.places[id(p)].weight.on_host] for k in groups.numbers]
-        return groups.plan.room <= max(map(sum, away), default=0)
+        groups = self._groups.members
+        away = [[one.parameter.nbytes for one in several if one.weight.on_host] for several in groups]
+        return self.room <= max(map(sum, away), default=0)
 
     def beside_parameters(self) -> list[torch.Tensor]:
         """Return the gradients and optimizer states, wherever they lie."""
@@ -231,8 +230,7 @@ class Placement:
     @property
     def away_bytes(self) -> int:
         """The bytes of parameters, gradients and optimizer states that lie on the host."""
-        places = self._groups.places.values()
-        every = (one for of in places for one in (of.weight, of.gradient, *self._groups.states(of.parameter)))
+        every = (one for of in self._groups.places.values() for one in of.tensors())
         return sum(t.nbytes for one in every if one.on_host and (t := one.get()) is not None)
 
     def wait(self, plan: Callable[[], PlacedPlan] | None) -> None:
@@ -240,27 +238,23 @@ class Placement:
         with torch.inference_mode(False), torch.no_grad():
             if plan is not None and not self._groups.planned:
                 self.begin(plan())
-            elif plan is None and self._groups.planned and self._groups.plan.waits:
+            elif plan is None and self._groups.planned and self.waits:
                 self._groups.give_back()
 
     def backward_done(self, operations: Sequence[Op]) -> None:
         """End the backward. Of the `operations` left, run those that come before the caller's ``optimizer.step()``."""
         during = self._groups.plan.during
-        self._groups.step, self._rest = None, tuple(operations)
+        self._groups.step, self._rest = None, list(operations)
         try:
             while self._rest and (during or self._rest[0].kind not in UPDATES):
-                op, *rest = self._rest
-                self._rest = tuple(rest)
-                self.operate(op)
+                self.operate(self._rest.pop(0))
             if during:
-                self.updates.end()
+                self.gradients.use_up(self.updates.end())
+            else:
+                self._groups.hand_over()
         except BaseException as error:
             self.updates.backward_failed(error)
             raise
-        if during:
-            self.gradients.use_up(self.updates.gone)
-        else:
-            self._groups.hand_over()
 
     # -- the caller's ``optimizer.step()``
 
@@ -280,30 +274,26 @@ class Placement:
                 "optimizer.step() was called within the backward, as by a hook of a parameter; leave it out there, call"
                 ' it after the backward, and plan with updates="during", which updates parameters as gradients come'
             )
-        closure = next((given for given in (*args[1:], *kwargs.values()) if callable(given)), None)
-        if closure is None:
-            self._update_all(optimizer, args[1:], kwargs)
-            return None
-        with torch.enable_grad():
-            loss = closure()
-
-        def with_closure(instead: Any) -> tuple[list[Any], dict[str, Any]]:
-            own = {name: instead if value is closure else value for name, value in kwargs.items()}
-            return [instead if value is closure else value for value in args], own
-
-        given, named = with_closure(None)
-        self._update_all(optimizer, given[1:], named)
-        given, named = with_closure(lambda: loss)
-        return tuple(given), named
+        given: dict[Any, Any] = {**dict(enumerate(args[1:])), **kwargs}
+        closure = next((name for name, value in given.items() if callable(value)), None)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = given[closure]()
+            given[closure] = lambda: loss
+        args = tuple(map(given.pop, range(len(args) - 1)))
+        self._update_all(optimizer, args, given)
+        return (optimizer, *args), given
 
     def _update_all(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if not self._groups.planned:
             return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
         self.gradients.show()
-        self.gradients.hide_used_up(optimizer, any(given is not None for given in (*args, *kwargs.values())))
+        self.gradients.hide_used_up(
+            optimizer, any(given is not None and not callable(given) for given in (*args, *kwargs.values()))
+        )
         self.updates.begin(optimizer, args, kwargs)
-        rest, self._rest = self._rest, ()
+        rest, self._rest = self._rest, []
         try:
             for op in rest:
                 self.operate(op)

@@ -244,8 +244,8 @@ class PlacedTensor(ABC):
             self._valid = self._valid and not changes
             self._note(counted)
 
-    def rest(self, resident: bool, on_both: bool = False) -> None:
-        """Put it where it lies between steps: on the device if `resident`, and also on the host if `on_both`."""
+    def rest(self, resident: bool) -> None:
+        """Put it where it lies between steps: on the device if `resident`."""
         self.settle()
         if not self.look():
             return
@@ -259,9 +259,6 @@ class PlacedTensor(ABC):
         assert self.device is not None
         if self.on_host:
             self._put_on_device(self.device)
-        if on_both and not self._valid:
-            offload([self])
-            self.settle()
         self._note()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -347,22 +344,6 @@ def offload(tensors: Iterable[PlacedTensor]) -> None:
 def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
     begin = int(tensor.storage_offset()) * tensor.itemsize
     return bytes_of(tensor.untyped_storage())[begin : begin + tensor.nbytes]
-
-
-def settle(tensors: Iterable[PlacedTensor]) -> None:
-    """Make compute wait until no copy reads or writes one of the tensors.
-
-    Raises:
-        ExecutionError: if a copy failed, once all copies have ended.
-    """
-    failures = []
-    for one in tensors:
-        try:
-            one.settle()
-        except ExecutionError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def _is_kept(own: torch.Tensor) -> bool:
