@@ -1,4 +1,4 @@
-"""What the caller finds in ``parameter.grad`` around an update."""
+"""What the caller finds in ``parameter.grad`` around a backward that updates parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,10 @@ from .used_up import UsedUp, clear, is_used_up
 
 
 class CallersGradients:
-    """Hides gradients from an optimizer that has nothing left to do for them, and refuses what would need gradients
-    that a backward has used up."""
+    """Refuses what would need gradients that a backward has used up."""
 
     def __init__(self, groups: PlacedGroups) -> None:
         self._groups = groups
-        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
         # optimizers whose parameters a backward has updated, without their own step since, and what it read of them
         self._await_step: MutableMapping[Optimizer, list[Any]] = WeakKeyDictionary()
         self._used_up: set[int] = set()  # by id, the parameters that the last backward has updated
@@ -44,8 +42,8 @@ class CallersGradients:
         """Whether the parameter is in a group of the plan."""
         return id(parameter) in self._groups.places
 
-    def hides_from(self, optimizer: Optimizer) -> bool:
-        """Whether the steps of `optimizer`, or of one that it wraps, find no gradients that are used up."""
+    def are_known_to(self, optimizer: Optimizer) -> bool:
+        """Whether the steps of `optimizer`, or of one that it wraps, are done in the backward."""
         wrapped = (value for value in vars(optimizer).values() if isinstance(value, Optimizer))
         return bool(self._groups.places) and any(one in self._groups.optimizers for one in (optimizer, *wrapped))
 
@@ -98,16 +96,15 @@ class CallersGradients:
         self._zeros |= set(map(id, left))
         clear(left)
 
-    def hide_used_up(self, optimizer: Optimizer, told: bool) -> None:
-        """Before ``optimizer.step()``: hide what is used up. told: whether the caller gives the step arguments.
+    def check_step(self, optimizer: Optimizer, told: bool) -> None:
+        """Before ``optimizer.step()``. told: whether the caller gives the step arguments.
 
         Raises:
             ExecutionError: if the step would have updated the parameters otherwise than the backward has.
         """
         updated = [p for p in parameters_of(optimizer) if id(p) in self._used_up]
-        marked = [p for p in parameters_of(optimizer) if self.has(p) and is_used_up(p)]
         read = self._await_step.pop(optimizer, None)
-        if read is None and marked:
+        if read is None and any(self.has(p) and is_used_up(p) for p in parameters_of(optimizer)):
             raise ExecutionError(
                 'this is a second optimizer.step() after one backward, whose gradients are gone with updates="during";'
                 ' plan with updates="after"'
@@ -123,20 +120,6 @@ class CallersGradients:
                 f'optimizer.step() {finds}, and updates="during" has updated the parameters in the backward; plan with'
                 ' updates="after"' + ("" if told else ", or change them before the backward")
             )
-        self.hide(marked)
-
-    def hide(self, parameters: list[nn.Parameter]) -> None:
-        """Hide the gradients of `parameters` until `show`, so that the optimizer's own step finds nothing to do."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._hidden.append((parameter, parameter.grad))
-                parameter.grad = None
-
-    def show(self) -> None:
-        """Put the hidden gradients back."""
-        while self._hidden:
-            parameter, gradient = self._hidden.pop()
-            parameter.grad = gradient
 
     def refuse_before_step(self, what: str) -> None:
         """Raise if a backward has updated parameters that plain PyTorch would update in an ``optimizer.step()`` that

@@ -26,7 +26,7 @@ from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
 from .placed_plan import PlacedPlan
 from .tensor import PlacedTensor, offload, prefetch
-from .updates import is_nested, parameters_of
+from .updates import parameters_of, take_over, without_parameters
 from .used_up import is_used_up, watch
 
 
@@ -47,9 +47,9 @@ class Placement:
         self.gradients = CallersGradients(self._groups)
         self._rest: list[Op] = []  # operations after ``B 1`` that have not run yet
         self._process = os.getpid()
-        me = weakref.WeakMethod(self.before_update), weakref.WeakMethod(self.after_update)
+        before, after = weakref.WeakMethod(self.before_update), lambda optimizer, args, _: take_over(optimizer, args[0])
         self._hooks = [
-            (one, one.register_step_pre_hook(_weakly(me[0])), one.register_step_post_hook(_weakly(me[1])))
+            (one, one.register_step_pre_hook(_weakly(before)), one.register_step_post_hook(after))
             for one in self.optimizers
         ]
 
@@ -66,7 +66,6 @@ class Placement:
         self._rest = []
         for places in self._groups.places.values():
             places.gradient.apart = None  # of a backward that failed
-        self.gradients.show()
         self.link.begin()
         self._groups.follow(plan)
         if plan.during:
@@ -101,10 +100,9 @@ class Placement:
         if self._groups.plan.during:
             self.gradients.refuse_earlier()
         self._groups.step = weakref.ref(step)
-        for optimizer, before, after in self._hooks:  # the caller's find the gradients and the parameters of their time
-            ordered: Any = optimizer  # its hooks are in ordered dictionaries
+        for optimizer, before, _ in self._hooks:  # the caller's find the gradients and the parameters of their time
+            ordered: Any = optimizer  # its hooks are in an ordered dictionary
             ordered._optimizer_step_pre_hooks.move_to_end(before.id)
-            ordered._optimizer_step_post_hooks.move_to_end(after.id, last=False)
 
     def close(self, resident: bool = True) -> None:
         """Return everything to the caller, on the device if `resident`, else where it lies; and free the host's
@@ -119,7 +117,6 @@ class Placement:
             )
             self.gradients.clear()
         self.updates.host.close()
-        self.gradients.show()
         for _, *hooks in self._hooks:
             for hook in hooks:
                 hook.remove()
@@ -265,8 +262,6 @@ class Placement:
         Raises:
             ExecutionError: within a backward of the model, and in a forked process.
         """
-        if is_nested(optimizer):
-            return None
         if self._groups.planned:
             self.check_process()
         if self._groups.planned and self._groups.step is not None and torch._C._current_graph_task_id() != -1:
@@ -281,15 +276,14 @@ class Placement:
                 loss = given[closure]()
             given[closure] = lambda: loss
         args = tuple(map(given.pop, range(len(args) - 1)))
+        if not self._groups.planned:
+            return (optimizer, *args), given
         self._update_all(optimizer, args, given)
-        return (optimizer, *args), given
+        return (without_parameters(optimizer), *args), given
 
     def _update_all(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if not self._groups.planned:
-            return
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then
-        self.gradients.show()
-        self.gradients.hide_used_up(
+        self.gradients.check_step(
             optimizer, any(given is not None and not callable(given) for given in (*args, *kwargs.values()))
         )
         self.updates.begin(optimizer, args, kwargs)
@@ -301,12 +295,6 @@ class Placement:
         except BaseException as error:
             self.updates.give_up(error)
             raise
-        self.gradients.hide(parameters_of(optimizer))
-
-    def after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook after ``optimizer.step()``: give the gradients back to the caller."""
-        if not is_nested(optimizer):
-            self.gradients.show()
 
 
 def _weakly(method: weakref.WeakMethod[Any]) -> Any:

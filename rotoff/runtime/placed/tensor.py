@@ -107,8 +107,8 @@ class PlacedTensor(ABC):
         self._room = room
         self._left: list[tuple[int, torch.Tensor]] = []  # bytes that the caller has kept a tensor over
         self._address = 0  # of `host`
-        self._valid = False  # whether the host's bytes are those of `device`
-        self._same: tuple[int, ...] | None = None  # `_content` when the host's bytes were those of `device`
+        # `_content` when the host's bytes were those of `device`; empty while nobody can have changed it since
+        self._same: tuple[int, ...] | None = None
         self._coming: Ticket = None
         self._leaving: Ticket = None
         self._out: Ticket = None
@@ -140,7 +140,7 @@ class PlacedTensor(ABC):
     @property
     def leaving(self) -> bool:
         """Whether the host has been sent what the device has."""
-        return self._valid and self.device is not None
+        return self._same is not None and self.device is not None
 
     @property
     def moving(self) -> bool:
@@ -152,12 +152,12 @@ class PlacedTensor(ABC):
         tensor = self.get()
         if tensor is None or not self._fits(tensor):
             self.settle()
-            self.device, self._valid = None, False
+            self.device, self._same = None, None
             return False
         if self.on_host or (self.device is not None and storage_key(self.device) == storage_key(tensor)):
             return True
         self.settle()  # one that the caller, or autograd, has made
-        self.device, self._valid = None, False
+        self.device, self._same = None, None
         self._leave_kept()
         if tensor.device == self.link.device:
             self.device = tensor.detach()
@@ -195,7 +195,7 @@ class PlacedTensor(ABC):
             self.link.drain()  # after an interrupt the copy still runs, and all that follows must come after it
             if self._coming is not None:
                 self.device = None  # incomplete; the caller's tensor is not there before the copy has ended
-            self._valid, self._out = False, None
+            self._same, self._out = None, None
             raise
         finally:
             self._leaving = self._coming = None
@@ -206,7 +206,7 @@ class PlacedTensor(ABC):
             return
         self.settle()
         if not self.on_host:
-            if not self._valid or (self._same is not None and self._same != self._content(bool(self._same[0]))):
+            if self._same is None or (self._same and self._same != self._content(bool(self._same[0]))):
                 self._leave_kept()
                 self._have_host(self.device).copy_(self.device)
             assert self.host is not None
@@ -240,26 +240,26 @@ class PlacedTensor(ABC):
         self.settle()
         if self.look() and self.device is not None:
             if self.on_host:
-                self._put_on_device(self.device)
-            self._valid = self._valid and not changes
-            self._note(counted)
+                if self.version != self._fetched or self.may_change_uncounted:
+                    self.device.copy_(self._have_host(self.device))  # the caller has changed it since it was copied
+                self.put(self.device)
+                assert self.host is not None
+                self._warn_of_sharing(self.host)
+            if changes:
+                self._same = None
+            elif self._same == ():
+                self._same = self._content(counted)
 
     def rest(self, resident: bool) -> None:
         """Put it where it lies between steps: on the device if `resident`."""
         self.settle()
-        if not self.look():
-            return
         if self.on_host:
             self.device = None  # of a step that ended early; the caller's may have been changed since
-        if not resident:
+        if resident:
+            prefetch([self])
+            self.hand_over()
+        else:
             self.release()
-            return
-        prefetch([self])
-        self.settle()
-        assert self.device is not None
-        if self.on_host:
-            self._put_on_device(self.device)
-        self._note()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return bytes on the device for the copy."""
@@ -280,22 +280,10 @@ class PlacedTensor(ABC):
                 stacklevel=1,
             )
 
-    def _put_on_device(self, device: torch.Tensor) -> None:
-        if self.version != self._fetched or self.may_change_uncounted:
-            device.copy_(self._have_host(device))  # the caller has changed it since it was copied
-        self.put(device)
-        assert self.host is not None
-        self._warn_of_sharing(self.host)
-
     @property
     def may_change_uncounted(self) -> bool:
         """Whether hooks of the caller's may change it within the backward, through ``.data``."""
         return False
-
-    def _note(self, counted: bool = False) -> None:
-        """Remember what it is, if the host's bytes are those of the device."""
-        if self._valid and self._same is None:
-            self._same = self._content(counted)
 
     def _content(self, counted: bool) -> tuple[int, ...]:
         """`counted`, and what changes with the caller's tensor: its version, and which tensor it is or its checksum."""
@@ -322,7 +310,7 @@ def prefetch(tensors: Iterable[PlacedTensor]) -> None:
     ticket = link.copy_in(there, [one._offset for one in coming], *dict.fromkeys(one._out for one in coming))
     for one, host, data in zip(coming, hosts, there, strict=True):
         one.device = View.of(host).on(data.untyped_storage())
-        one._coming, one._valid, one._same, one._fetched = ticket, True, None, one.version
+        one._coming, one._same, one._fetched = ticket, (), one.version
 
 
 def offload(tensors: Iterable[PlacedTensor]) -> None:
@@ -338,7 +326,7 @@ def offload(tensors: Iterable[PlacedTensor]) -> None:
     ticket = going[0].link.copy_out(sources, [one._offset for one in going])
     for one in going:
         one._leaving = one._out = ticket
-        one._valid, one._same = True, None
+        one._same = ()
 
 
 def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -417,11 +405,9 @@ class PlacedGradient(PlacedTensor):
 
     def get(self) -> torch.Tensor | None:
         gradient = self._parameter.grad
-        return (
-            self.apart
-            if self.apart is not None or gradient is None or isinstance(gradient, UsedUp)
-            else local(gradient)
-        )
+        if self.apart is not None or gradient is None or isinstance(gradient, UsedUp):
+            return self.apart
+        return local(gradient)
 
     def put(self, tensor: torch.Tensor) -> None:
         if self.apart is not None:
@@ -451,7 +437,7 @@ class PlacedGradient(PlacedTensor):
             gradient = own.copy_(gradient)
         self.settle()
         self._leave_kept()
-        self.apart, self.device, self._valid = gradient, gradient, False
+        self.apart, self.device, self._same = gradient, gradient, None
         return None
 
     @property
@@ -477,7 +463,7 @@ class PlacedGradient(PlacedTensor):
             self.arrive()
             with torch.no_grad():
                 apart.add_(theirs.to(apart.device))
-            self._parameter.grad, self._valid = None, False
+            self._parameter.grad, self._same = None, None
         if apart.device == self._parameter.device:
             self.apart, self._parameter.grad = None, apart.detach()
 

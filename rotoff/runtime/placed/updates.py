@@ -3,11 +3,9 @@ updated."""
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.optim import Optimizer
 
 from ...tensors.tree import leaves
 from ..sharded import dispatching
+from .used_up import is_used_up
 
 
 class Chunks:
@@ -30,7 +29,7 @@ class Chunks:
         self.updated: set[int] = set()  # by id
         self._under_way: set[int] = set()
         every = [(n, p) for n, group in enumerate(optimizer.param_groups) for p in group["params"]]
-        self._left = {id(p): (n, p) for n, p in every}
+        self._left = {id(p): (n, p) for n, p in every if not is_used_up(p)}
         self._numbers = {id(p): number for number, (_, p) in enumerate(every)}
 
     def step(
@@ -96,6 +95,19 @@ def copy_of(optimizer: Optimizer) -> Any:
     return made
 
 
+def without_parameters(optimizer: Optimizer) -> Any:
+    """Return an optimizer in whose step the class of `optimizer` finds nothing to do."""
+    made = copy_of(optimizer)
+    made.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    return made
+
+
+def take_over(optimizer: Optimizer, other: Any) -> None:
+    """Give `optimizer` what the step of an optimizer `without_parameters` has left in its attributes."""
+    own = {"param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+    vars(optimizer).update({name: value for name, value in vars(other).items() if name not in own})
+
+
 def _stand_in(parameter: nn.Parameter, gradient: torch.Tensor) -> nn.Parameter:
     """The same parameter with another gradient."""
     made = nn.Parameter(parameter.detach())
@@ -136,19 +148,6 @@ def counts_changes(optimizer: Optimizer) -> bool:
     kernels that unscale gradients."""
     own = f"{type(optimizer).__module__}.".startswith("torch.optim.")
     return own and getattr(optimizer, "grad_scale", None) is None
-
-
-_HOOKED = Optimizer.profile_hook_step(Optimizer.step).__code__  # of the function that runs the hooks of every step
-
-
-def is_nested(optimizer: Optimizer) -> bool:
-    """Whether a hook runs for a step that another step of `optimizer` calls: that of its base class."""
-    frame: FrameType | None = sys._getframe(1)
-    running = 0
-    while frame is not None:
-        running += frame.f_code is _HOOKED and frame.f_locals["args"][0] is optimizer
-        frame = frame.f_back
-    return running > 1
 
 
 def host_threads() -> int:

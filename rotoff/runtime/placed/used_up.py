@@ -19,7 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from ...errors import ExecutionError
-from .updates import parameters_of
 
 ZEROING = torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default
 CLIPPING = "mul", "div", "clamp"  # parts of the names of operators that clip and scale
@@ -28,7 +27,7 @@ CLIPPING = "mul", "div", "clamp"  # parts of the names of operators that clip an
 class UsedUp(torch.Tensor):
     """Stands for a gradient that a backward has used up. It reads NaN, has no memory, and may only be zeroed.
 
-    cleared: whether it has been. owner: weakly, what hides it from steps of the parameter's optimizers.
+    cleared: whether it has been. owner: weakly, what checks steps of the parameter's optimizers.
     awaited: optimizers whose step has yet to find that nothing is left to do.
     """
 
@@ -108,13 +107,13 @@ def _watch() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for parameter in parameters_of(optimizer):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if (gradient := parameter.grad) is None or not isinstance(gradient, UsedUp):
             continue
         owner = gradient.owner()
         if owner is None and optimizer in gradient.awaited:
             parameter.grad = None  # the model has gone
-        elif owner is None or not owner.hides_from(optimizer):
+        elif owner is None or not owner.are_known_to(optimizer):
             raise ExecutionError(
                 'updates="during" has used up gradients of this optimizer\'s parameters; call zero_grad() before its'
                 " step, or give it to compute_sequence"
