@@ -32,7 +32,7 @@ from torch import nn
 from torch.autograd.variable import Variable
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..core.sequence import UPDATES, Op, OpKind, Value
+from ..core.sequence import UPDATES, Op, OpKind
 from ..tape.contents import CHANGED, RESIDENT, Content, Reference, Slot, is_plain, version_of, witness_of
 from ..tape.operators import kind_of, tensors_of
 from ..tape.tape import Known, Tape
@@ -432,10 +432,9 @@ class PlacedStep(TapeStep):
         if op.kind in UPDATES and not self._placement.is_whole(op.stage):
             self._late.append(op)
             return
-        self._placement.operate(op)
+        moved = self._placement.operate(op)
         if op.of == "w":
-            tensors = self._placement.tensors(Value(False, op.stage, "w"))
-            self.lending.moved(tensors, op.kind in (OpKind.PREFETCH, OpKind.WAIT))
+            self.lending.moved(moved, op.kind in (OpKind.PREFETCH, OpKind.WAIT))
 
     # -- the backward
 

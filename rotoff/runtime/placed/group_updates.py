@@ -38,7 +38,7 @@ class GroupUpdates:
         """End the update of `begin`. Groups that no operation has updated are updated now, on the host if it can run
         the optimizers."""
         here = self._groups.plan.on_host
-        for k in self._groups.numbers:
+        for k in range(1, len(self._groups.members) + 1):
             if k not in self.begun:
                 self.update(Op(OpKind.H if here else OpKind.U, k))
                 for tensor in () if here else self._groups.tensors(w(k)) + self._groups.tensors(o(k)):
@@ -127,10 +127,11 @@ class GroupUpdates:
             return
         chunks = self.give_up(error)
         names: list[list[str]] = [[], [], []]
-        for k in self._groups.numbers:
-            if trained := [one for one in self._groups.members[k - 1] if one.parameter.requires_grad]:
+        for k, several in enumerate(self._groups.members, start=1):
+            if trained := [one for one in several if one.parameter.requires_grad]:
                 whole = all(_is_updated(chunks, one) for one in trained)
-                names[0 if whole else 1 if k in self.begun else 2].append(self._groups.name(k))
+                name = f"group {k} ({self._groups.plan.groups[k - 1].name})"
+                names[0 if whole else 1 if k in self.begun else 2].append(name)
         all_of, partly, not_yet = (", ".join(some) or "none" for some in names)
         said = (
             f"rotoff: a backward that updates parameters ended early; it has updated {all_of}, perhaps in part"

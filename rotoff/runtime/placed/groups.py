@@ -118,11 +118,6 @@ class PlacedGroups:
         """Whether there is a plan."""
         return self.plan is not NOTHING
 
-    @property
-    def numbers(self) -> range:
-        """The groups."""
-        return range(1, len(self.plan.groups) + 1)
-
     def follow(self, plan: PlacedPlan) -> None:
         """Take `plan`, and host bytes for all that it places."""
         new: list[tuple[nn.Parameter, Shard | None, tuple[int, int, int]]] = []
@@ -195,10 +190,6 @@ class PlacedGroups:
         if v.of == "o":
             return [state for one in places for state in one.states()]
         return [one.weight if v.of == "w" else one.gradient for one in places]
-
-    def name(self, k: int) -> str:
-        """Return what messages call group k."""
-        return f"group {k} ({self.plan.groups[k - 1].name})"
 
     def with_autograd(self, tensor: PlacedTensor) -> bool:
         """Whether it is a gradient to which autograd may be adding on another thread."""

@@ -136,17 +136,17 @@ class Placement:
         self.gradients.refuse_before_step("this forward")
         self.updates.begun = []
 
-    def operate(self, op: Op) -> None:
-        """Run an update, or a move of ``w``, ``g`` or ``o``."""
+    def operate(self, op: Op) -> list[PlacedTensor]:
+        """Run an update, or a move of ``w``, ``g`` or ``o``; returns what has moved."""
         self.check_process()
         if op.kind in UPDATES:
             self.updates.update(op)
-            return
+            return []
         if op.of != "g":
             self.updates.host.join(op.stage)
         begun = op.stage in self.updates.begun
         if op.kind is OpKind.PREFETCH and op.value in self._groups.plan.early and begun:
-            return  # it comes when the next step begins, since the caller may change it before
+            return []  # it comes when the next step begins, since the caller may change it before
         updating = begun and self.link.queues and op.of == "g"  # the host's thread; only it may read the caller's
         groups = self._groups
         tensors = [one for one in groups.tensors(op.value) if updating or not groups.with_autograd(one)]
@@ -162,15 +162,12 @@ class Placement:
                     tensor.let_go()
                 else:
                     tensor.release()
+        return tensors
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """A gradient has come in a step without a plan: it goes to the host, if the parameter is sharded."""
         if id(parameter) in self._groups.shards and (places := self._groups.places.get(id(parameter))) is not None:
             places.gradient.release()
-
-    def tensors(self, v: Value) -> list[PlacedTensor]:
-        """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
-        return self._groups.tensors(v)
 
     def lent(self) -> list[ParameterPlaces]:
         """Return the places of the parameters that the plan moves within a step, or that lie on the host because their
