@@ -15,7 +15,7 @@ from ...tensors.tree import flatten
 from .groups import PlacedGroups
 from .tensor import placeable
 from .updates import parameters_of, read_by
-from .used_up import UsedUp, clear, is_used_up
+from .used_up import UsedUp, is_used_up
 
 
 class CallersGradients:
@@ -62,7 +62,9 @@ class CallersGradients:
 
     def clear(self) -> None:
         """Remove what stands for gradients that are used up."""
-        clear(places.parameter for places in self._groups.places.values())
+        for places in self._groups.places.values():
+            if is_used_up(places.parameter):
+                places.parameter.grad = None
 
     def refuse_earlier(self) -> None:
         """Raise if there are gradients before a backward that updates parameters."""
@@ -93,8 +95,9 @@ class CallersGradients:
         left = [parameter for parameter in coming if is_used_up(parameter)]
         if any(map(_is_stale, left)):
             raise _accumulates("the gradients of the step before are gone, but have not been cleared")
-        self._zeros |= set(map(id, left))
-        clear(left)
+        for parameter in left:
+            self._zeros.add(id(parameter))
+            parameter.grad = None
 
     def check_step(self, optimizer: Optimizer, told: bool) -> None:
         """Before ``optimizer.step()``. told: whether the caller gives the step arguments.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.sequence import Value, o, w
-from ...errors import ExecutionError
 from ...tensors.storage import local
 from ..links.base import Link
 from ..sharded import Shard
@@ -136,9 +134,6 @@ class PlacedGroups:
         """Put everything where it lies between steps. beginning: a step begins, which has no room on the device for
         gradients."""
         resident = self.plan.resident
-        for tensor in (tensor for several in self.members for one in several for tensor in one.tensors()):
-            with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again below if need be
-                tensor.settle()
         apart = self.link.queues
         for parameter in self.plan.outside:
             move(parameter, self.link.device)
@@ -151,9 +146,7 @@ class PlacedGroups:
                 todo += [(one.gradient, apart and here)]
             todo += [(state, o(k) in resident) for state in one.states()]
         for tensor, here in sorted(todo, key=lambda each: each[1]):  # what goes makes room for what comes
-            if here and not beginning:
-                tensor.hand_over()
-            tensor.rest(here)
+            tensor.rest(here, same=not beginning)
         if apart and beginning:
             coming = [one.weight for k, one in places if w(k) in resident | self.plan.early]
             prefetch(weight for weight in coming if weight.on_host)

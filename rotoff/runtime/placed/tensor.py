@@ -12,6 +12,7 @@ import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -250,10 +251,12 @@ class PlacedTensor(ABC):
             elif self._same == ():
                 self._same = self._content(counted)
 
-    def rest(self, resident: bool) -> None:
-        """Put it where it lies between steps: on the device if `resident`."""
-        self.settle()
-        if self.on_host:
+    def rest(self, resident: bool, same: bool = False) -> None:
+        """Put it where it lies between steps: on the device if `resident`. same: whether a copy there is what the
+        caller's tensor on the host is."""
+        with suppress(ExecutionError):  # a copy that failed has lost nothing, and is made again if need be
+            self.settle()
+        if self.on_host and not same:
             self.device = None  # of a step that ended early; the caller's may have been changed since
         if resident:
             prefetch([self])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -70,13 +70,6 @@ def _nothing(gradient: torch.Tensor) -> torch.Tensor:
 def is_used_up(parameter: nn.Parameter) -> bool:
     """Whether a gradient is gone, and its parameter has none since."""
     return isinstance(parameter.grad, UsedUp)
-
-
-def clear(parameters: Iterable[nn.Parameter]) -> None:
-    """Remove what stands for gradients that are gone."""
-    for parameter in parameters:
-        if is_used_up(parameter):
-            parameter.grad = None
 
 
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()  # of the gradients of models
