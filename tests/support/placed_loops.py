@@ -251,16 +251,18 @@ class Scaled(torch.optim.AdamW):
 
 
 class Decayed(torch.optim.Optimizer):
-    """Adds the weight decay to ``p.grad`` itself, as old optimizers do."""
+    """As old optimizers do, it adds the weight decay to ``p.grad`` itself, and asks the first parameter for its device."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
+        parameters = self.param_groups[0]["params"]
+        rate = torch.full((), 0.1, device=parameters[0].device)
+        for parameter in parameters:
             if parameter.grad is not None:
-                parameter.sub_(parameter.grad.add_(parameter, alpha=0.01), alpha=0.1)
+                parameter.sub_(parameter.grad.add_(parameter, alpha=0.01) * rate)
 
 
 OPTIMIZERS: dict[str, Make] = {

@@ -26,7 +26,7 @@ from .group_updates import GroupUpdates
 from .groups import ParameterPlaces, PlacedGroups
 from .placed_plan import PlacedPlan
 from .tensor import PlacedTensor, offload, prefetch
-from .updates import parameters_of, take_over, without_parameters
+from .updates import parameters_of, without_gradients
 from .used_up import is_used_up, watch
 
 
@@ -47,11 +47,8 @@ class Placement:
         self.gradients = CallersGradients(self._groups)
         self._rest: list[Op] = []  # operations after ``B 1`` that have not run yet
         self._process = os.getpid()
-        before, after = weakref.WeakMethod(self.before_update), lambda optimizer, args, _: take_over(optimizer, args[0])
-        self._hooks = [
-            (one, one.register_step_pre_hook(_weakly(before)), one.register_step_post_hook(after))
-            for one in self.optimizers
-        ]
+        before = _weakly(weakref.WeakMethod(self.before_update))
+        self._hooks = [(one, one.register_step_pre_hook(before)) for one in self.optimizers]
 
     # -- between steps
 
@@ -100,7 +97,7 @@ class Placement:
         if self._groups.plan.during:
             self.gradients.refuse_earlier()
         self._groups.step = weakref.ref(step)
-        for optimizer, before, _ in self._hooks:  # the caller's find the gradients and the parameters of their time
+        for optimizer, before in self._hooks:  # the caller's find the gradients and the parameters of their time
             ordered: Any = optimizer  # its hooks are in an ordered dictionary
             ordered._optimizer_step_pre_hooks.move_to_end(before.id)
 
@@ -117,9 +114,8 @@ class Placement:
             )
             self.gradients.clear()
         self.updates.host.close()
-        for _, *hooks in self._hooks:
-            for hook in hooks:
-                hook.remove()
+        for _, before in self._hooks:
+            before.remove()
         if resident:
             self._groups.give_back()
         self._groups.places.clear()
@@ -276,7 +272,7 @@ class Placement:
         if not self._groups.planned:
             return (optimizer, *args), given
         self._update_all(optimizer, args, given)
-        return (without_parameters(optimizer), *args), given
+        return (without_gradients(optimizer), *args), given
 
     def _update_all(self, optimizer: Optimizer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         self._abandon()  # of a forward whose backward has not come, which would find other parameters then

@@ -95,17 +95,13 @@ def copy_of(optimizer: Optimizer) -> Any:
     return made
 
 
-def without_parameters(optimizer: Optimizer) -> Any:
-    """Return an optimizer in whose step the class of `optimizer` finds nothing to do."""
+def without_gradients(optimizer: Optimizer) -> Any:
+    """Return an optimizer in whose step the class of `optimizer` finds nothing to do: of each group it has the first
+    parameter, whose device such a step may ask for, without its gradient."""
     made = copy_of(optimizer)
-    made.param_groups = [{**group, "params": []} for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    made.param_groups = [{**group, "params": [p.detach() for p in group["params"][:1]]} for group in groups]
     return made
-
-
-def take_over(optimizer: Optimizer, other: Any) -> None:
-    """Give `optimizer` what the step of an optimizer `without_parameters` has left in its attributes."""
-    own = {"param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
-    vars(optimizer).update({name: value for name, value in vars(other).items() if name not in own})
 
 
 def _stand_in(parameter: nn.Parameter, gradient: torch.Tensor) -> nn.Parameter:
