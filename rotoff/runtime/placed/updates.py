@@ -37,42 +37,35 @@ class Chunks:
     ) -> None:
         """Update those of `parameters` that have not been updated yet; None: all that are left. gradients: by id of a
         parameter, its gradient if that is not in ``parameter.grad``."""
-        gradients = gradients or {}
-        keys = list(self._left) if parameters is None else [id(p) for p in parameters]
-        chosen: list[list[nn.Parameter]] = [[] for _ in self._optimizer.param_groups]
-        for key in keys:
-            if (found := self._left.get(key)) is not None and (key in gradients or found[1].grad is not None):
-                chosen[found[0]].append(found[1])
-                del self._left[key]
-        own = {id(p): p for some in chosen for p in some}
-        if not own:
-            return
-        for group, some in zip(self._optimizer.param_groups, chosen, strict=True):
-            for p in some:
-                scalars = bool(group.get("fused") or group.get("capturable"))
-                move_state(p, self._optimizer.state.get(p, {}), scalars)
-        stand_ins = {key: _stand_in(own[key], gradient) for key, gradient in gradients.items() if key in own}
+        gradients, known = gradients or {}, self._optimizer.state
         part = copy_of(self._optimizer)
-        part.param_groups = [
-            {**group, "params": [stand_ins.get(id(p), p) for p in some]}
-            for group, some in zip(self._optimizer.param_groups, chosen, strict=True)
-        ]
-        if stand_ins:
-            known = self._optimizer.state
-            part.state = defaultdict(dict, {stand_ins.get(key, p): known.get(p, {}) for key, p in own.items()})
-        self._under_way |= own.keys()
+        part.param_groups = [{**group, "params": []} for group in self._optimizer.param_groups]
+        chosen: list[tuple[nn.Parameter, nn.Parameter]] = []  # and what stands for each
+        for key in list(self._left) if parameters is None else map(id, parameters):
+            if key not in self._left or (key not in gradients and self._left[key][1].grad is None):
+                continue
+            n, p = self._left.pop(key)
+            group = part.param_groups[n]
+            move_state(p, known.get(p, {}), scalars=bool(group.get("fused") or group.get("capturable")))
+            chosen.append((p, _stand_in(p, gradients[key]) if key in gradients else p))
+            group["params"].append(chosen[-1][1])
+        if not chosen:
+            return
+        if gradients:
+            part.state = defaultdict(dict, {used: known.get(p, {}) for p, used in chosen})
+        own = {id(p) for p, _ in chosen}
+        self._under_way |= own
         try:
             with dispatching():
                 own_step(part, *self._arguments[0], **self._arguments[1])
         finally:
-            for key, p in own.items() if stand_ins else ():
-                used = stand_ins.get(key, p)
+            for p, used in chosen if gradients else ():
                 if state := part.state[used]:
-                    self._optimizer.state[p] = state
+                    known[p] = state
                 if used.data_ptr() != p.data_ptr():  # the optimizer has replaced the data
                     p.data = used.data
-        self._under_way -= own.keys()
-        self.updated |= own.keys()
+        self._under_way -= own
+        self.updated |= own
 
     def explain(self, error: BaseException) -> None:
         """Add to `error` which parameters have been updated, by their numbers in the optimizer's state_dict."""
