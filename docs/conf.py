@@ -20,8 +20,6 @@ GROUPS = {
         "largest",
         "Largest",
         "first_device",
-        "audit",
-        "Audit",
         "estimate",
         "stages",
     )

@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from .solver.bounds import min_mem_limit as min_mem_limit
     from .tools.attach import attach as attach
     from .tools.attach import detach as detach
-    from .tools.audit import Audit as Audit
-    from .tools.audit import audit as audit
     from .tools.config import RotoffConfig as RotoffConfig
     from .tools.estimate import estimate as estimate
     from .tools.estimate import stages as stages
@@ -85,7 +83,6 @@ _WHERE = {
         "solver": "Row Sweep keep_all solve sweep",
         "solver.bounds": "lower_bound min_mem_limit",
         "tools.attach": "attach detach",
-        "tools.audit": "Audit audit",
         "tools.config": "RotoffConfig",
         "tools.estimate": "estimate stages",
         "tools.largest": "Largest first_device largest",

@@ -1,4 +1,4 @@
-"""Commands that run or trace models, with torch: profile, plan, audit, largest, doctor."""
+"""Commands that run or trace models, with torch: profile, plan, largest, doctor."""
 
 from __future__ import annotations
 
@@ -72,15 +72,12 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Answer `plan` or `audit`."""
-    from ..tools.audit import audit
     from ..tools.plan import plan
 
     model, args, kwargs = _load(options)
-    tool: Any = audit if options.command == "audit" else plan
-    found = tool(model, *args, **asked(options), **kwargs)
+    found = plan(model, *args, **asked(options), **kwargs)
     answer(options, found.to_dict, found)
-    return 0 if getattr(found, "fits", True) else 1
+    return 0 if found.fits else 1
 
 
 def _largest(options: argparse.Namespace) -> int:
@@ -130,17 +127,12 @@ def _add_model(add: Add, device: str = "H200") -> None:
     add("--no-forms", dest="forms", action="store_false", help="stages are saved whole, or not at all")
 
 
-def _add_training(add: Add) -> None:
-    """Add the arguments of `plan`, `audit` and `largest` about the training."""
-    _add_model(add)
-    add("--optimizer", metavar="NAME", help="sgd, momentum, adam (default of plan and largest) or adamw (of audit)")
-    add("--master-weights", action="store_true", help="count float32 weights and states for half precision")
-    add("--host-bandwidth", type=float, metavar="B/S", help="of the host's memory (default: 40e9)")
-
-
 def _add_question(add: Add) -> None:
     """Add the arguments of `plan` and `largest`."""
-    _add_training(add)
+    _add_model(add)
+    add("--optimizer", metavar="NAME", help="sgd, momentum, adam (default) or adamw")
+    add("--master-weights", action="store_true", help="count float32 weights and states for half precision")
+    add("--host-bandwidth", type=float, metavar="B/S", help="of the host's memory (default: 40e9)")
     add("--mem-limit", metavar="SIZE", help="of a step; parameters, gradients and states then stay")
     add("--mesh", metavar="AXES", help="plan for each of the ranks of fsdp=N, tp=N or fsdp=N,tp=N, with FSDP2")
     add("--link", type=float, metavar="B/S", help="that a rank sends to the others (default: the device's)")
@@ -165,21 +157,17 @@ def add_commands(commands: Any) -> None:
         " small.",
     )
     _add_question(add)
+    add(
+        "--settings",
+        metavar="FILE",
+        help="plan in the bytes of a DeepSpeed, axolotl or torchtitan file",
+    )
     add("--modes", type=listed, metavar="NAMES", help="some of joint,remat,offload (default: all)")
     add("--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each")
     add("--microbatches", type=int, metavar="N", help="of a pipeline's batch (default: 1)")
     add("--schedule", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B")
     add("--chunks", type=int, metavar="N", help="stages of each rank (default: 1)")
     add("--ranks-per-link", type=int, metavar="N", help="that share a link (default: 1)")
-    add = add_command(
-        commands,
-        _plan,
-        'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
-        "say what another tool's settings take, and what is possible in the same bytes",
-        _TARGET,
-    )
-    _add_training(add)
-    add("settings", help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file, or a Trainer's")
     add = add_command(
         commands,
         _largest,

@@ -34,6 +34,15 @@ class ForeignSettings:
         """How a step is made."""
         return Setting(**{one.name: self.said[one.name] for one in fields(Setting) if one.name in self.said})
 
+    def notes(self, sample: tuple[int, ...]) -> Iterable[str]:
+        """What was read, as sentences. sample: its batch, if it has one."""
+        told = {"read": self.read, "not understood, and not counted": self.not_read}
+        for words, keys in told.items():
+            if keys:
+                yield f"{self.kind}, {words}: " + ", ".join(f"{key} = {value}" for key, value in keys.items())
+        if sample and (batch := self.said.get("batch", *sample)) not in sample:
+            yield f"the settings have a batch of {batch}, the sample has {sample[0]}; the figures are for the sample"
+
 
 # By dotted key: what each known value means; or the name of a number.
 Rules = Mapping[str, Any]
@@ -49,7 +58,7 @@ _OPTIMIZER = {name: {"optimizer": known} for name, known in _NAMES.items()}
 _OFFLOADED: dict[Any, dict[str, Any]] = {"none": {}, None: {}}
 _AUTOCAST: Rules = {"bf16": _on(autocast="bfloat16"), "fp16": _on(autocast="float16")}
 _DEEPSPEED: Rules = {
-    "zero_optimization.stage": {stage: {} for stage in range(4)},  # shards over devices, of which one is audited
+    "zero_optimization.stage": {stage: {} for stage in range(4)},  # shards over devices, of which one is planned
     "zero_optimization.offload_optimizer.device": {**_OFFLOADED, "cpu": {"parameters": UPDATED_ON_HOST}},
     "zero_optimization.offload_param.device": {**_OFFLOADED, "cpu": {"parameters": ON_HOST}},
     "activation_checkpointing.cpu_checkpointing": _on(activations=CHECKPOINT_ON_HOST),

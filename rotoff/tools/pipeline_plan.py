@@ -103,6 +103,8 @@ def planned_pipeline(
         OptionError: for an invalid schedule or numbers that it does not support. LimitError, InfeasibleError: if the
             step of a rank does not fit; the message names the rank.
     """
+    if question.settings is not None:
+        raise OptionError("settings are compared on one device or a mesh; leave pipeline out")
     order = orders(schedule, ranks, micro_batches, chunks)
     whole_number(ranks_per_link, "ranks_per_link")
     args, named = tree_map(lambda leaf: _first(leaf, micro_batches), (sample, kwargs))

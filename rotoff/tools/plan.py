@@ -18,6 +18,7 @@ from ..planning.options import Options, check_module
 from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
+from .foreign_settings import read_foreign
 from .mesh import Mesh
 from .pipeline_plan import PlannedPipeline, planned_pipeline, refuse_alone
 from .planned_steps import PlannedSteps
@@ -43,6 +44,7 @@ def plan(
     ranks_per_link: int = 1,
     mesh: str | None = None,
     link: float | None = None,
+    settings: Any = None,
     cache_directory: Any = None,
     **kwargs: Any,
 ) -> PlannedSteps | PlannedPipeline:
@@ -66,21 +68,23 @@ def plan(
             shards: ``fully_shard`` the model's blocks, modules with a number as their name, and a model of transformers
             its tensor parallel plan. Rows are for each rank, and plain PyTorch is FSDP2. link: B/s that a rank can send
             to the others (default: the device's ``interconnect``). cache_directory: not used; nothing is kept.
+        settings: another tool's, for the row "now: ..."; without a `mem_limit` all rows are for the bytes that they
+            take. A ``transformers.TrainingArguments``, FSDP2's policies, or the path or content of a DeepSpeed (JSON),
+            axolotl (YAML) or torchtitan (TOML) file. Their optimizer, master weights and autocast count.
 
     Raises:
         OptionError: for an unknown device, mode, optimizer or axis; the message names the known ones.
         LimitError: if `mem_limit` is no number of bytes. MeasureError: if nothing can be estimated.
     """
-    how = optimizer, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline)
+    foreign = None if settings is None else read_foreign(settings)
+    how = optimizer, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline), foreign
     asked = Question(find(device), Options(stages, backward_from, forms), modes, mem_limit, *how)
     _check(model, kwargs)
     if pipeline is not None:
         return planned_pipeline(model, sample, kwargs, asked, pipeline, microbatches, schedule, chunks, ranks_per_link)
     refuse_alone(microbatches=microbatches, chunks=chunks, ranks_per_link=ranks_per_link)
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
-        bar(0.0, "tracing the model")
-        profile = asked.estimated(model, sample, kwargs)
-        return asked.answer(model, profile, asked.growth(model, sample, kwargs, profile), bar)
+        return asked.answered(model, sample, kwargs, bar)
 
 
 def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -220,3 +221,8 @@ def steps_table(found: PlannedSteps, rows: Iterable[PlannedStep]) -> list[str]:
 def usable_bytes(device_bytes: int) -> int:
     """The part of a device's memory that a training process can use."""
     return int(device_bytes * (1 - MARGIN))
+
+
+def memory_with(usable: int) -> int:
+    """The memory of a device of which a training process can use so many bytes."""
+    return math.ceil(usable / (1 - MARGIN)) + 1

@@ -5,15 +5,16 @@ The time of an update is the bytes that it reads and writes, divided by the band
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..accelerator import is_available, named
 from ..checkpointable import Checkpointable
 from ..core.modes import parse_modes
 from ..core.parameters import ParameterGroup
@@ -35,8 +36,9 @@ from ..solver.settings import Setting
 from ..tensors.storage import storage_key
 from ..tensors.tree import flatten
 from .estimate import estimated
+from .foreign_settings import ForeignSettings
 from .mesh import ONE, Mesh, check_positive
-from .planned_steps import MARGIN, PlannedStep, PlannedSteps, usable_bytes
+from .planned_steps import PlannedStep, PlannedSteps, memory_with, usable_bytes
 from .size_search import MOST, largest_within
 from .whole_device import EFFORT, SLOTS, WholeDevice, attaching
 
@@ -53,7 +55,8 @@ Noted = Callable[[float, str], None]
 
 @dataclass(frozen=True)
 class Question:
-    """Arguments of `rotoff.plan`; see there. cut: how a model that is no `Checkpointable` is cut into stages.
+    """Arguments of `rotoff.plan`; see there. cut: how a model that is no `Checkpointable` is cut into stages. settings:
+    of another tool.
 
     Raises:
         OptionError, LimitError: for an invalid one.
@@ -67,6 +70,7 @@ class Question:
     host_bandwidth: float = HOST_BANDWIDTH
     master_weights: bool = False
     ranks: Mesh = ONE
+    settings: ForeignSettings | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, str) or self.optimizer not in OPTIMIZERS:
@@ -75,6 +79,9 @@ class Question:
         check_positive("host_bandwidth", self.host_bandwidth, "give bytes per second above 0")
         limit = None if self.mem_limit is None else parse_bytes(self.mem_limit)
         read = {"modes": parse_modes(self.modes), "mem_limit": limit, "device": self.ranks.on(self.device)}
+        if self.settings is not None:
+            said = self.settings.said
+            read |= {name: said[name] for name in ("optimizer", "master_weights") if name in said}
         for name, value in read.items():
             object.__setattr__(self, name, value)
 
@@ -84,9 +91,20 @@ class Question:
         return usable_bytes(self.device.memory_bytes)
 
     def estimated(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Estimate:
-        """The estimated profile of `model` on a rank."""
-        with self.ranks.started() as shard:
+        """The estimated profile of `model` on a rank, in the autocast that the settings name."""
+        half = None if self.settings is None else self.settings.said.get("autocast")
+        kind = named(0).type if is_available(named(0)) else "cpu"
+        within = torch.autocast(kind, getattr(torch, half)) if half else nullcontext()
+        with within, self.ranks.started() as shard:
             return estimated(model, args, kwargs, self.device, shard, self.cut)
+
+    def in_the_same_bytes(self, profile: Estimate) -> Question:
+        """This for a device with no more memory than the other tool's settings take, unless there is a `mem_limit`."""
+        if self.settings is None or self.mem_limit is not None:
+            return self
+        takes = self.whole(profile).of(self.settings.setting).peak_bytes
+        name = f"{self.device.name} as it is used now"
+        return replace(self, device=replace(self.device, name=name, memory_bytes=memory_with(takes)))
 
     def whole(self, profile: Estimate, growth: Growth | None = None) -> WholeDevice:
         """What training a model of this profile takes on the device."""
@@ -172,6 +190,13 @@ class Question:
         except MeasureError:
             return None
 
+    def answered(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Noted) -> PlannedSteps:
+        """The table for `model`. note: is told what is done next."""
+        note(0.0, "tracing the model")
+        profile = self.estimated(model, args, kwargs)
+        asked = self.in_the_same_bytes(profile)
+        return asked.answer(model, profile, asked.growth(model, args, kwargs, profile), note)
+
     def answer(
         self,
         model: nn.Module,
@@ -193,6 +218,9 @@ class Question:
         make = whole.of_step(profile, limit, growth) if asked else whole
         note(0.4, "other systems' settings")
         steps = make.elsewhere()
+        if self.settings is not None:
+            now = make.of(self.settings.setting)
+            steps.insert(1, replace(now, name=f"now: {now.name}"))
         note(0.5, "parameters placed")
         placed, bound = whole.placed(steps[0], options) if whole.groups and not asked else ([], None)
         if steps[0].fits:
@@ -210,7 +238,7 @@ class Question:
             keep_all_bytes=keeping_all(profile).peak,
             resident_bytes=whole.resident,
             min_mem_limits={mode: least_limit(profile, self.request(limit, mode)) for mode in self.modes},
-            min_device_bytes=math.ceil(whole.least("after") / (1 - MARGIN)) + 1,
+            min_device_bytes=memory_with(whole.least("after")),
             steps=(*steps, *own, *placed),
             bound_time=bound,
             notes=self._notes(profile),
@@ -254,7 +282,8 @@ class Question:
             states = "; states and master weights in float32"
         elif small:
             states = f"; states in {' and '.join(sorted(small))} as the parameters, without float32 master weights"
-        notes = [f"times are estimates, with the updates of {self.optimizer}{states}"]
+        notes = [] if self.settings is None else [*self.settings.notes(next(iter(profile.shapes), ())[:1])]
+        notes.append(f"times are estimates, with the updates of {self.optimizer}{states}")
         if (outputs := profile.step.unnamed) > 1:
             notes.append(
                 f"the gradients of all {outputs} outputs are charged; if the backward starts from the loss alone, it"

@@ -1,4 +1,4 @@
-"""``rotoff.audit``: other tools' settings, what they take, and what is possible in the same bytes."""
+"""``rotoff.plan(settings=...)``: other tools' settings, what they take, and what is possible in the same bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_what_is_none_of_these_is_refused(tmp_path: Path) -> None:
         (3, "settings is 3; give a Trainer's"),
         ([], r"settings is \[\]; give"),
         (tmp_path / "wrong.json", "wrong.json is not json: Expecting property name"),
-        (__file__, r"test_audit\.py is not yaml"),
+        (__file__, r"test_foreign_settings\.py is not yaml"),
     ):
         with pytest.raises(rotoff.OptionError, match=said):
             read_foreign(given)
@@ -88,40 +88,37 @@ def build() -> tuple[nn.Module, torch.Tensor]:
 
 def test_a_plan_in_the_same_bytes_is_faster_and_above_the_bound() -> None:
     model, x = build()
-    found = rotoff.audit(model, x, settings=TRAINER, device="V100")
-    assert found.now.name == "checkpoint every block" and found.best.setting
-    assert found.best.peak_bytes <= found.now.peak_bytes
-    assert found.possible.bound_time <= found.best.step_time < found.now.step_time
-    (row,) = (row for row in rotoff.plan(model, x, device="V100") if row.name == found.now.name)
-    assert (row.peak_bytes, row.step_time) == (found.now.peak_bytes, found.now.step_time)
+    found = rotoff.plan(model, x, settings=TRAINER, device="V100")
+    now, best = found["now: checkpoint every block"], found.best
+    assert best is not None and best.setting and now.fits and best.peak_bytes <= now.peak_bytes
+    assert found.bound_time <= best.step_time < now.step_time
+    assert found["plain PyTorch"].peak_bytes > now.peak_bytes and not found["plain PyTorch"].fits
+    elsewhere = rotoff.plan(model, x, device="V100")["checkpoint every block"]
+    assert (elsewhere.peak_bytes, elsewhere.step_time) == (now.peak_bytes, now.step_time)
+    assert "Trainer, read: gradient_checkpointing = True" in found.notes[
+        0
+    ] and "that V100 as it is used now has" in str(found)
     assert "the settings have a batch of 4, the sample has 4096" in str(found)
-    assert f"to paste: {found.best.setting}" in str(found)
-    plain, said = found.possible["plain PyTorch"], found.to_dict()
-    assert [line.split("  ")[0] for line in str(found).splitlines() if line.startswith(("now: ", "plain"))] == [
-        "now: checkpoint every block",
-        "plain PyTorch",
-    ]
-    assert (said["plain"]["peak_bytes"], said["plain"]["fits"]) == (plain.peak_bytes, False)
-    assert plain.step_time < found.now.step_time and plain.peak_bytes > found.now.peak_bytes
+    step = rotoff.plan(model, x, settings=TRAINER, device="V100", mem_limit="50 MiB")  # which says what is possible
+    assert step.mem_limit == 50 << 20 and step["now: checkpoint every block"].peak_bytes < now.peak_bytes
 
 
 def test_what_keeps_everything_leaves_nothing_to_gain() -> None:
     model, x = build()
-    found = rotoff.audit(model, x, settings={**TRAINER, "gradient_checkpointing": False}, device="V100")
-    assert found.best == found.now and "no faster plan was found in these bytes" in str(found)
+    found = rotoff.plan(model, x, settings={**TRAINER, "gradient_checkpointing": False}, device="V100")
+    assert found.best is found.steps[0] and found["now: plain PyTorch"].peak_bytes == found.best.peak_bytes
 
 
-def test_autocast_and_master_weights_are_those_of_the_settings() -> None:
+def test_optimizer_autocast_and_master_weights_are_those_of_the_settings() -> None:
     model, x = build()
-    plain, half = (
-        rotoff.audit(model, x, settings={**TRAINER, "gradient_checkpointing": False, "bf16": on}, device="V100").now
-        for on in (False, True)
-    )
-    assert half.peak_bytes < plain.peak_bytes
+    keep = {**TRAINER, "gradient_checkpointing": False}
+    plain, half = (rotoff.plan(model, x, settings={**keep, "bf16": on}, device="V100") for on in (False, True))
+    assert half.steps[0].peak_bytes < plain.steps[0].peak_bytes
     model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
-    held = rotoff.audit(model, x, settings={"bf16": {"enabled": True}, "zero_optimization": {}}, device="V100")
+    zero = {"bf16": {"enabled": True}, "zero_optimization": {}, "optimizer": {"type": "AdamW"}}
+    held = rotoff.plan(model, x, settings=zero, device="V100")
     elements = sum(p.numel() for p in model.parameters())
-    assert held.possible.resident_bytes["adamw states"] == 12 * elements
+    assert held.resident_bytes["adamw states"] == 12 * elements
 
 
 def test_the_arguments_of_a_trainer_object_that_differ_from_the_default() -> None:
