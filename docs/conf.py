@@ -19,7 +19,6 @@ GROUPS = {
         "PlannedStep",
         "largest",
         "Largest",
-        "first_device",
         "estimate",
         "stages",
     )

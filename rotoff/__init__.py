@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from .tools.estimate import estimate as estimate
     from .tools.estimate import stages as stages
     from .tools.largest import Largest as Largest
-    from .tools.largest import first_device as first_device
     from .tools.largest import largest as largest
     from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
     from .tools.pipeline_plan import PlannedRank as PlannedRank
@@ -85,7 +84,7 @@ _WHERE = {
         "tools.attach": "attach detach",
         "tools.config": "RotoffConfig",
         "tools.estimate": "estimate stages",
-        "tools.largest": "Largest first_device largest",
+        "tools.largest": "Largest largest",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
         "tools.plan": "plan",
         "tools.planned_steps": "PlannedMesh PlannedStep PlannedSteps",

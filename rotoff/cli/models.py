@@ -177,7 +177,6 @@ def add_commands(commands: Any) -> None:
         "Whether an embedding's table is long enough is not checked: give the longest context as --most.",
     )
     _add_question(add)
-    add("--step-time", type=float, metavar="SECONDS", help="the most of a step, with its updates")
     add("--step", type=int, metavar="N", help="sizes are multiples of it (default: 1)")
     add("--most", type=int, metavar="N", help="the largest size to try (default: 2**20)")
     add = add_command(

@@ -153,18 +153,18 @@ class Question:
     def request(self, limit: int, mode: str = "joint") -> Request:
         return Request(limit, mode, SLOTS, {"refine": EFFORT})
 
-    def least_bytes(self, profile: Estimate) -> tuple[int, int]:
-        """The smallest number of bytes for which there is a plan, and how many there are: of a `mem_limit` if one is
-        asked for, else of the device's memory for training."""
+    def left_bytes(self, profile: Estimate) -> int:
+        """How many more bytes there are than those of the smallest plan: of a `mem_limit` if one is asked for, else of
+        the device's memory for training."""
         whole = self.whole(profile)
         stay = sum(whole.resident.values())
         if self.mem_limit is not None:
-            return least_limit(profile, self.request(self.usable)), min(self.mem_limit, self.usable - stay)
+            return min(self.mem_limit, self.usable - stay) - least_limit(profile, self.request(self.usable))
         placed = [whole.least(updates) for updates in WHEN] if whole.groups else []
         least = min(whole.of(Setting()).peak_bytes, *placed)
         if least > stay:  # or no step besides resident bytes takes fewer
             least = min(least, least_limit(profile, self.request(self.usable)) + stay)
-        return least, self.usable
+        return self.usable - least
 
     def growth(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], profile: Estimate
