@@ -25,9 +25,7 @@ from ..core.figures import Figures
 from ..core.sizes import format_bytes
 from ..errors import InfeasibleError
 from ..profile.allocations import logged, peak_of
-from ..runtime.links.bandwidth import both_at_once, measure_bandwidth
-from ..runtime.links.pinned import SEGMENT_BYTES, available_bytes, meminfo, pin
-from ..runtime.links.pool import LinkPool
+from ..runtime.links.pinned import available_bytes, meminfo, pin
 from ..tensors.torch_settings import bytes_by_default
 from ..version import __version__
 
@@ -35,8 +33,9 @@ OK, ATTENTION, FAILED = VERDICTS = ("ok", "attention", "failed")  # from best to
 TESTED = ((2, 11), (2, 15))  # the oldest and the newest torch that the tests ran with
 HELD = 0.25  # share of a device's memory: if other processes hold more, the check says so
 LITTLE = 4 << 30  # free bytes of the host: with less, plans for a GPU can offload very little
-PINNED = 2 * SEGMENT_BYTES  # bytes to reserve for a GPU: more than one segment
-COPIED, COPIED_ON_CPU = 256 << 20, 16 << 20  # bytes of one copy
+SLOW_LINK = (
+    "the link is slow for a GPU: see that it sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else copies"
+)
 SLOW = 5e9  # B/s to or from a GPU: about half of PCIe 3 with 16 lanes
 SEED = 1
 SHARES = (1.0, 0.7, 0.45)  # of the bytes between the smallest limit and keeping everything
@@ -45,6 +44,10 @@ ROUNDING = 1e-4  # largest difference / largest element of a gradient that anoth
 STEPS = 10  # times `ROUNDING` that parameters may differ after three steps
 OFF = 0.15  # relative error of the predicted ratio to plain steps; a quiet machine is within a few percent
 LOOSE = 1.25  # predicted bytes / measured bytes
+UNREGISTERED = (
+    "the driver registers no pages of the process, so PyTorch's own allocator pins them, in powers of two; plan with a"
+    " host_limit of half of the host's memory"
+)
 WRONG = "do not train with rotoff here, and send the file"
 
 
@@ -91,7 +94,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report for JSON, in the format of docs/command-line.md."""
         said = {"rotoff": __version__, "device": self.device, "verdict": self.verdict}
-        return {"format": "rotoff.doctor", "version": 3, **said, "checks": [asdict(one) for one in self.findings]}
+        return {"format": "rotoff.doctor", "version": 4, **said, "checks": [asdict(one) for one in self.findings]}
 
 
 def judged(figures: dict[str, Any], said: str, *rules: tuple[object, str, str]) -> Finding:
@@ -129,7 +132,7 @@ def examine(device: torch.device) -> Iterator[Report]:
 
 
 def machine(device: torch.device) -> Finding:
-    """Versions, and the memory of device and host."""
+    """Versions, the memory of device and host, and whether the driver registers that of the host."""
     room, total = available_bytes(), meminfo("MemTotal")
     figures: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
     figures |= {"system": platform.platform(), "machine": platform.machine(), "device": processor(), "cores": cores()}
@@ -157,54 +160,7 @@ def machine(device: torch.device) -> Finding:
             ATTENTION,
             'plans can move little to the host; if it has more, set ROTOFF_HOST_MEMORY, such as "100 GiB"',
         ),
-    )
-
-
-def host(device: torch.device) -> Finding:
-    """Whether plans get host memory (pinned, or a file on a CPU), copies bring back what was sent, and how fast."""
-    gpu, room = is_accelerator(device), available_bytes()
-    nbytes, copied = (PINNED, COPIED) if gpu else (2 * COPIED_ON_CPU, COPIED_ON_CPU)
-    if room is not None:
-        nbytes, copied = (max(1 << 20, min(size, room // 4)) for size in (nbytes, copied))
-    links = LinkPool()
-    link = links.take(device, 0)
-    try:
-        start = time.perf_counter()
-        link.reserve(nbytes)
-        figures: dict[str, Any] = {"nbytes": nbytes, "reserve": time.perf_counter() - start}
-        sent = torch.arange(1 << 20, device=device).to(torch.uint8)
-        back, middle = link.allocate(1 << 20), min(SEGMENT_BYTES, nbytes) - (1 << 19)  # across two segments
-        offset = min(middle, nbytes - (1 << 20))
-        link.wait(link.copy_in([back], offset, link.copy_out([sent], offset)))
-        figures["same"], figures["registered"] = torch.equal(sent, back), not gpu or _registers(device)
-        rates = (*measure_bandwidth(link, copied), *both_at_once(link, copied))
-    finally:
-        links.give_back(link)
-        links.close()
-    figures |= zip(("out", "in", "out_beside_in", "in_beside_out"), rates, strict=True)
-    return host_found(device, figures)
-
-
-def host_found(device: torch.device, figures: dict[str, Any]) -> Finding:
-    """The finding for the figures of `host`."""
-    rates = [f"{figures[name] / 1e9:.3g} GB/s" for name in ("out", "in", "out_beside_in", "in_beside_out")]
-    slow = is_accelerator(device) and min(figures["out"], figures["in"]) < SLOW
-    cure = (
-        "this is slow for a GPU: see that it sits in a slot of 16 lanes (nvidia-smi -q -d PCIE) and nothing else"
-        " copies; plans recompute more"
-    )
-    refused = (
-        "the driver registers no pages of the process, so PyTorch's own allocator pins them and rounds up to a power of"
-        " two; plan with a host_limit of half of the host's memory"
-    )
-    return judged(
-        figures,
-        "{} reserved in {:.2g} s; copies out {}, in {}, both at once {} and {}".format(
-            format_bytes(figures["nbytes"]), figures["reserve"], *rates
-        ),
-        (not figures["same"], FAILED, f"bytes came back as others; {WRONG}"),
-        (not figures["registered"], ATTENTION, refused),
-        (slow, ATTENTION, cure),
+        (is_accelerator(device) and not _registers(device), ATTENTION, UNREGISTERED),
     )
 
 
@@ -234,7 +190,7 @@ def processor() -> str:
 
 def planned_steps(device: torch.device) -> Finding:
     """Whether planned steps have a plain step's gradients (bit for bit on a CPU, up to rounding on a GPU), keep their
-    limit, and take the predicted bytes and seconds, at each of `SHARES`."""
+    limit, and take the predicted bytes and seconds, at each of `SHARES`; and how fast the link to the host is."""
     free = memory_of(device)[0] if is_accelerator(device) else 0
     model, batch = made(*next(size for least, size in SIZES if free >= least))
     batch = batch.to(device)
@@ -256,7 +212,7 @@ def planned_steps(device: torch.device) -> Finding:
     plain, rows = gradients(model), []
     repeated = difference(gradients(model), plain)
     with closing(Checkpointable(model).measure(batch)) as planned:
-        least, most = planned.min_mem_limit(), planned.keep_all_memory
+        least, most, link = planned.min_mem_limit(), planned.keep_all_memory, planned.chain.link._asdict()
         for share in SHARES:
             limit = int(least + share * (most - least))
             planned.compute_sequence(limit)
@@ -264,10 +220,12 @@ def planned_steps(device: torch.device) -> Finding:
             row |= difference(gradients(planned), plain) | _peak(device, partial(step, planned))
             pair = partial(step, model), partial(step, planned)
             rows.append(row | _times(device, *pair, planned._figures))
-    return steps_found(device, repeated, rows)
+    return steps_found(device, link, repeated, rows)
 
 
-def steps_found(device: torch.device, repeated: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Finding:
+def steps_found(
+    device: torch.device, link: dict[str, Any], repeated: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> Finding:
     """The finding for the figures of `planned_steps`. repeated: the `difference` of two plain steps."""
     exact = not is_accelerator(device)
     noisy, wrong = _differs(repeated, ROUNDING, exact), [row for row in rows if _differs(row, ROUNDING, exact)]
@@ -279,17 +237,20 @@ def steps_found(device: torch.device, repeated: dict[str, Any], rows: Sequence[d
     nbytes = ", ".join(f"{format_bytes(row['asked'])} of {format_bytes(row['predicted_bytes'])}" for row in rows)
     times = ", ".join(f"{row['measured_ratio']:.2f} of {row['predicted_ratio']:.2f}" for row in rows)
     close = "bit for bit" if all(row["bit_for_bit"] for row in rows) else "up to rounding"
+    out, back = link["d2h_bandwidth"], link["h2d_bandwidth"]
     noise = "a plain step repeated from the same seed has other gradients, so no step can be repeated here"
     quiet = f"end other work on this machine (the load is {os.getloadavg()[0]:.1f}) and run this again"
     return judged(
-        {"repeated": repeated, "rows": rows},
+        {"link": link, "repeated": repeated, "rows": rows},
         f"gradients {'differ' if wrong else f'of a plain step {close}'}; measured of predicted: {nbytes}; {times} times"
-        f" a plain step, which takes {1e3 * rows[0]['plain']:.0f} ms",
+        f" a plain step, which takes {1e3 * rows[0]['plain']:.0f} ms; copies to the host {out / 1e9:.3g} GB/s, back"
+        f" {back / 1e9:.3g} GB/s",
         (noisy, FAILED, f"{noise}; look for faulty memory or a broken build of torch"),
         (wrong, FAILED, f"gradients are not the same at limits {limits}; {WRONG}"),
         (exceeds, FAILED, "a step exceeds its limit: lower limits by the difference, and send the file"),
         (loose, ATTENTION, "bytes are within the limits, but not as predicted: plans are not the best; send the file"),
         (retries, ATTENTION, f"the allocator ran out {retries} times and emptied its cache"),
+        (not exact and min(out, back) < SLOW, ATTENTION, SLOW_LINK),
         (off > OFF, ATTENTION, f"times are more than {OFF:.0%} off: {quiet}; if it stays so, send the file"),
     )
 
@@ -303,7 +264,7 @@ def optimizer_steps(device: torch.device) -> Finding:
     return judged({"rows": rows}, "parameters of plain steps", (bad, FAILED, f"not the same parameters; {WRONG}"))
 
 
-CHECKS = (machine, host, planned_steps, optimizer_steps)
+CHECKS = (machine, planned_steps, optimizer_steps)
 
 
 def _differs(row: dict[str, Any], most: float, exact: bool) -> bool:

@@ -92,7 +92,7 @@ def test_the_doctor_finds_nothing_failed(on_standin: Run, tmp_path: Path) -> Non
     found = {check["check"]: check["figures"] for check in data["checks"]}
     assert data["device"] == "cuda:0"
     assert found["machine"]["device"] == "stand-in"
-    assert found["host"].items() >= {"nbytes": 25 << 20, "same": True, "registered": True}.items()
+    assert found["planned steps"]["link"]["h2d_bandwidth"] > 0 and "registers no pages" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith("WORKS")
     for row in found["planned steps"]["rows"]:
         assert row["bit_for_bit"]
