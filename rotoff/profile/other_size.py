@@ -19,7 +19,6 @@ from ..tape.tape import Key, Known
 from ..tensors.tree import flatten
 from .estimate.devices import Device
 from .estimate.fake_trace import fake_step
-from .estimate.growth import shape_of
 from .tape_profile import TapeProfile
 from .trace import Trace, trace_of
 
@@ -49,7 +48,7 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
     recorded = fake_step(model, args, kwargs, here)
     before = trace_of(recorded)
     unknown = any(fake.nbytes < real.nbytes for fake, real in zip(before.made, near.trace.made, strict=True))
-    if unknown or shape_of(trace) != shape_of(before) or asked.kernels != recorded.kernels:
+    if unknown or _shape_of(trace) != _shape_of(before) or asked.kernels != recorded.kernels:
         return None
     ratio = trace.size(range(len(trace.made))) / max(1, near.trace.size(range(len(near.trace.made))))
 
@@ -116,6 +115,13 @@ def _allocated(trace: Trace) -> Iterator[tuple[int, int]]:
     for event in trace.backward:
         at = at if event.reads is None else event.reads
         yield at, event.size
+
+
+def _shape_of(trace: Trace) -> object:
+    """What is the same at all batches."""
+    made = [(one.op, one.out, one.dies, one.later) for one in trace.made]
+    ran = [(op.reads, op.writes, op.makes, op.at) for op in trace.ran]
+    return made, ran, trace.saved, [(event.size > 0, event.freed, event.reads) for event in trace.backward]
 
 
 def _operations(trace: Trace) -> list[tuple[Any, ...]]:

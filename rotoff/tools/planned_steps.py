@@ -32,7 +32,6 @@ class PlannedStep:
         With a `mem_limit` what the step allocates, as the limit.
     host_bytes: the most on the host.
     step_time: estimated seconds. overhead: that over a step that keeps everything, with its updates, less 1.
-    largest_batch: an estimate of the largest batch that fits. None if the sample has none, or none fits.
     moves: what is recomputed, and what moves to the host and back.
     setting: what to write for it, in Python; empty for what others do.
     """
@@ -43,7 +42,6 @@ class PlannedStep:
     host_bytes: int
     step_time: float
     overhead: float
-    largest_batch: int | None
     moves: str
     setting: str = ""
 
@@ -57,8 +55,7 @@ class PlannedStep:
     def cells(self) -> tuple[str, ...]:
         """As a row of the table."""
         sizes = "yes" if self.fits else "NO", format_bytes(self.peak_bytes), format_bytes(self.host_bytes)
-        times = f"{self.step_time:.4g}", percent(self.overhead), str(self.largest_batch or "-")
-        return (self.name, *sizes, *times, self.moves)
+        return (self.name, *sizes, f"{self.step_time:.4g}", percent(self.overhead), self.moves)
 
 
 @dataclass(frozen=True)
@@ -214,8 +211,8 @@ def steps_table(found: PlannedSteps, rows: Iterable[PlannedStep]) -> list[str]:
     cells = [row.cells for row in rows]
     if found.bound_time is not None:
         over = percent(overhead(found.bound_time, found.steps[0].step_time))
-        cells.append(("no plan is faster than", "", "", "", f"{found.bound_time:.4g}", over, "", ""))
-    return table(("", "fits", "peak", "host", "step s", "overhead", "batch", "moves"), cells, (0, 7))
+        cells.append(("no plan is faster than", "", "", "", f"{found.bound_time:.4g}", over, ""))
+    return table(("", "fits", "peak", "host", "step s", "overhead", "moves"), cells, (0, 6))
 
 
 def usable_bytes(device_bytes: int) -> int:

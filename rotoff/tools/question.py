@@ -21,25 +21,21 @@ from ..core.parameters import ParameterGroup
 from ..core.sequence import MODES
 from ..core.sizes import as_size, parse_bytes
 from ..core.steady_step import WHEN
-from ..errors import InfeasibleError, MeasureError, OptionError
+from ..errors import InfeasibleError, OptionError
 from ..planning.options import Options, check_flag
 from ..planning.request import Request
 from ..planning.step_planner import keeping_all, least_limit, least_time, make_plan
 from ..profile.estimate.devices import Device
 from ..profile.estimate.estimate import Estimate
-from ..profile.estimate.growth import Growth
 from ..profile.optimizer_probe import OptimizerProbe
 from ..profile.tape_groups import gradient_bytes, movable_of, parts_of
 from ..runtime.placed.tensor import room_of
-from ..solver.bounds import min_mem_limit
 from ..solver.settings import Setting
 from ..tensors.storage import storage_key
-from ..tensors.tree import flatten
 from .estimate import estimated
 from .foreign_settings import ForeignSettings
 from .mesh import ONE, Mesh, check_positive
 from .planned_steps import PlannedStep, PlannedSteps, memory_with, usable_bytes
-from .size_search import MOST, largest_within
 from .whole_device import EFFORT, SLOTS, WholeDevice, attaching
 
 # With states per element of a parameter.
@@ -106,7 +102,7 @@ class Question:
         name = f"{self.device.name} as it is used now"
         return replace(self, device=replace(self.device, name=name, memory_bytes=memory_with(takes)))
 
-    def whole(self, profile: Estimate, growth: Growth | None = None) -> WholeDevice:
+    def whole(self, profile: Estimate) -> WholeDevice:
         """What training a model of this profile takes on the device."""
         every = list(profile.step.model.parameters())
         trained = [p for p in every if p.requires_grad]
@@ -146,9 +142,8 @@ class Question:
             f"{self.optimizer} states": many * gradients + masters(trained),
             "batch": profile.batch_bytes,
         }
-        groups, later = tuple(group(stages, part) for stages, part in parts), growth and growth.moving
-        calls = profile.collectives
-        return WholeDevice(profile.moving, self.usable, groups, beside, 0.0, later, 0, calls, resident)
+        groups, calls = tuple(group(stages, part) for stages, part in parts), profile.collectives
+        return WholeDevice(profile.moving, self.usable, groups, beside, collectives=calls, resident=resident)
 
     def request(self, limit: int, mode: str = "joint") -> Request:
         return Request(limit, mode, SLOTS, {"refine": EFFORT})
@@ -166,56 +161,21 @@ class Question:
             least = min(least, least_limit(profile, self.request(self.usable)) + stay)
         return self.usable - least
 
-    def growth(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], profile: Estimate
-    ) -> Growth | None:
-        """How the estimate grows with the batch: the model is estimated again, at about the largest batch that fits.
-        None if the sample has no batch, or the model does something else there."""
-        leaves, rebuild = flatten((args, kwargs))
-        if not (batch := batch_of(args, kwargs)):
-            return None
-        # more than twice, since a batch of 1 may have operations of its own, and the line begins at 2 then
-        count = max(3 * batch, batch * self.usable // max(1, min_mem_limit(profile.chain, "joint")))
-
-        def larger(many: int) -> Estimate:
-            def resized(t: Any) -> Any:
-                if not isinstance(t, torch.Tensor) or not t.dim() or t.shape[0] != batch:
-                    return t
-                return torch.empty(many, *t.shape[1:], dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
-
-            return self.estimated(model, *rebuild([resized(leaf) for leaf in leaves]))
-
-        try:
-            return Growth.of(larger, profile, batch, count)
-        except MeasureError:
-            return None
-
     def answered(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], note: Noted) -> PlannedSteps:
         """The table for `model`. note: is told what is done next."""
         note(0.0, "tracing the model")
         profile = self.estimated(model, args, kwargs)
-        asked = self.in_the_same_bytes(profile)
-        return asked.answer(model, profile, asked.growth(model, args, kwargs, profile), note)
+        return self.in_the_same_bytes(profile).answer(model, profile, note)
 
-    def answer(
-        self,
-        model: nn.Module,
-        profile: Estimate,
-        growth: Growth | None = None,
-        note: Noted = lambda *_: None,
-    ) -> PlannedSteps:
-        """The table.
-
-        Args:
-            growth: how costs grow with the batch, if that is known. note: is told what is done next.
-        """
-        whole = self.whole(profile, growth)
+    def answer(self, model: nn.Module, profile: Estimate, note: Noted = lambda *_: None) -> PlannedSteps:
+        """The table. note: is told what is done next."""
+        whole = self.whole(profile)
         cut = model._options if isinstance(model, Checkpointable) else self.cut
         options = {**cut.chosen, **self.ranks.options}
         limit, asked = max(0, self.usable - sum(whole.resident.values())), self.mem_limit is not None
         limit = limit if self.mem_limit is None else min(self.mem_limit, limit)
         own: list[PlannedStep] = []
-        make = whole.of_step(profile, limit, growth) if asked else whole
+        make = whole.of_step(profile, limit) if asked else whole
         note(0.4, "other systems' settings")
         steps = make.elsewhere()
         if self.settings is not None:
@@ -227,7 +187,7 @@ class Question:
             bound = make.chain.compute_time + make.update_time
         elif limit > 0:
             note(0.8, "activations")
-            own, other = self._in_modes(profile, limit, options, make, growth)
+            own, other = self._in_modes(profile, limit, options, make)
             bound = other if bound is None else bound
         return PlannedSteps(
             chain=profile.chain,
@@ -246,10 +206,10 @@ class Question:
         )
 
     def _in_modes(
-        self, profile: Estimate, limit: int, options: Mapping[str, Any], make: WholeDevice, growth: Growth | None
+        self, profile: Estimate, limit: int, options: Mapping[str, Any], make: WholeDevice
     ) -> tuple[list[PlannedStep], float | None]:
         """A row for each mode with a plan, and the seconds that none of them can beat."""
-        rows, times, last = [], [], MOST
+        rows, times = [], []
         for mode in self.modes:
             request = self.request(limit, mode)
             try:
@@ -257,15 +217,12 @@ class Question:
             except InfeasibleError:
                 continue
             times.append(plan.trace.makespan)
-            most = None if growth is None else _most(request, growth, self.mem_limit is None, last)
-            last = most if mode == "joint" and most is not None else last  # in which no other mode fits more
             name, said = ("", {}) if mode == "joint" else (f", mode {mode}", {"mode": mode})
             rows.append(
                 make.within_mem_limit(
                     f"rotoff, mem_limit{name}",
                     profile.chains.index(plan.tape_chain),
                     plan.sequence,
-                    largest_batch=most,
                     setting=attaching(repr(as_size(limit)), {**said, **options}),
                 )
             )
@@ -290,24 +247,3 @@ class Question:
                 ' takes less: backward_from="loss" (--backward-from loss)'
             )
         return tuple(notes)
-
-
-def batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The first dimension of the first tensor, if there is one."""
-    tensors = (t for t in flatten((args, kwargs))[0] if isinstance(t, torch.Tensor))
-    first = next(tensors, None)
-    return None if first is None or not first.dim() else first.shape[0]
-
-
-def _most(request: Request, grown: Growth, with_batch: bool, last: int) -> int | None:
-    """The largest batch up to `last` that fits in the request's mode. with_batch: whether the limit is less with more
-    of it."""
-
-    def needs(count: int) -> int:
-        profile = grown.at(count)
-        more = profile.batch_bytes - grown.profile.batch_bytes if with_batch else 0
-        if profile.borders_stay:  # a stage for each block, for which plans take long
-            return min_mem_limit(profile.chains[0].charging_first_runs, request.mode) - profile.batch_bytes + more
-        return least_limit(profile, request) + more
-
-    return largest_within(request.mem_limit, needs, grown.count if last == MOST else last, last)

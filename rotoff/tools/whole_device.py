@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ..core.steady_step import WHEN
 from ..core.trace import Trace
 from ..planning.step_planner import keeping_all
 from ..profile.estimate.collectives import Collectives
-from ..profile.estimate.growth import Growth
 from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
@@ -41,7 +39,6 @@ from ..solver.settings import (
     sequence_of,
 )
 from .planned_steps import PlannedStep
-from .size_search import largest_within
 
 EFFORT = 0.05  # `refine` of solve for estimates, whose times are off by more than a longer search gains
 SLOTS = 50
@@ -55,9 +52,9 @@ class WholeDevice:
     """All that training on a device takes, and the steps of it.
 
     profile: of the model. limit: bytes. groups: its parameters, with their gradients and states; empty: they do not
-    count. beside: bytes of those that no group has. update_time: seconds of the updates that no group has. growth: with
-    the batch; None if that is not known. which: of the chains. collectives: of a sharded model. resident: bytes by name
-    that lie on the device between steps if no parameters move.
+    count. beside: bytes of those that no group has. update_time: seconds of updates that no group has. which: of the
+    chains. collectives: of a sharded model. resident: bytes by name that lie on the device between steps if no
+    parameters move.
     """
 
     profile: TapeProfile
@@ -65,20 +62,13 @@ class WholeDevice:
     groups: tuple[ParameterGroup, ...] = ()
     beside: int = 0
     update_time: float = 0.0
-    growth: Growth | None = None
     which: int = 0
     collectives: Collectives | None = None
     resident: dict[str, int] = field(default_factory=dict)
 
-    def at(self, count: int) -> WholeDevice:
-        """This at a batch of `count`."""
-        assert self.growth is not None
-        return replace(self, profile=self.growth.at(count), growth=None)
-
-    def of_step(self, profile: TapeProfile, limit: int, growth: Growth | None) -> WholeDevice:
+    def of_step(self, profile: TapeProfile, limit: int) -> WholeDevice:
         """What a step allocates, with all the rest on the device; `limit` is for that."""
-        beside, calls = -profile.batch_bytes, self.collectives
-        return WholeDevice(profile, limit, (), beside, self.updating, growth, collectives=calls)
+        return WholeDevice(profile, limit, (), -profile.batch_bytes, self.updating, collectives=self.collectives)
 
     @cached_property
     def found(self) -> TapeChain:
@@ -104,10 +94,9 @@ class WholeDevice:
         waits = 0.0 if self.collectives is None else self.collectives.delay(trace)
         return trace.makespan + waits + self.update_time
 
-    def least(self, updates: str, count: int | None = None) -> int:
-        """The smallest memory for which there is a plan. count: with this batch."""
-        chain = (self if count is None else self.at(count)).chain
-        return min_mem_limit(chain, "joint", updates) + self.beside
+    def least(self, updates: str) -> int:
+        """The smallest memory for which there is a plan."""
+        return min_mem_limit(self.chain, "joint", updates) + self.beside
 
     def levels(self, sequence: Sequence, plain: bool = False) -> list[int]:
         """What the device holds during each operation. plain: whether the model runs as it is, on plain autograd."""
@@ -141,20 +130,8 @@ class WholeDevice:
         moves = ["recomputes"] if again else []
         moves += [name for of, name in _MOVED.items() if of in moved]
         moves += ["updates on the host"] if any(op.kind is OpKind.H for op in sequence) else []
-        most = said.pop("largest_batch") if "largest_batch" in said else self._largest_batch(sequence, plain)
         figures = {one: getattr(step, one) for one in ("fits", "peak_bytes", "host_bytes", "step_time", "overhead")}
-        return PlannedStep(name, **{**figures, "largest_batch": most, "moves": ", ".join(moves), **said})
-
-    def _largest_batch(self, sequence: Sequence, plain: bool) -> int | None:
-        """About the largest batch with which the sequence fits: each level lies on the line through two batches."""
-        if (growth := self.growth) is None:
-            return None
-        before, later = (self.at(n).levels(sequence, plain) for n in (growth.batch, growth.count))
-        grows = [(b - a) / (growth.count - growth.batch) for a, b in zip(before, later, strict=True)]
-        if any(level > self.limit for level, more in zip(before, grows, strict=True) if more <= 0):
-            return None
-        rooms = [(self.limit - level) / more for level, more in zip(before, grows, strict=True) if more > 0]
-        return max(0, math.floor(min(rooms, default=0.0) + growth.batch + 1e-9)) or None
+        return PlannedStep(name, **{**figures, "moves": ", ".join(moves), **said})
 
     def of(self, setting: Setting) -> PlannedStep:
         """The row of a setting."""
@@ -172,9 +149,7 @@ class WholeDevice:
 
     def _best(self, settings: Iterable[Setting]) -> PlannedStep:
         rows = [self.of(setting) for setting in settings]
-        best = min(rows, key=lambda row: (not row.fits, row.step_time if row.fits else row.peak_bytes))
-        batches = [row.largest_batch for row in rows if row.largest_batch is not None]
-        return replace(best, largest_batch=max(batches, default=None))
+        return min(rows, key=lambda row: (not row.fits, row.step_time if row.fits else row.peak_bytes))
 
     def _swapped(self, how: str) -> Setting:
         """The fewest groups that must be swapped, or all."""
@@ -198,14 +173,13 @@ class WholeDevice:
         such step can beat. plain: the plain model's step; where it fits nothing moves. options: of `Checkpointable`,
         for the setting."""
         rows: list[PlannedStep] = []
-        chain, limit, growth, bound = self.chain, self.limit - self.beside, self.growth, None
+        chain, limit, bound = self.chain, self.limit - self.beside, None
         best: Candidate | None = None
         for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
             during = {"updates": updates} if updates != "after" else {}
             name = ", ".join(["rotoff, device_limit", *(f"updates {when}" for when in during.values())])
-            most = None if growth is None else largest_within(self.limit, partial(self.least, updates), growth.count)
             if plain.fits:
-                rows.append(replace(plain, name=name, largest_batch=most))
+                rows.append(replace(plain, name=name))
                 continue
             if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
                 continue
@@ -216,7 +190,7 @@ class WholeDevice:
             found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates), "joint")
             best = found if best is None else min(best, found, key=lambda one: one.makespan)
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
-            rows.append(self.row(name, best.sequence, fits=True, largest_batch=most, setting=setting))
+            rows.append(self.row(name, best.sequence, fits=True, setting=setting))
         return rows, bound
 
 

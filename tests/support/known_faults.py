@@ -7,9 +7,6 @@ KNOWN_FAULTS = {
     "runtime/test_composition.py::test_an_orthogonal_weight[bytes]": (
         "what the backward of torch.matrix_exp takes depends on its gradient's numbers, and more than a sample's showed"
     ),
-    "tools/test_plan.py::test_the_largest_batch_of_the_table_is_what_largest_finds[48]": (
-        "the table charges by the chain what a step's exact levels do not: it refuses a device on which training fits"
-    ),
     "tools/test_pipeline.py::test_unequal_ranks_keep_their_limits_and_the_gradients[split]": (
         "no plan moves what collectives have given: tensor parallel stages need 0.8 of the plain bytes, not 0.5"
     ),

@@ -14,7 +14,7 @@ from models import Does, Residual, linears
 from torch import nn
 
 import rotoff
-from rotoff.tools.size_search import searched
+from rotoff.tools.largest import searched
 
 WIDTH = 64
 SMALL = rotoff.Device("small", 2**24, 1e10, {"float32": 1e10}, 1e9, 1e9)
