@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -155,13 +154,6 @@ def _check_sizes(build: Any, step: int, most: int) -> None:
     whole_number(most, "most")
     if not callable(build) or isinstance(build, nn.Module):
         raise OptionError(f"build is a {type(build).__name__}; give a function of a size that returns (model, sample)")
-    try:
-        inspect.signature(build).bind(1)
-    except TypeError as error:
-        raise OptionError(
-            f"build cannot be called with a size ({error}); give a function such as build(n) that returns"
-            " (model, sample)"
-        ) from None
     if most < step:
         raise OptionError(f"most is {most}, and sizes are multiples of {step}; give a larger most")
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..checkpointable import Checkpointable
 from ..core.backward_from import BackwardFrom
 from ..core.sequence import MODES
-from ..errors import OptionError, nearest
 from ..io.progress import Bar
-from ..planning.options import Options, check_module
+from ..planning.options import Options
 from ..planning.stages import StagesOption
 from ..profile.allocations import without_gc
 from ..profile.estimate.devices import Device, find
@@ -79,24 +75,8 @@ def plan(
     foreign = None if settings is None else read_foreign(settings)
     how = optimizer, host_bandwidth, master_weights, Mesh.of(mesh, link, pipeline), foreign
     asked = Question(find(device), Options(stages, backward_from, forms), modes, mem_limit, *how)
-    _check(model, kwargs)
     if pipeline is not None:
         return planned_pipeline(model, sample, kwargs, asked, pipeline, microbatches, schedule, chunks, ranks_per_link)
     refuse_alone(microbatches=microbatches, chunks=chunks, ranks_per_link=ranks_per_link)
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         return asked.answered(model, sample, kwargs, bar)
-
-
-def _check(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise MeasureError if `model` is no module, OptionError for a name that neither `plan` nor its forward takes."""
-    check_module(model)
-    inner = model._model if isinstance(model, Checkpointable) else model
-    if not kwargs or isinstance(inner, torch.jit.ScriptModule):
-        return
-    takes = inspect.signature(inner.forward).parameters.values()
-    unknown = sorted({*kwargs} - {one.name for one in takes})
-    if not unknown or any(one.kind is one.VAR_KEYWORD for one in takes):
-        return
-    name = unknown[0]
-    said = f"{name} is no argument of rotoff.plan, nor of the forward of {type(inner).__name__}"
-    raise OptionError(said + nearest(name, inspect.signature(plan).parameters))

@@ -174,18 +174,19 @@ class Question:
         options = {**cut.chosen, **self.ranks.options}
         limit, asked = max(0, self.usable - sum(whole.resident.values())), self.mem_limit is not None
         limit = limit if self.mem_limit is None else min(self.mem_limit, limit)
-        own: list[PlannedStep] = []
         make = whole.of_step(profile, limit) if asked else whole
         note(0.4, "other systems' settings")
         steps = make.elsewhere()
         if self.settings is not None:
             now = make.of(self.settings.setting)
             steps.insert(1, replace(now, name=f"now: {now.name}"))
-        note(0.5, "parameters placed")
-        placed, bound = whole.placed(steps[0], options) if whole.groups and not asked else ([], None)
+        bound, own, placed = None, list[PlannedStep](), list[PlannedStep]()
         if steps[0].fits:
             bound = make.chain.compute_time + make.update_time
-        elif limit > 0:
+        elif whole.groups and not asked:
+            note(0.5, "parameters placed")
+            placed, bound = whole.placed(options)
+        if not steps[0].fits and limit > 0:
             note(0.8, "activations")
             own, other = self._in_modes(profile, limit, options, make)
             bound = other if bound is None else bound

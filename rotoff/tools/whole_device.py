@@ -168,19 +168,13 @@ class WholeDevice:
             sequence = place(whole.chain, sequence.ops, [RESIDENT] * len(self.groups), "after")
         return whole.row(name, sequence, fits=True, **said)
 
-    def placed(self, plain: PlannedStep, options: Mapping[str, Any]) -> tuple[list[PlannedStep], float | None]:
+    def placed(self, options: Mapping[str, Any]) -> tuple[list[PlannedStep], float | None]:
         """The steps that move parameters, too, with updates after the backward and during it, and the seconds that no
-        such step can beat. plain: the plain model's step; where it fits nothing moves. options: of `Checkpointable`,
-        for the setting."""
+        such step can beat. options: of `Checkpointable`, for the setting."""
         rows: list[PlannedStep] = []
         chain, limit, bound = self.chain, self.limit - self.beside, None
         best: Candidate | None = None
         for updates in reversed(WHEN):  # a plan with updates after the backward is one for updates during it
-            during = {"updates": updates} if updates != "after" else {}
-            name = ", ".join(["rotoff, device_limit", *(f"updates {when}" for when in during.values())])
-            if plain.fits:
-                rows.append(replace(plain, name=name))
-                continue
             if limit <= 0 or limit < min_mem_limit(chain, "joint", updates):
                 continue
             if bound is None:  # for both, and hardly differs; with a stage for each of many blocks it takes long
@@ -189,6 +183,8 @@ class WholeDevice:
             budget = replace(Budget.of(EFFORT), bound=bound)
             found = best_candidate(Problem(chain, limit, None, SLOTS, budget, updates), "joint")
             best = found if best is None else min(best, found, key=lambda one: one.makespan)
+            during = {"updates": updates} if updates != "after" else {}
+            name = ", ".join(["rotoff, device_limit", *(f"updates {when}" for when in during.values())])
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
             rows.append(self.row(name, best.sequence, fits=True, setting=setting))
         return rows, bound

@@ -220,7 +220,7 @@ WRONG = {
     "profile no_such_module_at_all:build": "No module named",
     "profile cli_models": "is not MODULE:FUNCTION",
     "plan cli_models:build --settings nothing.json": "nothing.json",
-    "largest cli_models:build": "build cannot be called with a size",
+    "largest cli_models:build": "TypeError: build() takes 0 positional arguments but 1 was given",
     "doctor --device tpu": "device is 'tpu'; give one such as",
     "doctor --device meta": "device is 'meta'; rotoff runs steps on cpu and cuda",
     "doctor -o nowhere/doctor.json": "nowhere/doctor.json: No such file or directory",
