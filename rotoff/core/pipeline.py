@@ -170,36 +170,28 @@ class PipelineTrace(NamedTuple):
 
 
 def simulate_pipeline(
-    stages: Sequence[StagePlan],
-    order: Sequence[Sequence[Task]],
-    ranks_per_link: int = 1,
-    send_bandwidth: float = math.inf,
+    stages: Sequence[StagePlan], order: Sequence[Sequence[Task]], ranks_per_link: int = 1
 ) -> PipelineTrace:
-    """Run one step of a pipeline.
+    """Run one step of a pipeline. Sending from rank to rank takes no time.
 
     Args:
         stages: all stages of the pipeline. order: the tasks of each rank, such as `orders` returns.
         ranks_per_link: neighbours whose copies to the host share one link, each copy at the link's full rate. A copy
             for which a rank already waits is not slowed down by later copies in the other direction.
-        send_bandwidth: B/s between ranks; sending delays the receiver, and the sender does not wait.
 
     Raises:
         OptionError: for an order in which ranks wait for each other forever, and for `ranks_per_link` below 1.
     """
     whole_number(ranks_per_link, "ranks_per_link")
-    return _Run(stages, order, ranks_per_link, send_bandwidth).finish()
+    return _Run(stages, order, ranks_per_link).finish()
 
 
 class _Run:
     """One step: the rank that is first in time runs its next operation, until all have run."""
 
-    def __init__(
-        self, stages: Sequence[StagePlan], order: Sequence[Sequence[Task]], ranks_per_link: int, bandwidth: float
-    ) -> None:
-        self._stages, self._order, self._bandwidth = stages, order, bandwidth
-        self._per_link = ranks_per_link
+    def __init__(self, stages: Sequence[StagePlan], order: Sequence[Sequence[Task]], ranks_per_link: int) -> None:
+        self._stages, self._order, self._per_link = stages, order, ranks_per_link
         many = range(len(order))
-        self._rank_of = {task.stage: rank for rank in many for task in order[rank]}
         self._clock, self._busy, self._copying = ([0.0] * len(order) for _ in range(3))
         self._lanes: dict[int, Lanes] = {}
         self._copies: dict[tuple[int, int, Value], int] = {}
@@ -269,10 +261,7 @@ class _Run:
             self._held[rank] += stage.resting_bytes
             self._host[rank] += stage.resting_host_bytes
         following = Task(task.stage + (-1 if task.backward else 1), task.backward, task.micro_batch)
-        if following.stage in self._rank_of:
-            there = self._rank_of[following.stage]
-            nbytes = stage.chain.input_grad_bytes if task.backward else stage.chain.output_bytes(len(stage.chain))
-            self._arrival[following] = self._clock[rank] + (0.0 if there == rank else nbytes / self._bandwidth)
-            if (waiting := self._parked.pop(following, None)) is not None:
-                self._clock[waiting] = max(self._clock[waiting], self._arrival[following])
-                heapq.heappush(self._heap, (self._clock[waiting], waiting))
+        self._arrival[following] = self._clock[rank]
+        if (waiting := self._parked.pop(following, None)) is not None:
+            self._clock[waiting] = max(self._clock[waiting], self._arrival[following])
+            heapq.heappush(self._heap, (self._clock[waiting], waiting))

@@ -69,7 +69,6 @@ class Pipeline:
     pieces: tuple[Chain, ...]
     order: tuple[Order, ...]
     ranks_per_link: int = 1
-    send_bandwidth: float = math.inf
     beside: int = 0
 
     def of_rank(self, rank: int) -> list[int]:
@@ -87,7 +86,7 @@ class Pipeline:
         """Simulate the step in which each stage runs its plan."""
         rows = zip(self.pieces, plans, strict=True)
         stages = [self._stage(*row) for row in rows]
-        return simulate_pipeline(stages, self.order, self.ranks_per_link, self.send_bandwidth)
+        return simulate_pipeline(stages, self.order, self.ranks_per_link)
 
     def keep_everything(self) -> PipelineTrace:
         """Simulate the step without limits."""
