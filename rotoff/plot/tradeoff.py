@@ -10,16 +10,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from ..core.chain import Chain
-from ..core.figures import percent
-from ..core.sizes import SECONDS
+from ..core.figures import overhead, percent
+from ..core.sizes import format_seconds
 from ..errors import OptionError
 from ..report.expected_step import keep_all_step
 from ..solver import Row
 from . import style
 
-_CUT = 4.0  # the time axis is cut at this multiple of the best mode's largest overhead,
-_LEAST_CUT = 0.2  # but not below this overhead over keeping everything;
-_LEAST_SPAN = 0.02  # it spans at least this overhead, so that negligible differences look negligible
+_CUT = 4.0  # the overhead's axis is cut at this multiple of the best mode's largest one,
+_LEAST_CUT = 0.2  # but not below this;
+_LEAST_SPAN = 0.02  # it spans at least this, so that negligible differences look negligible
 
 
 def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
@@ -38,28 +38,28 @@ def tradeoff(chain: Chain, rows: Iterable[Row]) -> Figure:
     if len(names) > len(style.SERIES):
         raise OptionError(f"there are {len(names)} modes; give at most {len(style.SERIES)} for one picture")
     everything = keep_all_step(chain)
-    base = everything.makespan
     figure = style.Picture(7.2, 5.0)
     axis = figure.subplots()
     axis.set_title(chain.name or "step time against limit", fontsize=10.5, loc="left")
-    _draw_bound(axis, made)
+    _draw_bound(axis, made, everything.makespan)
     for name, series in zip(names, style.SERIES, strict=False):
         _draw_mode(axis, name, [row for row in made if row.mode == name], series)
     star: dict[str, Any] = {"marker": "*", "color": style.INK, "markersize": 11, "linestyle": "none"}
-    axis.plot([everything.peak_bytes], [base], label="keeping everything", **star)
+    axis.plot([everything.peak_bytes], [0.0], label="keeping everything", **star)
     style.in_units(axis, "x", style.BYTES, "limit, with the batch")
-    _scale_times(axis, made, base)
-    if base:
-        _show_overheads(axis, base)
+    _cut(axis, made)
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda share, _: percent(share)))
+    axis.set_ylabel(f"step time over keeping everything ({format_seconds(everything.makespan)})")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
 
 
-def _draw_bound(axis: Axes, rows: list[Row]) -> None:
-    """Draw the certified lower bound at the limits of `rows`; each one holds for smaller limits, too."""
-    bounds = sorted({(row.limit, row.bound) for row in rows if row.bound is not None})
+def _draw_bound(axis: Axes, rows: list[Row], base: float) -> None:
+    """Draw the certified lower bound at the limits of `rows`; each one holds for smaller limits, too. base: seconds of
+    keeping everything."""
+    bounds = sorted({(row.limit, overhead(row.bound, base)) for row in rows if row.bound is not None})
     points = list(zip(*bounds, strict=True))
-    axis.fill_between(*points, 0, step="pre", color="#EFEFEF", linewidth=0)
+    axis.fill_between(*points, -1, step="pre", color="#EFEFEF", linewidth=0)
     look: dict[str, Any] = {"color": style.INK, "linestyle": (0, (1, 1)), "linewidth": 1.3, "drawstyle": "steps-pre"}
     axis.plot(*points, label="certified bound: nothing is faster", **look)
 
@@ -67,29 +67,17 @@ def _draw_bound(axis: Axes, rows: list[Row]) -> None:
 def _draw_mode(axis: Axes, name: str, rows: list[Row], series: tuple[str, str, str]) -> None:
     """Draw the fastest of the mode's `rows` at each limit."""
     colour, marker, dashes = series
-    line = dict(sorted(((row.limit, row.makespan) for row in rows), reverse=True))  # the fastest comes last
+    line = dict(sorted(((row.limit, row.overhead) for row in rows), reverse=True))  # the fastest comes last
     look: dict[str, Any] = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
     axis.plot(*zip(*sorted(line.items()), strict=True), dashes, label=name, **look)
 
 
-def _scale_times(axis: Axes, made: list[Row], base: float) -> None:
-    """Cut the time axis if one slow mode would flatten the others. base: seconds of keeping everything."""
-    times = [(row.limit, row.makespan or 0.0) for row in made]
-    slowest, best = max(time for _, time in times), dict(sorted(times, reverse=True))  # of the fastest mode
-    cut = base + max(_CUT * (max(best.values()) - base), _LEAST_CUT * base)
-    if slowest > cut > base:
-        axis.set_title(f"lines that leave the top: up to {slowest:.3g} s", loc="right", fontsize=8)
-        slowest = cut
-    slowest = max(slowest, base * (1 + _LEAST_SPAN))
-    room = slowest - base or base
-    axis.set_ylim(base - 0.18 * room, slowest + 0.06 * room)
-    style.in_units(axis, "y", SECONDS, "step time")
-
-
-def _show_overheads(axis: Axes, base: float) -> None:
-    """Add a second time axis, as overheads over `base` seconds."""
-    right = axis.secondary_yaxis("right", functions=(lambda t: t / base - 1, lambda share: (share + 1) * base))
-    right.yaxis.set_major_formatter(FuncFormatter(lambda share, _: percent(share)))
-    right.set_ylabel("over keeping everything", fontsize=9)
-    right.tick_params(labelsize=8)
-    right.spines["right"].set_visible(False)
+def _cut(axis: Axes, made: list[Row]) -> None:
+    """Cut the axis of overheads if one slow mode would flatten the others."""
+    found = [(row.limit, row.overhead or 0.0) for row in made]
+    slowest, best = max(over for _, over in found), dict(sorted(found, reverse=True))  # of the fastest mode
+    top = max(_CUT * max(best.values()), _LEAST_CUT)
+    if slowest > top:
+        axis.set_title(f"lines that leave the top: up to {percent(slowest)}", loc="right", fontsize=8)
+    top = max(min(slowest, top), _LEAST_SPAN)
+    axis.set_ylim(-0.18 * top, 1.06 * top)
