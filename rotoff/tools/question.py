@@ -219,14 +219,8 @@ class Question:
                 continue
             times.append(plan.trace.makespan)
             name, said = ("", {}) if mode == "joint" else (f", mode {mode}", {"mode": mode})
-            rows.append(
-                make.within_mem_limit(
-                    f"rotoff, mem_limit{name}",
-                    profile.chains.index(plan.tape_chain),
-                    plan.sequence,
-                    setting=attaching(repr(as_size(limit)), {**said, **options}),
-                )
-            )
+            which, setting = profile.chains.index(plan.tape_chain), attaching(repr(as_size(limit)), {**said, **options})
+            rows.append(make.within_mem_limit(f"rotoff, mem_limit{name}", which, plan.sequence, setting))
         if not times:
             return [], None
         return rows, min(least_time(profile, self.request(limit), min(times)), *times) + make.updating

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.chain import Chain
-from ..core.figures import Figures
+from ..core.figures import overhead
 from ..core.parameters import ParameterGroup
 from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
 from ..core.simulator import simulate
@@ -120,18 +120,17 @@ class WholeDevice:
 
     # -- rows
 
-    def row(self, name: str, sequence: Sequence, plain: bool = False, **said: Any) -> PlannedStep:
-        """The row of a step. plain: whether it is the plain model's. said: fields of the row that are known."""
+    def row(self, name: str, sequence: Sequence, plain: bool = False, setting: str = "") -> PlannedStep:
+        """The row of a step. plain: whether it is the plain model's. setting: of a plan of rotoff's, which fits."""
         trace = simulate(self.chain, sequence)
-        held = max(self.levels(sequence, plain)), trace.host_peak_bytes
-        step = Figures(self.limit, *held, self.step_time(trace), self.time)
+        peak, seconds = max(self.levels(sequence, plain)), self.step_time(trace)
         moved = {op.of for op in sequence if op.kind in TRANSFERS}
         again = trace.recompute_time or any(op.kind is OpKind.F_SEL for op in sequence)
         moves = ["recomputes"] if again else []
         moves += [name for of, name in _MOVED.items() if of in moved]
         moves += ["updates on the host"] if any(op.kind is OpKind.H for op in sequence) else []
-        figures = {one: getattr(step, one) for one in ("fits", "peak_bytes", "host_bytes", "step_time", "overhead")}
-        return PlannedStep(name, **{**figures, "moves": ", ".join(moves), **said})
+        held, times = (peak, trace.host_peak_bytes), (seconds, overhead(seconds, self.time))
+        return PlannedStep(name, bool(setting) or peak <= self.limit, *held, *times, ", ".join(moves), setting)
 
     def of(self, setting: Setting) -> PlannedStep:
         """The row of a setting."""
@@ -161,12 +160,12 @@ class WholeDevice:
         count = bisect_right(range(len(self.groups)), False, key=fits)
         return Setting(how, parameters=SWAPPED, swapped=max(1, count))
 
-    def within_mem_limit(self, name: str, which: int, sequence: Sequence, **said: Any) -> PlannedStep:
+    def within_mem_limit(self, name: str, which: int, sequence: Sequence, setting: str) -> PlannedStep:
         """The row of a plan of the activations on the chain `which`, with the updates after it."""
         whole = replace(self, which=which)
         if self.groups:
             sequence = place(whole.chain, sequence.ops, [RESIDENT] * len(self.groups), "after")
-        return whole.row(name, sequence, fits=True, **said)
+        return whole.row(name, sequence, setting=setting)
 
     def placed(self, options: Mapping[str, Any]) -> tuple[list[PlannedStep], float | None]:
         """The steps that move parameters, too, with updates after the backward and during it, and the seconds that no
@@ -186,7 +185,7 @@ class WholeDevice:
             during = {"updates": updates} if updates != "after" else {}
             name = ", ".join(["rotoff, device_limit", *(f"updates {when}" for when in during.values())])
             setting = attaching(f"device_limit={as_size(self.limit)!r}, optimizer=optimizer", {**during, **options})
-            rows.append(self.row(name, best.sequence, fits=True, setting=setting))
+            rows.append(self.row(name, best.sequence, setting=setting))
         return rows, bound
 
 
