@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -53,35 +52,22 @@ def parse_bytes(value: Any, what: str = "mem_limit") -> int:
     Raises:
         LimitError: for everything else (bool, NaN, 0, negative, a fraction, an unknown unit).
     """
-    if isinstance(value, str):
-        return _parse_text(value, what)
-    if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+    number = _in_text(value, what) if isinstance(value, str) else value
+    if isinstance(number, bool) or not hasattr(number, "__float__") or getattr(number, "shape", ()) != ():
         if isinstance(value, Mapping) or hasattr(value, "mem_limit"):
             raise LimitError(f"{what} is a {type(value).__name__}: {_HOW}{_SETTINGS}")
         raise LimitError(f"{what} is {value!r} ({type(value).__name__}): {_HOW}")
-    number = _whole(value)
-    if number is None:
-        real = float(value)
-        if not math.isfinite(real):
-            raise LimitError(f"{what} is {value!r}: {_HOW}")
-        if 0 < real <= 1:
-            raise LimitError(f"{what} is {value!r}, which looks like a fraction; limits are absolute: {_HOW}")
-        number = math.floor(real)
+    if not -math.inf < number < math.inf:
+        raise LimitError(f"{what} is {value!r}: {_HOW}")
+    if 0 < number <= 1 and not hasattr(number, "__index__"):
+        raise LimitError(f"{what} is {value!r}, which looks like a fraction; limits are absolute: {_HOW}")
     if number <= 0:
         said = repr(value) if number > -MOST else "under -1e308"
         raise LimitError(f"{what} is {said}, but must be above 0: {_HOW}")
-    return min(number, MOST)
+    return min(int(number), MOST)
 
 
-def _whole(value: Any) -> int | None:
-    """`value` as an int if it is a whole number of any type; None if it is another number."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _parse_text(text: str, what: str) -> int:
+def _in_text(text: str, what: str) -> int | float:
     match = _TEXT.fullmatch(text)
     if text.strip().endswith("%"):
         raise LimitError(
@@ -92,21 +78,14 @@ def _parse_text(text: str, what: str) -> int:
         settings = _SETTINGS if text.endswith((".yaml", ".yml", ".json")) else ""
         raise LimitError(f"{what} is {text!r}: {_HOW}{settings}")
     digits, unit = match.groups()
-    if not unit and not digits.isdigit() and not (float(digits).is_integer() and float(digits) > 1):
+    number = int(digits) if digits.isdigit() and len(digits) < 300 else float(digits)
+    if not unit and not (float(number).is_integer() and (number > 1 or digits.isdigit())):
         raise LimitError(f"{what} is {text!r}, a number without a unit: {_HOW}")
-    scale = _UNITS.get(unit.upper() or "B")
-    if scale is None:
+    if (scale := _UNITS.get(unit.upper() or "B")) is None:
         raise LimitError(
             f"{what} is {text!r} with the unknown unit {unit!r}; units are B, kB to PB and KiB to PiB: {_HOW}"
         )
-    # Python reads no integer of more than 4300 digits, and a float none of more than 308.
-    number = int(digits) if digits.isdigit() and len(digits) < 300 else float(digits)
-    if not math.isfinite(float(number) * scale):
-        raise LimitError(f"{what} is {text!r}, which is too large: {_HOW}")
-    total = math.floor(number * scale)
-    if total <= 0:
-        raise LimitError(f"{what} is {text!r}, less than one byte: {_HOW}")
-    return total
+    return number * scale
 
 
 def format_bytes(number: float) -> str:
