@@ -19,6 +19,7 @@ WAYS_ON = (
     " adapters on frozen parameters, or shard the model over several devices (FSDP2)"
 )
 PLAIN = "plain PyTorch"
+NOW = "now: "  # begins the name of the row of another tool's settings
 NEARLY = 1.02  # a step's time / the fastest one's up to which the simpler setting is the better one
 MARGIN = 0.06  # share of the device's memory for the context, libraries' workspaces and fragmentation
 
@@ -130,15 +131,15 @@ class PlannedSteps:
 
     @property
     def best(self) -> PlannedStep | None:
-        """What to do: plain PyTorch if it fits, else the simplest of rotoff's settings that is nearly the fastest; None
-        if none fits."""
-        able = [row for row in self.steps if row.fits and (row.setting or row.name == PLAIN)]
+        """What to do: plain PyTorch if it fits, else the simplest of what is set now and of rotoff's settings that is
+        nearly the fastest; None if none fits."""
+        able = [row for row in self.steps if row.fits and (row.setting or row.name.startswith((PLAIN, NOW)))]
         nearly = NEARLY * min((row.step_time for row in able), default=0.0)
         return next((row for row in able if row.name == PLAIN or row.step_time <= nearly), None)
 
     @property
     def fits(self) -> bool:
-        """Whether plain PyTorch or one of rotoff's plans fits."""
+        """Whether there is a `best` step."""
         return self.best is not None
 
     @property

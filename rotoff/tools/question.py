@@ -35,7 +35,7 @@ from ..tensors.storage import storage_key
 from .estimate import estimated
 from .foreign_settings import ForeignSettings
 from .mesh import ONE, Mesh, check_positive
-from .planned_steps import PlannedStep, PlannedSteps, memory_with, usable_bytes
+from .planned_steps import NOW, PlannedStep, PlannedSteps, memory_with, usable_bytes
 from .whole_device import EFFORT, SLOTS, WholeDevice, attaching
 
 # With states per element of a parameter.
@@ -179,7 +179,7 @@ class Question:
         steps = make.elsewhere()
         if self.settings is not None:
             now = make.of(self.settings.setting)
-            steps.insert(1, replace(now, name=f"now: {now.name}"))
+            steps.insert(1, replace(now, name=NOW + now.name))
         bound, own, placed = None, list[PlannedStep](), list[PlannedStep]()
         if steps[0].fits:
             bound = make.chain.compute_time + make.update_time

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchvision_operators
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import rotoff
 
@@ -121,6 +122,8 @@ def test_what_does_not_fit_a_rank_is_placed() -> None:
     assert not found.steps[0].fits and row.fits and found.best is not None
     assert row.host_bytes > 0 and row.peak_bytes <= 0.94 * card.memory_bytes
     assert "process_group=True" in found.best.setting
+    now = rotoff.plan(model, x, mesh="fsdp=4", device=card, modes="remat", settings=CPUOffloadPolicy())
+    assert now.best is now["now: all streamed"] and now.verdict.startswith("fits with now: all streamed")
 
 
 @pytest.mark.slow
