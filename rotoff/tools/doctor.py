@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,7 +112,7 @@ def examine(device: torch.device) -> Iterator[Report]:
     for check in CHECKS:
         start = time.perf_counter()
         if not is_accelerator(device):  # a core for the thread that copies
-            torch.set_num_threads(min(threads, max(1, cores() - 1)))
+            torch.set_num_threads(min(threads, max(1, len(os.sched_getaffinity(0)) - 1)))
         try:
             with bytes_by_default():
                 finding = check(device)
@@ -135,8 +134,9 @@ def machine(device: torch.device) -> Finding:
     """Versions, the memory of device and host, and whether the driver registers that of the host."""
     room, total = available_bytes(), meminfo("MemTotal")
     figures: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version()}
-    figures |= {"system": platform.platform(), "machine": platform.machine(), "device": processor(), "cores": cores()}
-    figures |= {"load": os.getloadavg()[0], "host_total": total, "host_room": room}
+    figures |= {"device": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"}  # a CPU, unless below
+    figures |= {"system": platform.platform(), "cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+    figures |= {"host_total": total, "host_room": room}
     held, said = 0.0, f"host {format_bytes(room or meminfo('MemAvailable') or 0)} free of {format_bytes(total or 0)}"
     if is_accelerator(device):
         free, total = memory_of(device)
@@ -169,20 +169,6 @@ def _registers(device: torch.device) -> bool:
     (segment,) = pin(1 << 20, device)
     with closing(segment):
         return bool(getattr(segment, "_address", 0))
-
-
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processor() -> str:
-    """The CPU's name, if the system reports it."""
-    try:
-        rows = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(row.split(":", 1)[1].strip() for row in rows if row.startswith("model name"))
-    except (OSError, StopIteration, IndexError):
-        return platform.processor() or platform.machine()
 
 
 # -- training
