@@ -15,6 +15,7 @@ GROUPS = {
     + ("selective_policy", "SelectivePolicy"),
     "Asking before training": (
         "plan",
+        "audit",
         "PlannedSteps",
         "PlannedStep",
         "largest",

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from .tools.largest import largest as largest
     from .tools.pipeline_plan import PlannedPipeline as PlannedPipeline
     from .tools.pipeline_plan import PlannedRank as PlannedRank
+    from .tools.plan import audit as audit
     from .tools.plan import plan as plan
     from .tools.planned_steps import PlannedMesh as PlannedMesh
     from .tools.planned_steps import PlannedStep as PlannedStep
@@ -86,7 +87,7 @@ _WHERE = {
         "tools.estimate": "estimate stages",
         "tools.largest": "Largest largest",
         "tools.pipeline_plan": "PlannedPipeline PlannedRank",
-        "tools.plan": "plan",
+        "tools.plan": "audit plan",
         "tools.planned_steps": "PlannedMesh PlannedStep PlannedSteps",
         "tools.schedule": "attach_schedule",
         "tools.selective": "SelectivePolicy selective_policy",

@@ -1,4 +1,4 @@
-"""Commands that run or trace models, with torch: profile, plan, largest, doctor."""
+"""Commands that run or trace models, with torch: profile, plan, audit, largest, doctor."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _add_model(add: Add, device: str = "H200") -> None:
 
 
 def _add_question(add: Add) -> None:
-    """Add the arguments of `plan` and `largest`."""
+    """Add the arguments of `plan`, `audit` and `largest`."""
     _add_model(add)
     add("--optimizer", metavar="NAME", help="sgd, momentum, adam (default) or adamw")
     add("--master-weights", action="store_true", help="count float32 weights and states for half precision")
@@ -157,17 +157,21 @@ def add_commands(commands: Any) -> None:
         " small.",
     )
     _add_question(add)
-    add(
-        "--settings",
-        metavar="FILE",
-        help="plan in the bytes of a DeepSpeed, axolotl or torchtitan file",
-    )
     add("--modes", type=listed, metavar="NAMES", help="some of joint,remat,offload (default: all)")
     add("--pipeline", type=int, metavar="N", help="plan a pipeline of N such devices; --mem-limit of each")
     add("--microbatches", type=int, metavar="N", help="of a pipeline's batch (default: 1)")
     add("--schedule", metavar="NAME", help="GPipe, 1F1B (default) or Interleaved1F1B")
     add("--chunks", type=int, metavar="N", help="stages of each rank (default: 1)")
     add("--ranks-per-link", type=int, metavar="N", help="that share a link (default: 1)")
+    add = add_command(
+        commands,
+        _plan,
+        'rotoff audit my_models:build ds_config.json --device "RTX 4090"',
+        "say what another tool's settings take, and plan in the same bytes",
+        _TARGET,
+    )
+    _add_question(add)
+    add("settings", help="a DeepSpeed .json, axolotl .yaml or torchtitan .toml file")
     add = add_command(
         commands,
         _largest,

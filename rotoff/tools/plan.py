@@ -80,3 +80,15 @@ def plan(
     refuse_alone(microbatches=microbatches, chunks=chunks, ranks_per_link=ranks_per_link)
     with Bar("planning") as bar, without_gc():  # one collection looks at all objects, as long as some stages take
         return asked.answered(model, sample, kwargs, bar)
+
+
+def audit(model: nn.Module, *sample: Any, settings: Any, **options: Any) -> PlannedSteps | PlannedPipeline:
+    """Say what another tool's settings take, and what is possible in the same bytes: `plan` with `settings`.
+
+    Args:
+        model, sample, settings, options: as for `plan`; options are its other arguments and the model's named ones.
+
+    Raises:
+        OptionError: for settings of another kind, and as for `plan`. OSError: if their file cannot be read.
+    """
+    return plan(model, *sample, settings=settings, **options)

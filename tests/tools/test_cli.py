@@ -15,7 +15,7 @@ from rotoff.cli import main
 
 STAGE = {"forward_time": 0.1, "backward_time": 0.2, "output_bytes": 2**20, "saved_bytes": 4 * 2**20}
 CHAIN = rotoff.Chain(tuple(rotoff.Stage(f"s{i}", **STAGE) for i in range(8)), 1e8, 1e8, input_bytes=2**20, name="eight")
-COMMANDS = ("profile", "plan", "largest", "solve", "sweep", "show", "doctor")
+COMMANDS = ("profile", "plan", "audit", "largest", "solve", "sweep", "show", "doctor")
 QUICK = ["--option", "refine=false"]
 
 
@@ -185,9 +185,9 @@ def test_profile_measures_or_estimates_what_a_function_returns(
     assert (mesh["axes"], mesh["ranks"], mesh["link"]) == ("fsdp=4", 4, 0.8e9)
 
 
-def test_plan_with_settings_and_largest(models: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_and_largest(models: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (files / "ds.json").write_text('{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}')
-    found = json.loads(out(capsys, "plan", f"{models}:build", "--settings", "ds.json", "--device", "T4", "--json"))
+    found = json.loads(out(capsys, "audit", f"{models}:build", "ds.json", "--device", "T4", "--json"))
     assert found["steps"][1]["name"] == "now: ZeRO-Offload"
     command = "largest", f"{models}:sized", "--device", "T4", "--mem-limit", "4 MiB", "--step", "512"
     found = json.loads(out(capsys, *command, "--json"))
@@ -219,7 +219,7 @@ WRONG = {
     "profile cli_models:build2": "no function 'build2'",
     "profile no_such_module_at_all:build": "No module named",
     "profile cli_models": "is not MODULE:FUNCTION",
-    "plan cli_models:build --settings nothing.json": "nothing.json",
+    "audit cli_models:build nothing.json": "nothing.json",
     "largest cli_models:build": "TypeError: build() takes 0 positional arguments but 1 was given",
     "doctor --device tpu": "device is 'tpu'; give one such as",
     "doctor --device meta": "device is 'meta'; rotoff runs steps on cpu and cuda",
