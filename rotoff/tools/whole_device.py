@@ -14,7 +14,7 @@ import torch
 from ..core.chain import Chain
 from ..core.figures import overhead
 from ..core.parameters import ParameterGroup
-from ..core.sequence import FORWARDS, TRANSFERS, OpKind, Sequence
+from ..core.sequence import FORWARDS, OpKind, Sequence
 from ..core.simulator import simulate
 from ..core.sizes import as_size
 from ..core.steady_step import WHEN
@@ -124,7 +124,7 @@ class WholeDevice:
         """The row of a step. plain: whether it is the plain model's. setting: of a plan of rotoff's, which fits."""
         trace = simulate(self.chain, sequence)
         peak, seconds = max(self.levels(sequence, plain)), self.step_time(trace)
-        moved = {op.of for op in sequence if op.kind in TRANSFERS}
+        moved = {op.of for op in sequence if op.kind is OpKind.OFFLOAD or op.kind is OpKind.PREFETCH}
         again = trace.recompute_time or any(op.kind is OpKind.F_SEL for op in sequence)
         moves = ["recomputes"] if again else []
         moves += [name for of, name in _MOVED.items() if of in moved]

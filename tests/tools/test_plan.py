@@ -36,6 +36,7 @@ def test_a_mem_limit_is_kept_and_the_bound_holds() -> None:
         assert row.overhead == pytest.approx(row.step_time / plain.step_time - 1)
     assert joint.step_time <= min(remat.step_time, offload.step_time)
     assert remat.host_bytes == 0 < offload.host_bytes
+    assert (remat.moves, offload.moves) == ("recomputes", "activations")
     alone = rotoff.plan(BLOCKS, BATCH, mem_limit="240 MiB", device="V100", modes="remat")
     assert alone[REMAT] == remat and JOINT not in [row.name for row in alone]
 
