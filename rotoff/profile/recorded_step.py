@@ -104,12 +104,13 @@ class Reads:
     at: their positions. staying: those that have to stay on the device: that its operations overwrite, that compiled
     graphs read, or that autocast casts once for several operations. It keeps casts of leaf tensors alone, and what
     stands for a parameter is none. larger: of parameters whose gradient is a part of a larger tensor, which it keeps
-    alive, what tells that tensor from others, and its bytes.
+    alive, what tells that tensor from others, and its bytes. given: parameters that have got a gradient.
     """
 
     at: dict[int, frozenset[int]]
     staying: frozenset[int]
     larger: dict[int, tuple[int, int]]
+    given: set[int]
 
 
 class RecordedStep(Verified):
@@ -171,6 +172,7 @@ class RecordedStep(Verified):
         self._told: set[StorageWeakRef] = set()  # of those, the ones of which the log says so
         self._aliased: set[str] = set()  # addresses of those that the caller has, too
         self._larger: dict[int, tuple[int, int]] = {}
+        self._given: set[int] = set()
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
@@ -518,6 +520,7 @@ class RecordedStep(Verified):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:  # another hook may have taken it
                 continue
+            self._given.add(id(parameter))
             names = gradient.__tensor_flatten__()[0] if is_wrapper(gradient) else ()  # type: ignore[attr-defined]
             for part in [getattr(gradient, name) for name in names] or [gradient]:
                 if isinstance(part, torch.Tensor) and not is_wrapper(part):
@@ -587,7 +590,8 @@ class RecordedStep(Verified):
         for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
             at.setdefault(key, set()).add(position)
         staying = self._staying | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
-        return Reads({key: frozenset(some) for key, some in at.items()}, frozenset(staying), self._larger)
+        whole = {key: frozenset(some) for key, some in at.items()}
+        return Reads(whole, frozenset(staying), self._larger, self._given)
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:
         """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""

@@ -55,11 +55,11 @@ class TapeGroups:
 
     found: the step. chain: its chain, with what the groups cost. placed: their parameters. outside: those that stay on
     the device. on_host: where the host's memory is the device's, of each group, the most that the update there of one
-    of its parameters takes, and with what the first one leaves behind. beside: bytes that the device holds throughout:
-    what is outside, buffers, the caller's loss. update: bytes that the update of what is outside takes. whole: the
-    bytes with which the plain model and its optimizers run; expected: those of them that they take if no gradients are
-    there when a step begins. backwards: of the stages, with the parameters' gradients; None if those are not known.
-    ask: as for `TapeChain`.
+    of its parameters takes, and with what the first one leaves behind. coming: of each group, bytes of the gradients
+    that such a step gives it. beside: bytes that the device holds throughout: what is outside, buffers, the caller's
+    loss. update: bytes that the update of what is outside takes. whole: the bytes with which the plain model and its
+    optimizers run; expected: those of them that they take if no gradients are there when a step begins. backwards: of
+    the stages, with the parameters' gradients; None if those are not known. ask: as for `TapeChain`.
     """
 
     found: TapeChain
@@ -67,6 +67,7 @@ class TapeGroups:
     placed: tuple[PlacedGroup, ...]
     outside: tuple[nn.Parameter, ...]
     on_host: tuple[tuple[int, int], ...]
+    coming: tuple[int, ...]
     beside: int
     update: int
     whole: int
@@ -116,7 +117,7 @@ class TapeGroups:
     def _not_there(self, op: Op, stage: int, machine: Machine) -> int:
         """Return the bytes of gradients that the machine charges in an operation once the B of `stage` has begun, and
         that are not there: in that B, those that come after its peak; and what the first reader of a parameter gives
-        it, which autograd keeps among the step's other gradients."""
+        it, which autograd keeps among the step's other gradients; less what has come before the B of its group."""
         if (of := self.backwards) is None:
             return 0
         after, arrived = 0, sum(of.arriving[stage:])
@@ -125,8 +126,9 @@ class TapeGroups:
             after = max(0, min(of.arriving[stage], arrived + peak - of.staying[stage]))
         begun = (self.chain.group(v.stage) for v in machine.device if v.of == "g")
         shared = sum(group.grad_bytes for group in begun if min(group.stages) < stage)
-        charged = sum(group.grad_bytes for group in self.chain.parameters if max(group.stages) >= stage)
-        return after + max(0, min(shared, charged - arrived))
+        pairs = zip(self.chain.parameters, self.coming, strict=True)
+        charged = sum(nbytes for group, nbytes in pairs if max(group.stages) >= stage)
+        return after + min(shared, charged - arrived)
 
     def placement(self, sequence: Sequence, during: bool, limit: int) -> PlacedPlan:
         """Return where `sequence` has the parameters. Unless the device is a CPU, a
@@ -209,7 +211,7 @@ def groups_of(
     device, block = profile.device, block_bytes(profile.device)
     every, movable = movable_of(model, reads.staying | {*outside}, shards)
     whole = sum(map(room_of, movable))
-    costs, placed, on_host = [], [], []
+    costs, placed, on_host, coming = [], [], [], []
     if shards is None:
         parts = parts_of(movable, reads, found.layout.begins, probe, whole)
     else:
@@ -221,6 +223,8 @@ def groups_of(
         here = any(map(probe.updates, part)) and not is_accelerator(device)
         taken = [probe.update_bytes([p]) if here else 0 for p in part]
         on_host.append((max(taken), max(n + here * state for n, state in zip(taken, states, strict=True))))
+        given = [p for p in part if id(p) in reads.given]
+        coming.append(gradient_bytes(given, reads, block) if shards is None else costs[-1].grad_bytes)
     grouped = {id(p) for group in placed for p in group.parameters}
     left = [p for p in every if id(p) not in grouped]
     gradients = gradient_bytes(left, reads, block)
@@ -240,6 +244,7 @@ def groups_of(
         tuple(placed),
         tuple(left),
         tuple(on_host),
+        tuple(coming),
         beside,
         update=probe.update_bytes(left),
         whole=max(resting + sum(one.grad_bytes for one in costs) + plain_levels(profile.trace)[0], updating),
@@ -253,12 +258,12 @@ def parts_of(
     movable: Iterable[nn.Parameter], reads: Reads, begins: tuple[int, ...], probe: OptimizerProbe, whole: int
 ) -> list[tuple[tuple[int, ...], list[nn.Parameter]]]:
     """Return the parameters of each group, with the stages that read them: either all of them need a gradient or none,
-    and are updated or not. whole: bytes of all."""
-    members: dict[tuple[tuple[int, ...], bool, bool], list[nn.Parameter]] = {}
+    get one or not, as what no loss depends on, and are updated or not. whole: bytes of all."""
+    members: dict[tuple[tuple[int, ...], bool, bool, bool], list[nn.Parameter]] = {}
     for p in movable:
         if id(p) in reads.at:
             stages = tuple(sorted({bisect_right(begins, position) for position in reads.at[id(p)]}))
-            members.setdefault((stages, p.requires_grad, probe.updates(p)), []).append(p)
+            members.setdefault((stages, p.requires_grad, id(p) in reads.given, probe.updates(p)), []).append(p)
     found = sorted(members.items(), key=lambda one: one[0])
     return [(of[0], part) for of, some in found for part in in_parts(some, map(room_of, some), whole)]
 

@@ -108,7 +108,7 @@ class WholeDevice:
             ]
         else:
             none = ((0, 0),) * len(self.groups)
-            groups = TapeGroups(self.found, self.chain, (), (), none, self.beside, 0, 0, 0, torch.device("cpu"))
+            groups = TapeGroups(self.found, self.chain, (), (), none, (), self.beside, 0, 0, 0, torch.device("cpu"))
             levels = groups.levels(sequence, during=True)
         if not self.profile.borders_stay:
             return levels

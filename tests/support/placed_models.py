@@ -131,10 +131,16 @@ def paused(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def joins(net: Any, x: torch.Tensor) -> torch.Tensor:
-    """A token and its words before each block: in a batch of 1 the token's gradient is a part of that of both."""
-    for token, block in zip(net.tokens, net.blocks, strict=True):
-        x = block(net.shared(torch.cat([token, x], 1)))
+    """A token and its words before each block: in a batch of 1 the token's gradient is a part of that of both. It comes
+    before the backward of the stage that reads the token, and some get none."""
+    for n, (token, block) in enumerate(zip(net.tokens, net.blocks, strict=True)):
+        x = block(net.shared(torch.cat([token.detach() if n in net.detached else token, x], 1)))
     return x
+
+
+def joined(shared: nn.Module, *detached: int) -> nn.Module:
+    tokens = nn.ParameterList([torch.randn(1, 1, 32) for _ in range(4)])
+    return Does(joins, blocks=several(4, 32, 48), shared=shared, tokens=tokens, detached=detached)
 
 
 def adapts(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -218,8 +224,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "casts": (lambda: Does(casts, **{name: nn.Linear(32, 32) for name in ("first", "twice", "last")}), numbers(64, 32)),
     "mapped": (mapped, numbers(24, 32)),
     "paused": (lambda: Does(paused, blocks=several(4, 16, 32), layers=linears(4, 16)), numbers(24, 16)),
-    "joins": (lambda: Does(joins, blocks=several(4, 32, 48), shared=nn.Linear(32, 32), tokens=nn.ParameterList(
-        [torch.randn(1, 1, 32) for _ in range(4)])), numbers(1, 64, 32)),
+    "joins": (lambda: joined(nn.Linear(32, 32)), numbers(1, 64, 32)),
+    "joins in part": (lambda: joined(nn.Identity(), 1, 3), numbers(1, 64, 32)),
     "adapted": (adapted, numbers(16, 64)),
     "lstm": (recurs, numbers(8, 12, 32)),
     "parametrized": (parametrized, numbers(64, 32)),
