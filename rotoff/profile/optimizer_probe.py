@@ -290,7 +290,7 @@ class OptimizerProbe:
         made.state = defaultdict(dict)
         known = optimizer.state.get(parameter, {})
         tensors = [t for t in known.values() if isinstance(t, torch.Tensor)]
-        alike = all(t.numel() == 1 or t.shape == parameter.shape for t in tensors)
+        alike = all((t.numel() == 1 and t.dim() < 2) or t.shape == parameter.shape for t in tensors)
         for p in small if known and alike else ():  # an optimizer may make its state in its constructor
             made.state[p] = {k: _like(v, parameter, p) for k, v in known.items()}
         return made

@@ -34,6 +34,7 @@ def test_bytes_that_depend_on_the_shape_are_found_on_it(
 SEVERAL = {
     "Rprop at once": (partial(torch.optim.Rprop, foreach=True), [(64, 64)] * 4),  # beside all signs a mask of one
     "Adafactor": (torch.optim.Adafactor, [(512, 130), (512,)]),  # means of rows stay until the next matrix
+    "Adafactor of a row": (torch.optim.Adafactor, [(1, 1, 640), (640,)]),  # with means of one element
     "AdamW": (torch.optim.AdamW, [(96, 96), (96,), (96, 96)]),
     "AdamW at once": (partial(torch.optim.AdamW, foreach=True), [(96, 96), (96,), (96, 96)]),
 }
@@ -44,10 +45,10 @@ def test_bytes_of_several_parameters_are_no_less_than_their_update_takes(name: s
     make, shapes = SEVERAL[name]
     parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     optimizer, device = make(parameters, lr=1e-3), torch.device("cpu")
-    found = OptimizerProbe([optimizer], device, None).update_bytes(parameters)
     for _ in range(2):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
+        found = OptimizerProbe([optimizer], device, None).update_bytes(parameters)
         taken = peak_of(logged(optimizer.step, device)[1])
     assert taken <= found <= 1.02 * taken + 256 * len(parameters)
 
