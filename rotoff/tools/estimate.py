@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -66,12 +65,7 @@ def estimated(
     stages, names = stages_of(inner, options.stages), read_backward_from(options.backward_from)
     args, kwargs = chain_input(inner, args, kwargs)
     refuse_lazy(inner)
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True  # on an error it writes all of the traceback, before rotoff says anything
-    try:
-        return estimate_profile(inner, args, kwargs, device, stages, bool(options.forms), names, shard)
-    finally:
-        log.disabled = before
+    return estimate_profile(inner, args, kwargs, device, stages, bool(options.forms), names, shard)
 
 
 @dataclass(frozen=True)

@@ -252,6 +252,17 @@ def test_up_to_an_empty_input_that_does_not_fit(shape: tuple[int, ...]) -> None:
     model.compute_sequence(caught.value.min_mem_limit, up_to=torch.randn(shape))
 
 
+def test_a_size_that_the_model_does_not_take_raises_what_pytorch_raises_and_is_not_logged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logged: list[logging.LogRecord] = []
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
+    model = rotoff.Checkpointable(nn.Linear(WIDTH, 4)).measure(torch.randn(2, WIDTH)).compute_sequence("1 MiB")
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        model(torch.randn(2, WIDTH + 1))
+    assert not logged
+
+
 def test_an_input_larger_than_announced_is_said(caplog: pytest.LogCaptureFixture) -> None:
     beside = planned("tokens", 1.0, 24)
     beside.planned.compute_sequence("1 GiB", up_to=KINDS["tokens"][1](24))

@@ -6,9 +6,10 @@ of storages that a dispatch mode sees, in place of those of an allocator; its ti
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -78,6 +79,17 @@ def run_backward(parts: Iterable[torch.Tensor]) -> None:
     torch.autograd.backward(loss, torch.empty_like(loss))
 
 
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Within, PyTorch logs no traceback of an error on fake tensors, of which rotoff says more, or nothing."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def fake_step(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -104,7 +116,7 @@ def fake_step(
     log = FakeLog(device)
     # a mode is slow, and only needed where the caller has another default
     default = nullcontext() if torch.get_default_device() == CPU else CPU
-    with default, device_variants(device):
+    with default, device_variants(device), _unlogged():
         copied = fake_copy(model, mode)
         args, kwargs = fake_copy((args, kwargs), mode)
         if shard is not None:
