@@ -158,12 +158,6 @@ def test_all_ways_to_write_a_limit_give_the_same_plan(limit: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_chain_of_no_bytes_and_no_time(mode: str) -> None:
-    chain = Chain((Stage(), Stage(), Stage()), 1.0, 1.0)
-    assert rotoff.simulate(chain, rotoff.solve(chain, 1, mode=mode), 1).makespan == 0.0
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_huge_sizes_do_not_overflow(mode: str) -> None:
     """Petabytes, and limits exact to the byte; nothing here may be counted in 32 bits."""
     stages = tuple(Stage(f"s{i}", 1.0, 2.0, 2**50 + i, 2**51 + i) for i in range(3))

@@ -14,7 +14,7 @@ TIMES = st.one_of(st.just(0.0), st.integers(1, 40).map(lambda x: x / 8))
 
 
 @st.composite
-def stages(draw: st.DrawFn, forms: bool = True, tails: bool = True) -> Stage:
+def stages(draw: st.DrawFn, forms: bool = True) -> Stage:
     """One stage."""
     output = draw(SIZES)
     saved = output + draw(SIZES)
@@ -28,15 +28,15 @@ def stages(draw: st.DrawFn, forms: bool = True, tails: bool = True) -> Stage:
         made.append(Form(size, draw(TIMES), draw(SIZES), draw(SIZES)))
     forward = draw(TIMES)
     backward = draw(TIMES)
-    tail = forward * draw(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0])) if tails else 0.0
+    tail = forward * draw(st.sampled_from([0.0, 0.0, 0.25, 0.5, 1.0]))
     return Stage("", forward, backward, output, saved, forms=tuple(made), tail_time=tail, **extra)
 
 
 @st.composite
-def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True, tails: bool = True) -> Chain:
+def chains(draw: st.DrawFn, least: int = 1, most: int = 8, forms: bool = True) -> Chain:
     """A chain of `least` to `most` stages."""
     count = draw(st.integers(least, most))
-    made = [draw(stages(forms, tails)) for _ in range(count)]
+    made = [draw(stages(forms)) for _ in range(count)]
     speeds = st.sampled_from([1.0, 10.0, 60.0, 1000.0])
     ends = {"input_bytes": draw(SIZES), "input_grad_bytes": draw(SIZES)}
     return Chain(tuple(made), draw(speeds), draw(speeds), duplex=draw(st.booleans()), **ends)
@@ -89,28 +89,3 @@ def uneven(seed: int, stages: int) -> Chain:
         extra = [int(output * rng.random()), int(saved * rng.random()), int(saved * rng.random())]
         found.append(Stage(f"{i}", forward, backward, output, saved, output, *extra))
     return Chain(tuple(found), 10e9, 10e9, input_bytes=found[0].output_bytes)
-
-
-# -- random chains from a seed, for tests that report a figure over a fixed set
-
-
-def seeded_chain(rng: random.Random, stages: int) -> Chain:
-    """A heterogeneous chain: zeros, forms, transients of their own, links of several speeds, one or two lanes."""
-    made = []
-    for _ in range(stages):
-        output = rng.choice([0, rng.randint(1, 20), rng.randint(1, 200)])
-        saved = output + rng.choice([0, rng.randint(0, 300)])
-        time = rng.choice([0.0, rng.random()])
-        forms = []
-        if rng.random() < 0.3:
-            for _ in range(rng.randint(1, 2)):
-                size = rng.randint(output, saved)
-                forms.append(Form(size, time * rng.uniform(1, 4), rng.randint(0, 30), rng.randint(0, 30)))
-        extra = {}
-        if rng.random() < 0.5:
-            most = {"grad_bytes": 50, "forward_transient_bytes": 60, "checkpoint_transient_bytes": 90}
-            extra = {name: rng.randint(0, top) for name, top in (*most.items(), ("backward_transient_bytes", 60))}
-        made.append(Stage("", time, 2 * time * rng.random(), output, saved, forms=tuple(forms), **extra))
-    link = [10.0, 100.0, 1000.0]
-    ends = {"input_bytes": rng.choice([0, 10, 100]), "duplex": rng.random() < 0.7}
-    return Chain(tuple(made), rng.choice(link), rng.choice(link), **ends)

@@ -16,8 +16,6 @@ from rotoff.solver.policies.superneurons import layer_bytes, operations
 
 pytestmark = pytest.mark.full_search
 
-MIB = 1 << 20
-
 
 def text(sequence) -> str:
     return ", ".join(str(op) for op in sequence)

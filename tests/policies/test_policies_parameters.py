@@ -17,7 +17,6 @@ from rotoff import (
     simulate,
     solve,
 )
-from rotoff.solver.placement import HOST_UPDATED, Place, place
 
 pytestmark = pytest.mark.full_search
 
@@ -92,12 +91,3 @@ def test_each_policy_says_what_it_is_for() -> None:
         solve(CHAIN, "2 GB", policy="vdnn")
     with pytest.raises(OptionError, match="policy 'by-hand' places parameters, and the chain has none"):
         solve(CHAIN.without_parameters(), "2 GB", policy="by-hand")
-
-
-def test_places_that_cannot_be() -> None:
-    with pytest.raises(OptionError, match="there are 1 places for 8 groups"):
-        place(CHAIN, keep_all(CHAIN.without_parameters()), [HOST_UPDATED])
-    with pytest.raises(OptionError, match="updates is 'never'"):
-        place(CHAIN, keep_all(CHAIN.without_parameters()), [HOST_UPDATED] * 8, "never")
-    with pytest.raises(OptionError, match="give state=False"):
-        Place(weights=True, state=True, host=True)
