@@ -44,21 +44,14 @@ class Copy:
 
 class CachedLink(Link):
     """Copies at HOT B/s bytes that lie in the caches, at COLD B/s all else; the first of each place takes a second
-    more. `cool`: what kernels do to the caches. room: bytes of the host. waits, drains, starts: seconds to go on after
-    a copy, to look whether copies have ended, to start that of a tensor."""
+    more. `cool`: what kernels do to the caches. room: bytes of the host. Seconds: waits, to go on after a copy; drains, to
+    look whether copies have ended; starts, to start that of a tensor."""
 
-    def __init__(
-        self,
-        clock: Clock,
-        room: int = 1 << 40,
-        waits: float = 0.0,
-        drains: float = 0.0,
-        starts: float = 0.0,
-    ) -> None:
+    def __init__(self, clock: Clock, room: int = 1 << 40, **seconds: float) -> None:
         self.device = torch.device("cpu")
         self.capacity = 0
         self._clock, self._room = clock, room
-        self._waits, self._drains, self._starts = waits, drains, starts
+        self._seconds = dict.fromkeys(("waits", "drains", "starts"), 0.0) | seconds
         self.filled: list[list[int]] = []  # the bytes of each tensor of a copy back
         self.own: list[int] = []  # bytes that were allocated on the device
         self._warm: set[int] = set()
@@ -83,7 +76,7 @@ class CachedLink(Link):
         nbytes = sum(one.numel() for one in tensors)
         assert offset + nbytes <= self.capacity
         copy = Copy(nbytes)
-        copy.begin = self._clock.now = self._clock.now + self._starts * len(tensors)
+        copy.begin = self._clock.now = self._clock.now + self._seconds["starts"] * len(tensors)
         hot = offset in self._warm and nbytes <= CACHE_BYTES
         copy.end = copy.begin + nbytes / (HOT if hot else COLD) + ((offset, out) not in self._seen)
         self._clock.now = copy.end
@@ -99,10 +92,10 @@ class CachedLink(Link):
         return self._copy(targets, offset, False)
 
     def wait(self, ticket: Any) -> None:
-        self._clock.now += self._waits
+        self._clock.now += self._seconds["waits"]
 
     def drain(self) -> None:
-        self._clock.now += self._drains
+        self._clock.now += self._seconds["drains"]
 
     def close(self) -> None:
         self.capacity = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,17 @@ from allocated import peak_bytes
 from models import Does, fresh
 from recorded_steps import recorded_chain
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rotoff
 from rotoff.profile.estimate.cuda_kernels import device_variants
 from rotoff.profile.estimate.devices import find
+from rotoff.profile.estimate.estimate import Estimate
+from rotoff.profile.estimate.fake_kernels import FakeKernels
+from rotoff.profile.estimate.growth import Growth
+from rotoff.tools.estimate import estimated
 
 BYTES = (
     "output_bytes", "saved_bytes", "grad_bytes", "forward_transient_bytes", "checkpoint_transient_bytes",
@@ -249,3 +255,101 @@ def test_copies_and_columns_of_convolutions_are_counted(kind: str) -> None:
                 name,
             )
     assert any(stage.forward_transient_bytes > stage.output_bytes for stage in measured.stages)
+
+
+# -- how an estimate grows with the batch
+
+
+def copied_labels(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    labels = x.detach().argmax(-1)[:, 1:].contiguous()
+    return F.cross_entropy(x[:, 1:].flatten(0, 1), labels.view(-1))
+
+
+def copied_values(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(0, 1).reshape(-1, x.shape[-1]).tanh()
+
+
+@pytest.mark.parametrize(("last", "batches"), [(copied_labels, [8]), (copied_values, [8, 2])])
+def test_copies_that_a_batch_of_one_saves_grow_with_it(last, batches) -> None:  # type: ignore[no-untyped-def]
+    """A third step is estimated only where the backward copies, too."""
+    model, asked = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Does(last)), []
+
+    def at(batch: int) -> Estimate:
+        return estimated(model, (torch.empty(batch, 9, 64, device="meta"),), {}, find("CPU"))
+
+    def larger(batch: int) -> Estimate:
+        asked.append(batch)
+        return at(batch)
+
+    growth = Growth.of(larger, at(1), 1, 8)
+    assert growth is not None and asked == batches
+    for batch in (2, 5):
+        grown, found = growth.at(batch).trace, at(batch).trace
+        assert [one.nbytes for one in grown.made] == [one.nbytes for one in found.made]
+        assert [event.size for event in grown.backward] == [event.size for event in found.backward]
+        assert [(op.peak, op.copies) for op in grown.ran] == [(op.peak, op.copies) for op in found.ran]
+
+
+# -- fake tensors as the kernels answer: types of statistics, grouped products
+
+
+HALF, FULL = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+
+
+def saved(run: Callable[[], torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    found: list[tuple[torch.dtype, tuple[int, ...]]] = []
+    with saved_tensors_hooks(lambda t: found.append((t.dtype, tuple(t.shape))), lambda _: None):
+        run()
+    return sorted(found, key=str)
+
+
+def norms(x: torch.dtype, w: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+    images, rows = (
+        torch.randn(2, 8, 4, 4, dtype=x, requires_grad=True),
+        torch.randn(2, 4, 8, dtype=x, requires_grad=True),
+    )
+    weight, bias = torch.ones(8, dtype=w, requires_grad=True), torch.zeros(8, dtype=w)
+    mean, variance = torch.zeros(8, dtype=w), torch.ones(8, dtype=w)
+    return {
+        "layer": lambda: F.layer_norm(rows, (8,), weight, bias),
+        "group": lambda: F.group_norm(images, 4, weight, bias),
+        "batch": lambda: F.batch_norm(images, mean, variance, weight, bias, True),
+        "instance": lambda: F.instance_norm(images, None, None, weight, bias),
+    }
+
+
+@pytest.mark.parametrize(("x", "w"), [(FULL, FULL), (HALF, HALF), (HALF, FULL)])
+@pytest.mark.parametrize("name", ["layer", "group", "batch", "instance"])
+def test_fake_norms_keep_cpu_dtypes(name: str, x: torch.dtype, w: torch.dtype) -> None:
+    real = norms(x, w)
+    with FakeKernels():
+        fake = norms(x, w)
+        answer = saved(fake[name])
+    assert answer == saved(real[name])
+
+
+def test_fake_cuda_norms_keep_float32_statistics() -> None:
+    with FakeKernels(cuda=True):
+        for name, shape in (("layer", (2, 4, 1)), ("batch", (8,))):
+            kept = saved(norms(HALF, HALF)[name])
+            assert kept.count((FULL, shape)) == 2, name
+
+
+def test_grouped_matmul_is_estimated_in_float32() -> None:
+    ends = nn.Buffer(torch.tensor([4, 8, 12], dtype=torch.int32))
+    experts = Does(
+        lambda net, x: F.grouped_mm(x, net.weight, offs=net.ends).tanh(),
+        weight=nn.Parameter(torch.randn(3, 16, 24)), ends=ends,
+    )  # fmt: skip
+    model, x = nn.Sequential(nn.Linear(16, 16), experts), torch.randn(12, 16)
+    chain = rotoff.estimate(model, x, device="CPU")
+    measured = recorded_chain(model, x)
+    assert chain.stages[1].output_bytes == 12 * 24 * 4
+    assert [s.saved_bytes for s in chain.stages] == [s.saved_bytes for s in measured.stages]
+
+
+def test_what_is_written_to_a_tensor_of_numbers_is_that_tensor() -> None:
+    with FakeKernels():
+        noise = torch.empty(4, 1)
+        assert noise.bernoulli_(0.5) is noise and noise.div_(0.5) is noise
