@@ -1,5 +1,5 @@
-"""Steps whose tensors are larger than those that were measured, though the input's sizes do not say so: that is said
-once, and later ones keep the limit. What the model has in attributes nobody watches while it keeps everything."""
+"""Steps that differ from the measured one, though the input's sizes do not say so: larger tensors are said once, and later
+steps keep the limit; layers that are skipped by chance come to one plan."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from models import Does, several
+from models import Does, Residual, several
 from planned_steps import Beside
 from torch import nn
-from torch.nn import functional as F
 
 import rotoff
 
@@ -42,10 +41,6 @@ def by_data(model: Any, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def by_mask(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return x[mask]
-
-
-def padded(model: Any, x: torch.Tensor) -> torch.Tensor:
-    return F.pad(x, (0, 0, 0, -x.shape[1] % 256))
 
 
 ALL = torch.ones(4, 512, dtype=torch.bool)
@@ -84,15 +79,6 @@ def test_steps_below_what_was_measured_alarm_nobody(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.INFO, "rotoff"):
         for length in (64, 512, 64, 512):
             trained.step(x, torch.tensor([length]))
-        assert not any("measur" in one for one in caplog.messages)
-
-
-def test_sizes_that_share_a_plan_alarm_nobody(caplog: pytest.LogCaptureFixture) -> None:
-    trained = Beside(blocks(padded), 1 << 30)
-    trained.step(torch.randn(16, 160, WIDTH))
-    with caplog.at_level(logging.INFO, "rotoff"):
-        for length in (33, 48, 40, 65, 80, 129, 144, 33, 48):
-            trained.step(torch.randn(16, length, WIDTH))
         assert not any("measur" in one for one in caplog.messages)
 
 
@@ -161,3 +147,95 @@ def test_values_that_data_made_larger_stay_on_the_device_if_the_host_is_full(mon
     monkeypatch.setattr("rotoff.runtime.links.host_file.HostFile.reserve", full)
     beside.step(x, torch.tensor(-0.1))
     beside.planned.close()
+
+
+# -- layers that a forward skips by chance
+
+
+def run_some(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Skips each layer with probability `chance`, as wav2vec 2.0 does."""
+    for layer in net.layers:
+        if torch.rand([]) >= net.chance:
+            x = layer(x)
+    return net.head(x).mean(1)
+
+
+def layer_drop(layers: int, chance: float) -> Any:
+    parts = nn.ModuleList(Residual(64) for _ in range(layers))
+    return Does(run_some, layers=parts, head=nn.Linear(64, 10), chance=chance)
+
+
+def test_a_model_that_was_not_measured_comes_to_one_plan(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    plain, x = layer_drop(12, 0.3), torch.randn(8, 64, 64)
+    limit = Beside(layer_drop(12, 0.3), sample=(x,)).within("joint", 1 / 3).limit
+    beside = Beside(plain, limit)
+    for _ in range(12):
+        beside.step(x)
+    caplog.clear()
+    for _ in range(8):
+        beside.check(x)
+    assert not caplog.records
+
+
+def test_a_followed_step_that_keeps_everything_frees_what_nothing_saves() -> None:
+    torch.manual_seed(0)
+    model, x = layer_drop(12, 0.0), torch.randn(8, 64, 64)
+    model.layers[:9].requires_grad_(False)
+    beside = Beside(model, sample=(x,)).within("joint", 1.0)
+    beside.check(x)
+    assert beside.planned.get_expected_memory() == beside.planned.keep_all_memory
+    beside.planned.close()
+
+
+def test_a_second_backward_holds_what_the_plan_charges() -> None:
+    torch.manual_seed(0)
+    plain, x = layer_drop(6, 0.3), torch.randn(8, 64, 64)
+    plain.layers[:3].requires_grad_(False)
+    beside = Beside(plain, sample=(x,), check=True, backward=twice).within("joint", 1.0)
+    for _ in range(3):
+        beside.step(x)
+    beside.planned.close()
+
+
+def twice(output: torch.Tensor, _: Any) -> None:
+    loss = output.pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def one_of_two(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """Goes one of two ways, as its caller says, in the middle of its own code."""
+    h = net.first(x).relu()
+    h = net.left(h).relu() if net.phase else net.right(h).tanh() + h
+    return net.last(h).sin().mean(1)
+
+
+def phases(share: float, x: torch.Tensor) -> Beside:
+    torch.manual_seed(0)
+    parts = {name: nn.Linear(64, 64) for name in ("first", "left", "right", "last")}
+    return Beside(Does(one_of_two, phase=0, **parts), sample=(x,)).within("joint", share)
+
+
+def in_phase(beside: Beside, phase: int) -> Beside:
+    beside.plain.phase = beside.model.phase = phase
+    return beside
+
+
+def test_courses_that_take_turns_come_to_have_one_plan(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(8, 64, 64)
+    beside = phases(0.29, x)
+    for step in range(10):
+        in_phase(beside, step % 2).step(x)
+    assert len(caplog.records) == 1, "one warning, for the first step on the other course"
+    caplog.clear()
+    for phase in (0, 1):
+        in_phase(beside, phase).check(x)
+    assert not caplog.records
+
+
+def test_courses_whose_plan_does_not_fit_as_one_keep_their_own() -> None:
+    x = torch.randn(8, 64, 64)
+    beside = phases(0.0, x)
+    for step in range(12):
+        in_phase(beside, step % 2).step(x)

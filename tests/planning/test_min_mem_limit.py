@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from models import ALL, OTHERS, dropping, fresh, residual
+from models import ALL, dropping, fresh, residual
 from planned_steps import Beside
 from torch import nn
 
@@ -24,7 +24,7 @@ def refused(wrapped: rotoff.Checkpointable, limit: int, mode: str) -> int:
 
 
 @pytest.mark.parametrize("check", [False, True], ids=["", "checked"])
-@pytest.mark.parametrize("name", [*ALL, *OTHERS])
+@pytest.mark.parametrize("name", ALL)
 @pytest.mark.grid(every=8)
 def test_it_is_accepted_and_one_byte_less_is_not(name: str, check: bool) -> None:
     model, batch = fresh(name)

@@ -226,9 +226,3 @@ def test_a_plan_that_does_not_fit_the_host_is_refused_and_not_its_step(profile: 
         make_plan(profile, asked, room=1000)
     enough = replace(asked, mem_limit=error.value.min_mem_limit, mode="remat")
     assert make_plan(profile, enough, room=1000).execution.host_bytes == 0
-
-
-def test_the_users_own_host_limit_still_holds(profile: Profile) -> None:
-    half = make_plan(profile, request(profile, "joint", 0.8)).execution.host_bytes // 2
-    asked = request(profile, "joint", 0.8, host_limit=half // 4)
-    assert make_plan(profile, asked, room=half).trace.host_peak_bytes <= half // 4

@@ -139,7 +139,6 @@ class MutantLink(RecordingLink):
     def __init__(self, mutant: str | None, sites: Counter[str]) -> None:
         self.streams = MutantStreams(mutant, sites)
         self.log = self.streams.recording
-        self._scribble = True
         StreamLink.__init__(self, self.streams)
 
 

@@ -15,20 +15,11 @@ from torch.utils.checkpoint import checkpoint
 Batch = Callable[[], torch.Tensor]
 
 
-class Language(nn.Module):
-    def __init__(self, width: int = 32, blocks: int = 2, words: int = 50, tie: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(nn.Sequential(Attention(width, 4), Residual(width)) for _ in range(blocks))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
-        if tie:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def tied(width: int = 32, words: int = 300) -> nn.Module:
+    """A language model whose head has the weight of its embedding."""
+    embedding, head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+    head.weight = embedding.weight
+    return nn.Sequential(embedding, Attention(width, 4), Residual(width), nn.LayerNorm(width), head)
 
 
 def reads(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -182,11 +173,6 @@ def first_frozen() -> nn.Module:
     return model
 
 
-def convolutions() -> nn.Module:
-    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.GELU(), nn.Conv2d(8, 4, 3))
-    return nn.Sequential(*layers)
-
-
 def spectral() -> nn.Module:
     """Reads its second weight again after a view of it."""
     first, second = (parametrizations.spectral_norm(nn.Conv2d(size, 16, 3, padding=1)) for size in (3, 16))
@@ -211,9 +197,6 @@ def words(count: int, *shape: int) -> Batch:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
-    "mlp": (deep, numbers(64, 64)),
-    "language": (Language, words(50, 4, 12)),
-    "tied": (lambda: Language(tie=True), words(50, 8, 16)),
     "reads": (lambda: Does(reads, layer=nn.Linear(32, 32), several=nn.ParameterList([torch.randn(32)])), numbers(64, 32)),
     "shares": (lambda: Does(shares, block=up_and_down(32, 48), between=linears(3)), numbers(64, 32)),
     "repeats": (lambda: Does(repeats, times=2, blocks=nn.Sequential(Residual(16), Residual(16)), head=nn.Linear(16, 4)), numbers(24, 16)),
@@ -230,14 +213,13 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
     "lstm": (recurs, numbers(8, 12, 32)),
     "parametrized": (parametrized, numbers(64, 32)),
     "spectral": (spectral, numbers(2, 3, 8, 8)),
-    "convolutions": (convolutions, numbers(4, 3, 16, 16)),
     "first frozen": (first_frozen, numbers(64, 32)),
     "encoder": (encoder, numbers(8, 12, 32)),
     "encoder in eval": (lambda: encoder().eval(), numbers(8, 12, 32)),
 }  # fmt: skip
 SIZED: dict[str, tuple[Callable[[], nn.Module], Batch]] = {  # larger ones, of whose memory parameters have a large part
     "deep": (lambda: nn.Sequential(*deep(96, 5), nn.Linear(96, 96)), numbers(128, 96)),
-    "tied": (lambda: Language(32, 1, 300, tie=True), words(300, 8, 16)),
+    "tied": (tied, words(300, 8, 16)),
     "no biases": (lambda: nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(6))), numbers(8, 96)),
     "first frozen": (first_frozen, numbers(64, 32)),
     "adapted": (lambda: adapted(128), numbers(64, 128)),

@@ -207,14 +207,13 @@ class RecordingSegment:
 class RecordingLink(StreamLink):
     """The CUDA link over `RecordingStreams`.
 
-    log: the run so far. eagerness, seed: see `RecordingStreams`. scribble: whether memory
-    that is given back is overwritten at once, as its next owner would.
+    log: the run so far. eagerness, seed: see `RecordingStreams`. Memory that is given back is overwritten at once, as its
+    next owner would.
     """
 
-    def __init__(self, eagerness: float = 0.0, seed: int = 0, scribble: bool = True) -> None:
+    def __init__(self, eagerness: float = 0.0, seed: int = 0) -> None:
         self.streams = RecordingStreams(eagerness, seed)
         self.log = self.streams.recording
-        self._scribble = scribble
         self._shown: dict[int, tuple[torch.Tensor, Span]] = {}  # by storage, host bytes that anybody may touch
         super().__init__(self.streams)
 
@@ -225,8 +224,7 @@ class RecordingLink(StreamLink):
     def release(self, what: str, storages: Sequence[torch.UntypedStorage]) -> None:
         for storage in storages:
             self.log.release(self.streams.current().name, what, self.log.buffer(storage))
-            if self._scribble:
-                scribble(storage)
+            torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_RELEASED)
 
     def host_bytes(self, offset: int, nbytes: int) -> torch.Tensor:
         shown = super().host_bytes(offset, nbytes)
@@ -271,8 +269,3 @@ class LateFileLink(FileLink):
     def _submit(self, ticket: FileTicket) -> FileTicket:
         ticket.__class__ = self._late
         return super()._submit(ticket)
-
-
-def scribble(storage: torch.UntypedStorage) -> None:
-    """Overwrite memory that nobody may use any more."""
-    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(_RELEASED)
