@@ -5,7 +5,13 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
+import shutil
+import sys
+import threading
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import changing_models  # noqa: F401 - fills the table
@@ -249,8 +255,6 @@ def test_dropped_bytes_are_gone_and_only_what_is_needed_runs_again(new_tape: Any
 
 
 def test_a_graph_that_is_dropped_frees_the_tape(new_tape: Any) -> None:
-    import gc
-    import weakref
 
     blocks = nn.Sequential(*[Block() for _ in range(3)])
     run = OnTape(blocks, list(blocks), new_tape)
@@ -296,7 +300,6 @@ def test_held_contents_that_others_hold_are_compared(new_tape: Any) -> None:
 
 
 def test_what_another_thread_runs_is_not_noted(new_tape: Any) -> None:
-    import threading
 
     net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
     x = drawn(0)
@@ -312,7 +315,6 @@ def test_what_another_thread_runs_is_not_noted(new_tape: Any) -> None:
 
 
 def test_backwards_in_other_threads(new_tape: Any) -> None:
-    import threading
 
     torch.manual_seed(0)
     net = nn.Sequential(*[Block() for _ in range(3)])
@@ -371,9 +373,6 @@ def test_memory_of_numpy_that_is_gone_leaves_its_address_to_no_other_content(new
 
 
 def test_the_kernel_is_built_wherever_it_can_be() -> None:
-    import shutil
-    import sys
-    from pathlib import Path
 
     headers = Path(torch.__file__).parent / "include" / "ATen" / "core" / "dispatch" / "Dispatcher.h"
     with_gil = getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -126,20 +126,6 @@ def test_what_does_not_fit_a_rank_is_placed() -> None:
     assert now.best is now["now: all streamed"] and now.verdict.startswith("fits with now: all streamed")
 
 
-@pytest.mark.slow
-def test_more_ranks_have_room_for_a_larger_batch() -> None:
-    card = rotoff.Device("card", 96 * 2**20, 1e11, {"float32": 1e12}, 1e10, 1e10)
-
-    def size(mesh: str) -> int:
-        with torch.device("meta"):
-            model = nn.Sequential(*(Residual(512) for _ in range(4)))
-            return rotoff.largest(
-                lambda n: (model, torch.empty(n, 512)), device=card, mesh=mesh, step=64, most=4096
-            ).size
-
-    assert 0 < size("fsdp=2") < size("fsdp=8")
-
-
 def test_a_mesh_that_is_refused_leaves_no_process_group() -> None:
     with Mesh.of("fsdp=2").started(), pytest.raises(rotoff.OptionError, match="needs a process group of its own"):
         planned()

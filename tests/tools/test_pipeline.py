@@ -206,7 +206,7 @@ def test_a_pipeline_is_planned_before_anything_runs(monkeypatch: pytest.MonkeyPa
 
 LINE = re.compile(r"(\w+) (\d): equal=(\w+) (\d+) of (\d+) \((\d+)\), (\d+) in flight")
 REFUSED = "2 pipeline_steps refused"
-LINKS = "2 pipeline_links together", "2 pipeline_links late"
+LINKS = "2 pipeline_steps together", "2 pipeline_steps late"
 IN_FLIGHT = {
     "2 pipeline_steps gpipe": [8, 8],
 }
