@@ -141,7 +141,8 @@ def test_estimated_sizes_are_rounded_as_by_the_allocator() -> None:
 
 
 def test_estimated_times_follow_the_data_sheet() -> None:
-    """A large matrix product is bound by operations: 2 x 4096^3 forward, twice that backward."""
+    """A large matrix product is bound by operations: 2 x 4096^3 forward, twice that backward; what is done to each element
+    by the bytes that it reads and writes."""
     model = nn.Sequential(nn.Linear(4096, 4096, bias=False)).to("meta")
     x = torch.empty(4096, 4096, device="meta", requires_grad=True)
     v100 = find("V100")
@@ -151,6 +152,8 @@ def test_estimated_times_follow_the_data_sheet() -> None:
     assert stage.backward_time == pytest.approx(2 * seconds, rel=0.01)
     half = rotoff.estimate(model.half(), x.half(), device="V100").stages[0]
     assert half.forward_time == pytest.approx(seconds * 15.7 / 125, rel=0.2)
+    moved = 2 * x.nbytes / (v100.memory_bandwidth * v100.memory_efficiency) + v100.launch_time
+    assert rotoff.estimate(nn.Sequential(nn.GELU()), x, device="V100").stages[0].forward_time == pytest.approx(moved)
 
 
 def test_estimated_chain_records_its_provenance(tmp_path: Path) -> None:
@@ -294,7 +297,6 @@ def test_copies_that_a_batch_of_one_saves_grow_with_it(last, batches) -> None:  
 
 
 HALF, FULL = torch.bfloat16, torch.float32
-CPU = torch.device("cpu")
 
 
 def saved(run: Callable[[], torch.Tensor]) -> list[tuple[torch.dtype, tuple[int, ...]]]:
