@@ -47,7 +47,11 @@ class Placement:
         self.gradients = CallersGradients(self._groups)
         self._rest: list[Op] = []  # operations after ``B 1`` that have not run yet
         self._process = os.getpid()
-        before = _weakly(weakref.WeakMethod(self.before_update))
+        method = weakref.WeakMethod(self.before_update)
+
+        def before(*args: Any) -> Any:
+            return None if (update := method()) is None else update(*args)
+
         self._hooks = [(one, one.register_step_pre_hook(before)) for one in self.optimizers]
 
     # -- between steps
@@ -288,10 +292,3 @@ class Placement:
         except BaseException as error:
             self.updates.give_up(error)
             raise
-
-
-def _weakly(method: weakref.WeakMethod[Any]) -> Any:
-    def call(*args: Any) -> Any:
-        return None if (bound := method()) is None else bound(*args)
-
-    return call
