@@ -32,7 +32,7 @@ from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
 from ..runtime.execution_plan import compile_sequence
 from ..runtime.links.pinned import room_for_plan
-from ..runtime.sharded import Shards, device_of, sharded
+from ..runtime.sharded import Shards, sharded
 from .request import Request
 from .step_planner import StepPlan, least_limit
 from .tape_placed_planner import compiled
@@ -290,12 +290,6 @@ def shards_of(model: nn.Module, group: Any) -> Shards | None:
         raise OptionError(
             "device_limit with FSDP2 needs one plan for all processes; make the model by Checkpointable(model,"
             " process_group=True)"
-        )
-    if (device := device_of(model)) is not None and device.type != "cpu":
-        raise OptionError(
-            f"device_limit with FSDP2 is for processes on a CPU so far, and these compute on {device}; give fully_shard"
-            " an offload_policy=CPUOffloadPolicy(), by which parameters, gradients and states lie on the host, and a"
-            " mem_limit for all that remains"
         )
     return Shards(model)
 

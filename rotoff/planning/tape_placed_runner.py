@@ -99,7 +99,7 @@ class PlacedRunner(StepRunner):
             return
         self.close()
         if plan is not None:
-            all_on(self.model, self.optimizers, self.device)
+            all_on(self.model, self.optimizers, self.device, self._shards is None)
         if plan is None or self._during:  # a step's closure may call the forward
             with suppress(ExecutionError):  # no place for a file; a plan that needs one says so
                 self._placed()
@@ -181,7 +181,9 @@ class PlacedRunner(StepRunner):
             return None
         placement = self._placed()
         placement.begin(self._waiting())
-        return Lending(self.model, placement.away(), home=True) if placement.link.queues else None
+        return (
+            Lending(self.model, placement.away(), home=True) if placement.link.queues and self._shards is None else None
+        )
 
     def _common(self, profile: TapeProfile) -> TapeProfile:
         return alike_cut(profile, self.group)
@@ -284,7 +286,7 @@ class PlacedRunner(StepRunner):
         self.placement.wait(self._waiting)
         self.placement.forward_begins()
         away = self.placement.away()
-        if not away or not self.placement.link.queues:
+        if not away or not self.placement.link.queues or self._shards is not None:
             yield
             return
         self._streaming = True

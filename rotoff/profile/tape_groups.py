@@ -140,6 +140,7 @@ class TapeGroups:
         if apart := is_accelerator(self.device):
             leaving = {op.stage for op in sequence if op.kind is OpKind.OFFLOAD and op.of == "g"}
             on_host = leaving | {op.stage for op in sequence if op.kind is OpKind.H}
+            resident |= {w(v.stage) for v in resident if not self.chain.group(v.stage).bytes}  # shards, with states
             early = frozenset(v for v in resident if v.of == "w" and v.stage in on_host)
             resident -= early
         trace = self.found.trace
@@ -166,19 +167,26 @@ def _group_of(
     block: int,
     found: TapeChain,
     reads: Reads,
+    device: torch.device,
     shards: Shards | None,
 ) -> ParameterGroup:
     """Return the costs of parameters that are placed together. host: whether it may update them. block: bytes of the
-    allocator. Shards always lie on the host, and their gradients in one tensor."""
+    allocator. Shards that need gradients, which lie in one tensor, are with their states; on a CPU, all lie on the
+    host."""
     needs = any(p.requires_grad for p in part)
+    own = part if shards is None else [shards.of[id(p)].data for p in part]
+    nbytes = sum(rounded(room_of(t), block) for t in own)
     gradients = gradient_bytes(part, reads, block)
+    state_bytes = sum(map(probe.state_bytes, part)) if needs else 0  # those of frozen parameters lie on the host
     if shards is not None:
-        gradients = rounded(sum(shards.of[id(p)].data.nbytes for p in part if p.requires_grad), block)
+        gradients = rounded(sum(t.nbytes for t in own), block) if needs else 0
+        state_bytes += nbytes if needs and is_accelerator(device) else 0
+        nbytes = 0 if needs or not is_accelerator(device) else nbytes
     return ParameterGroup(
         stages=stages,
-        bytes=sum(rounded(room_of(p), block) for p in part) if shards is None else 0,
+        bytes=nbytes,
         grad_bytes=gradients,
-        state_bytes=sum(map(probe.state_bytes, part)) if needs else 0,  # those of frozen parameters lie on the host
+        state_bytes=state_bytes,
         update_time=probe.update_time(part) if needs else 0.0,
         host_update_time=probe.host_update_time(part) if host and needs else None,
         update_transient_bytes=probe.update_bytes(part) if any(map(probe.updates, part)) else 0,
@@ -218,7 +226,7 @@ def groups_of(
         parts = _shards_of(movable, found, shards)
     for stages, part in parts:
         states = tuple(map(probe.state_bytes, part))
-        costs.append(_group_of(part, stages, probe, host, block, found, reads, shards))
+        costs.append(_group_of(part, stages, probe, host, block, found, reads, device, shards))
         placed.append(PlacedGroup(tuple(part), states, costs[-1].name))
         here = any(map(probe.updates, part)) and not is_accelerator(device)
         taken = [probe.update_bytes([p]) if here else 0 for p in part]
@@ -232,7 +240,7 @@ def groups_of(
     beside += sum(rounded(local(p).nbytes, block) + probe.state_bytes(p) for p in left) + gradients
     beside += probe.unplaced_bytes(every)
     beside += checksum_bytes(block) + 2 * rounded(8, block)
-    read = sum(one.bytes for one in costs) if shards is None else whole
+    read = whole if shards is not None and not is_accelerator(device) else sum(one.bytes for one in costs)
     resting = beside + profile.batch_bytes + read + sum(one.state_bytes for one in costs)
     updating = resting + sum(one.grad_bytes for one in costs) + probe.update_bytes(every)
     updating += sum(one.nbytes for one in profile.trace.made if one.returned)
@@ -271,16 +279,18 @@ def parts_of(
 def _shards_of(
     movable: list[nn.Parameter], found: TapeChain, shards: Shards
 ) -> list[tuple[tuple[int, ...], list[nn.Parameter]]]:
-    """Return the same of shards: those of a unit are one group. Of a unit without stages of its own, the root,
-    gradients come when the backward ends."""
+    """Return the same of shards: those of a unit that need gradients are one group, and the frozen ones. Of a unit
+    without stages of its own, the root, gradients come when the backward ends."""
     parts, placed = [], {*map(id, movable)}
     names = [name for name in shards.units if name]
     for name, several in shards.units.items():
         inner = [other for other in names if other.startswith(f"{name}.")]
         own = (op for op in found.trace.ran if name and is_within(op, [name]) and not is_within(op, inner))
         stages = tuple(sorted({bisect_right(found.layout.begins, op.at) for op in own})) or (1,)
-        if part := [shard.parameter for shard in several if id(shard.parameter) in placed]:
-            parts.append((stages, part))
+        part = [shard.parameter for shard in several if id(shard.parameter) in placed]
+        for needs in (True, False):
+            if alike := [p for p in part if p.requires_grad == needs]:
+                parts.append((stages, alike))
     return sorted(parts, key=lambda one: one[0])
 
 

@@ -4,8 +4,9 @@ What it does is not on the tape, so a gathered parameter is a resident, which it
 module. Stages are cut where calls of these modules begin and end, what crosses a cut stays on the device, and a stage
 is made again for its own backward alone: nothing is gathered behind FSDP's back.
 
-Under a `device_limit` each process's shards lie on the host, where FSDP2 reads them when it gathers. Only their
-gradients and optimizer states are moved. So FSDP2 works as ever, and no operation of the model meets a shard.
+Under a `device_limit`, FSDP2 reads each process's shards where they lie when it gathers: on a CPU they are on the host,
+and their gradients and optimizer states are moved; on an accelerator the shards are moved with their states. So FSDP2
+works as ever, and no operation of the model meets a shard.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from torch import nn
 
 from ..errors import OptionError
 from ..tape.tape import Tape
-from ..tensors.storage import View, is_wrapper, local, stored
+from ..tensors.storage import View, in_place_of, is_wrapper, local, stored
 
 logger = logging.getLogger("rotoff")
 
@@ -129,11 +131,19 @@ class _Told:
     """A collective of FSDP2 that says which process it waits for in vain.
 
     Args:
-        own: FSDP2's. explain: makes the error to raise of the one that it has raised.
+        own: FSDP2's. explain: makes the error to raise of the one that it has raised. shards: those whose gradients it
+            reduces.
     """
 
-    def __init__(self, own: Any, explain: Callable[[BaseException], BaseException]) -> None:
-        self._own, self.explain = own, explain
+    def __init__(
+        self, own: Any, explain: Callable[[BaseException], BaseException], shards: Iterable[Shard] = ()
+    ) -> None:
+        self._own, self.explain, self._shards = own, explain, shards
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Any:
+        for shard in self._shards:
+            shard.set_aside()
+        return self._own.allocate(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._own, name)
@@ -148,12 +158,16 @@ class _Told:
 class Shard:
     """This process's part of one parameter.
 
+    earlier: its gradient on the host, to which that of the running backward will be added.
+
     Args:
-        own: FSDP2's own object for it.
+        own, group: FSDP2's own objects for it, and for what is gathered with it.
     """
 
-    def __init__(self, own: Any) -> None:
-        self._own = own
+    def __init__(self, own: Any, group: Any) -> None:
+        self._own, self._group = own, group
+        self.earlier: torch.Tensor | None = None
+        own.to_sharded_dtensor = partial(_gradient_of, own)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -169,16 +183,49 @@ class Shard:
 
     def put(self, data: torch.Tensor) -> None:
         """Have the parameter, and what FSDP2 gathers, lie where `data` does."""
-        parameter: Any = self.parameter
+        if (reads := getattr(self._group.comm_ctx, "all_gather_copy_in_stream", None)) is not None:
+            self._group.device_handle.current_stream().wait_stream(reads)  # perhaps the bytes of before
         self._own._sharded_param_data = data
-        parameter._local_tensor = View.of(local(parameter)).on(data.untyped_storage())
+        in_place_of(self.parameter, View.of(local(self.parameter)).on(data.untyped_storage()))
+
+    def set_aside(self) -> None:
+        """FSDP2 adds no gradient on the device to one on the host."""
+        gradient = self.parameter.grad
+        if gradient is not None and gradient.device != self._group.device:
+            self.earlier, self.parameter.grad = gradient, None
+
+    def reducing(self) -> AbstractContextManager[object]:
+        """Within, the current stream is that on which FSDP2 reduces gradients, and the allocator orders their bytes."""
+        found: AbstractContextManager[object] = self._group.device_handle.stream(self._stream)
+        return found
+
+    @property
+    def _stream(self) -> Any:
+        return self._group.comm_ctx.reduce_scatter_stream
+
+    def reduced(self) -> None:
+        """Have the current stream wait for the gradient."""
+        if (event := self._group._post_reduce_event) is not None:
+            event.wait()
+
+    def let_go(self) -> None:
+        """The current stream has read the gradient, whose bytes are free then."""
+        self._stream.wait_stream(self._group.device_handle.current_stream())
+
+
+def _gradient_of(own: Any, gradient: torch.Tensor) -> torch.Tensor:
+    """Return what FSDP2 sets as a gradient: it says that it lies where the parameter does, as PyTorch wants, and lies
+    where it has come."""
+    found: Any = type(own).to_sharded_dtensor(own, local(own.sharded_param))
+    found._local_tensor = gradient
+    return found
 
 
 class WrappedShard(Shard):
     """One tensor of those of which this process's part of a frozen parameter consists, such as a quantized one."""
 
-    def __init__(self, own: Any, tensor: Any) -> None:
-        super().__init__(own)
+    def __init__(self, own: Any, group: Any, tensor: Any) -> None:
+        super().__init__(own, group)
         self._tensor = tensor
 
     @property
@@ -196,18 +243,19 @@ class WrappedShard(Shard):
         self._own._sharded_param_data = local(self._own.sharded_param)  # not bytes from before
 
 
-def _shards_in(own: Any) -> list[Shard]:
+def _shards_in(own: Any, group: Any) -> list[Shard]:
     parameter = own.sharded_param
     if parameter.requires_grad or not is_wrapper(local(parameter)):
-        return [Shard(own)]
-    return [WrappedShard(own, tensor) for tensor in stored([local(parameter)])]
+        return [Shard(own, group)]
+    return [WrappedShard(own, group, tensor) for tensor in stored([local(parameter)])]
 
 
 class Shards:
     """The shards of a model.
 
     Attributes:
-        units: by name, the modules that gather their parameters at once, with their shards.
+        units: by name, the modules that gather their parameters at once, with their shards. What a `CPUOffloadPolicy`
+            keeps on the host, beside a device, is none of them: FSDP2 moves it.
         of: by id of its parameter, each shard.
 
     Args:
@@ -225,9 +273,11 @@ class Shards:
             for name, module in sharded(root).items():
                 groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups  # type: ignore[operator]
                 self._groups += groups
-                new = {id(own): own for group in groups for own in group.fsdp_params if id(own) not in self._own}
-                self.units[name] = [shard for own in new.values() for shard in _shards_in(own)]
-                self._own |= new
+                new = {id(own): (own, group) for group in groups for own in group.fsdp_params}
+                new = {key: one for key, one in new.items() if key not in self._own}
+                there = [one for one in new.values() if one[1].device.type == "cpu" or not one[0].offload_to_cpu]
+                self.units[name] = [shard for one in there for shard in _shards_in(*one)]
+                self._own |= {key: own for key, (own, _) in new.items()}
             self.of = {id(shard.parameter): shard for several in self.units.values() for shard in several}
             for shard in self.of.values():
                 shard.data  # noqa: B018
@@ -264,9 +314,10 @@ class Shards:
     def tell(self, explain: Callable[[BaseException], BaseException]) -> None:
         """Have the collectives raise what `explain` makes of an error."""
         for group in self._groups:
-            for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            shards = [self.of[key] for own in group.fsdp_params if (key := id(own.sharded_param)) in self.of]
+            for name, reduced in (("_all_gather_comm", []), ("_reduce_scatter_comm", shards)):
                 own = getattr(group, name)
-                setattr(group, name, _Told(own._own if isinstance(own, _Told) else own, explain))
+                setattr(group, name, _Told(own._own if isinstance(own, _Told) else own, explain, reduced))
 
 
 def _gathered(own: Any) -> torch.Tensor | None:

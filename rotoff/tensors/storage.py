@@ -35,7 +35,10 @@ def in_place_of(known: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tenso
     """Return `tensor` as another object; if `known` is a DTensor, return that, with `tensor` as its local shard."""
     if known is None or local(known) is known:
         return tensor.detach()
-    known._local_tensor = tensor.detach()  # type: ignore[attr-defined]
+    shard: Any = known
+    if known.device != tensor.device:
+        known.data = type(shard)(tensor.detach(), shard._spec, requires_grad=False)
+    shard._local_tensor = tensor.detach()
     return known
 
 

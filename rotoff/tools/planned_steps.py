@@ -81,7 +81,7 @@ class PlannedMesh:
         ]
         rows.append(("of these, plain PyTorch waits for", "", "", f"{self.waits:.4g}"))
         head = f"collectives, at {format_bytes(self.link)}/s", "", "sent", "s"
-        return "\n".join([*table(head, rows), "rotoff runs a device_limit with FSDP2 on CPUs alone so far"])
+        return "\n".join(table(head, rows))
 
 
 @dataclass(frozen=True)

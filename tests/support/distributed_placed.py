@@ -3,12 +3,13 @@ a line that `test_distributed_placed` reads."""
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,20 @@ from distributed_steps import peaks, step, whole
 from models import Does
 from quantized import own as quantized
 from ranks import by_first, everyone, say
+from staged import Gather, Scatter
 from step_by_step import works
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import SGD, AdamW, Optimizer
 
 import rotoff
+from rotoff.accelerator import take_workspaces
+from rotoff.tape.contents import checksum
 from rotoff.tensors.storage import is_wrapper, local, stored
 
 WIDTH, BLOCKS, ROWS = 48, 6, 96
@@ -97,14 +101,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "copies": (stacked, {}, partial(AdamW, lr=1e-2)),
     "hybrid": (stacked, {}, partial(AdamW, lr=1e-2)),
     "split": (stacked, {}, partial(AdamW, lr=1e-2)),
+    "offloaded": (whole_model, {"offload_policy": CPUOffloadPolicy()}, partial(AdamW, lr=1e-2)),
     "foreach": (stacked, {}, partial(AdamW, lr=1e-2, foreach=True)),
 }
+
+
+@cache
+def beside(device: torch.device) -> int:
+    """The bytes that libraries, and rotoff, keep on a device."""
+    take_workspaces(device)
+    checksum(torch.ones(1, device=device).untyped_storage())
+    return torch.cuda.memory_allocated()
 
 
 class Trained:
     """A model, its optimizer and what training it has shown. updates: when rotoff updates; None: FSDP2 alone."""
 
-    def __init__(self, name: str, updates: str | None) -> None:
+    def __init__(self, name: str, updates: str | None, device: str = "cpu") -> None:
         make, how, optimizer = MODELS[name]
         torch.manual_seed(0)
         net = make()
@@ -116,6 +129,13 @@ class Trained:
                 nn.Sequential(*[parallelize_module(block, mesh["tp"], split) for block in net]),
                 {"mesh": mesh["dp"]},
             )
+        self.device = torch.device(device)
+        if device != "cpu":
+            self.others = beside(self.device)
+            net, how = (
+                net if "offload_policy" in how else net.to(device),
+                {**how, "mesh": init_device_mesh(device, (ranks,))},
+            )
         shard = replicate if name == "copies" else fully_shard
         if name == "hybrid":
             how = {"mesh": init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copies", "dp"))}
@@ -125,6 +145,10 @@ class Trained:
         if updates is not None:
             self.planned = rotoff.Checkpointable(net, process_group=True)
         self.model = shard(net if self.planned is None else self.planned, **how)
+        for module in self.model.modules() if device != "cpu" else ():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(Gather())
+                module.set_custom_reduce_scatter(Scatter())
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.updates, self.seen = updates, list[torch.Tensor]()
         self.generator = torch.Generator().manual_seed(dist.get_rank() * 2 // ranks)
@@ -147,12 +171,12 @@ class Trained:
         return int(self.planned.mem_limit or 0)
 
     def batch(self) -> torch.Tensor:
-        return torch.randn(ROWS, WIDTH, generator=self.generator)
+        return torch.randn(ROWS, WIDTH, generator=self.generator).to(self.device)
 
     def backward(self, x: torch.Tensor) -> None:
         loss = self.model(x).float().square().mean()
         loss.backward()
-        self.seen.append(loss.detach())
+        self.seen.append(loss.detach().cpu())
 
     def step(self, x: torch.Tensor | None = None) -> None:
         self.backward(self.batch() if x is None else x)
@@ -162,13 +186,16 @@ class Trained:
     def result(self) -> list[torch.Tensor]:
         states = [self.optimizer.state[p] for p in self.model.parameters() if p in self.optimizer.state]
         kept = [t for state in states for t in state.values() if isinstance(t, torch.Tensor)]
-        return [*self.seen, *(one for t in (*self.model.parameters(), *kept) for one in numbers_of(t.detach()))]
+        numbers = [one for t in (*self.model.parameters(), *kept) for one in numbers_of(t.detach(), self.device)]
+        return [*self.seen, *numbers]
 
 
-def numbers_of(t: torch.Tensor) -> list[torch.Tensor]:
-    """What a tensor consists of, whole, or this process's part of a wrapper."""
+def numbers_of(t: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
+    """What a tensor consists of, whole, or this process's part of a wrapper, or of what is trained on a device."""
     here = local(t)
-    return [one.clone() for one in stored([here])] if is_wrapper(here) else [whole(t).clone()]
+    if is_wrapper(here):
+        return [one.clone() for one in stored([here])]
+    return [whole(t).clone() if device.type == "cpu" else here.cpu().clone()]
 
 
 # -- loops around a step
@@ -187,7 +214,8 @@ def clipped(one: Trained) -> None:
 
 def accumulated(one: Trained) -> None:
     one.backward(one.batch())
-    one.seen += [whole(p.grad).clone() for p in one.model.parameters() if p.grad is not None]
+    found = [p.grad for p in one.model.parameters() if p.grad is not None]
+    one.seen += [part for gradient in found for part in numbers_of(gradient, one.device)]
     one.backward(one.batch())
     one.optimizer.step()
     one.optimizer.zero_grad()
@@ -206,7 +234,7 @@ def evaluated(one: Trained) -> None:
     one.step()
     one.model.eval()
     with torch.no_grad():
-        one.seen.append(one.model(one.batch()).clone())
+        one.seen.append(one.model(one.batch()).cpu())
     one.model.train()
 
 
@@ -236,6 +264,12 @@ def train(one: Trained, loop: str) -> Iterator[None]:
 
 def peak(one: Trained, run: Callable[[], object]) -> int:
     """The most bytes in a step, with what lies in memory, and not over a file's pages, throughout."""
+    if one.device.type != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - one.others
     states = [t for state in one.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     found = [t.untyped_storage() for t in stored(map(local, (*one.model.parameters(), *states)))]
     before = {s._cdata: (StorageWeakRef(s), s.nbytes()) for s in found if s.resizable()}
@@ -319,20 +353,23 @@ def main(model: str, loop: str = "", updates: str = "", *more: str) -> None:
         return ended(loop, updates, *more)
     if model == "full":
         return full(loop)
-    plain, one = Trained(model, None), Trained(model, updates)
+    device = next(iter(more), "cpu")
+    plain, one = Trained(model, None, device), Trained(model, updates, device)
     for n, _ in enumerate(zip(train(plain, loop), train(one, loop), strict=True)):
         if n == 0:
             limit = one.limit_further()
     got, expected = one.result(), plain.result()
     equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
+    del plain
+    gc.collect()
     x = one.batch()
-    batch = 0 if model == "mixed" else x.nbytes  # the model gets one that FSDP2 has cast
+    batch = 0 if model == "mixed" or device != "cpu" else x.nbytes  # the model gets one that FSDP2 has cast
     run, batch = (lambda: synced_last(one), 0) if loop == "synced_last" else (lambda: one.step(x), batch)
     assert one.planned is not None
     told = max(row.memory for row in one.planned.plans())
     within, close, figures = peaks(one.planned, run, lambda run: batch + peak(one, run), told)
     same_plan = len(set(everyone(f"{one.planned.sequence} {limit}"))) == 1
-    moves = any(op.of for op in one.planned.sequence)
+    moves = any(op.of for op in one.planned.sequence) or (model == "offloaded" and works(one.planned.sequence))
     all_of = zip(*everyone((equal, same_plan, within, close, moves)), strict=True)
     by_first("equal={} same_plan={} within={} close={} moves={}".format(*map(all, all_of)))
     by_first(f"{figures}")

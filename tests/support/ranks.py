@@ -94,6 +94,9 @@ def fork(ranks: int, main: Callable[[], object]) -> bool:
 
 
 if __name__ == "__main__":
+    if "STANDIN" in os.environ:
+        sys.path.append(str(Path(__file__).parents[1] / "cuda_standin"))
+        importlib.import_module("standin")  # before torch
     import torch
     import torch._dynamo
 

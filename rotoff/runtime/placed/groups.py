@@ -48,7 +48,7 @@ class ParameterPlaces:
         self.trained = parameter.requires_grad
         self.parameter = parameter
         self.weight = PlacedParameter(parameter, shard, host, first, sizes[0])
-        self.gradient = PlacedGradient(parameter, host, first + sizes[0], sizes[1])
+        self.gradient = PlacedGradient(parameter, shard, host, first + sizes[0], sizes[1])
         self.state_bytes = sizes[2]
         self._next, self._end = first + sum(sizes[:2]), first + sum(sizes)
         self._host, self._optimizers = host, optimizers
@@ -147,7 +147,7 @@ class PlacedGroups:
             todo += [(state, o(k) in resident) for state in one.states()]
         for tensor, here in sorted(todo, key=lambda each: each[1]):  # what goes makes room for what comes
             tensor.rest(here, same=not beginning)
-        if apart and beginning:
+        if apart and beginning and not self.shards:  # FSDP2 reads those where they are
             coming = [one.weight for k, one in places if w(k) in resident | self.plan.early]
             prefetch(weight for weight in coming if weight.on_host)
         if apart:
@@ -178,11 +178,16 @@ class PlacedGroups:
             self.link.drain()
 
     def tensors(self, v: Value) -> list[PlacedTensor]:
-        """Return the places of the tensors of ``w k``, ``g k`` or ``o k``."""
+        """Return the places of the tensors of ``w k``, ``g k`` or ``o k``. FSDP2 reads a shard wherever it lies; an
+        update alone needs it on the device, with its states."""
         places = self.members[v.stage - 1]
-        if v.of == "o":
-            return [state for one in places for state in one.states()]
-        return [one.weight if v.of == "w" else one.gradient for one in places]
+        if v.of == "g":
+            return [one.gradient for one in places]
+        with_states = [one for one in places if self.shards and self.link.queues and one.trained]
+        if v.of == "w":
+            return [one.weight for one in places if one not in with_states]
+        states = [state for one in places for state in one.states()]
+        return [*states, *(one.weight for one in with_states)]
 
     def with_autograd(self, tensor: PlacedTensor) -> bool:
         """Whether it is a gradient to which autograd may be adding on another thread."""
@@ -202,10 +207,11 @@ def settle_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)  # as ``nn.Module.to`` does
 
 
-def all_on(model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device) -> None:
-    """Move a whole model and the states of its optimizers to `device`."""
+def all_on(model: nn.Module, optimizers: Iterable[Optimizer], device: torch.device, whole: bool) -> None:
+    """Move a model and the states of its optimizers to `device`; its parameters, too, if it is `whole`, and FSDP2 has
+    not sharded it."""
     settle_buffers(model, device)
-    for parameter in model.parameters():
+    for parameter in model.parameters() if whole else ():
         move(parameter, device)
     for optimizer in optimizers:
         for updated, state in optimizer.state.items():

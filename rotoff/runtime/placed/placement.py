@@ -10,6 +10,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -142,6 +143,8 @@ class Placement:
         if op.kind in UPDATES:
             self.updates.update(op)
             return []
+        if op.of == "w" and self._groups.shards and op.kind in (OpKind.PREFETCH, OpKind.WAIT):
+            return []  # FSDP2 reads it where it is
         if op.of != "g":
             self.updates.host.join(op.stage)
         begun = op.stage in self.updates.begun
@@ -153,7 +156,8 @@ class Placement:
         if op.kind is OpKind.PREFETCH and not updating:
             prefetch(tensors)
         elif op.kind is OpKind.OFFLOAD and not updating:
-            offload(tensors)
+            with tensors[0].lane() if tensors else nullcontext():
+                offload(tensors)
         else:
             for tensor in tensors:
                 if op.kind is OpKind.WAIT:
@@ -168,6 +172,7 @@ class Placement:
         """A gradient has come in a step without a plan: it goes to the host, if the parameter is sharded."""
         if id(parameter) in self._groups.shards and (places := self._groups.places.get(id(parameter))) is not None:
             places.gradient.release()
+            places.gradient.join()
 
     def lent(self) -> list[ParameterPlaces]:
         """Return the places of the parameters that the plan moves within a step, or that lie on the host because their

@@ -12,7 +12,7 @@ import itertools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -216,6 +216,10 @@ class PlacedTensor(ABC):
                 self._warn_of_sharing(self.device)
         self.device = None
 
+    def lane(self) -> AbstractContextManager[object]:
+        """Within, the current stream is the one on which the device's copy is made."""
+        return nullcontext()
+
     def let_go(self) -> None:
         """Free the device bytes; the caller's tensor is already on the host."""
         self.settle()
@@ -389,9 +393,9 @@ class PlacedGradient(PlacedTensor):
     parameter: the caller does not see them within a step.
     """
 
-    def __init__(self, parameter: nn.Parameter, host: HostBytes, offset: int, room: int) -> None:
+    def __init__(self, parameter: nn.Parameter, shard: Shard | None, host: HostBytes, offset: int, room: int) -> None:
         super().__init__(host, offset, room)
-        self._parameter = parameter
+        self._parameter, self._shard = parameter, shard
         self.apart: torch.Tensor | None = None
 
     def _fits(self, tensor: torch.Tensor) -> bool:
@@ -399,12 +403,13 @@ class PlacedGradient(PlacedTensor):
         part = tensor.is_contiguous() and tensor.numel() > 0 and tensor.nbytes <= self._room
         return super()._fits(tensor) or part
 
-    def release(self) -> None:
+    def look(self) -> bool:
         gradient = self.get()
-        if gradient is not None and not gradient.numel():  # of an empty shard, and a part of one tensor with others
-            self.put(torch.empty_like(gradient))
-            return
-        super().release()
+        if self._shard is not None and gradient is not None:
+            self._shard.reduced()
+            if not gradient.numel():  # of an empty shard, and a part of one tensor with others
+                self.put(torch.empty_like(gradient, device=self._parameter.device))
+        return super().look()
 
     def get(self) -> torch.Tensor | None:
         gradient = self._parameter.grad
@@ -413,7 +418,9 @@ class PlacedGradient(PlacedTensor):
         return local(gradient)
 
     def put(self, tensor: torch.Tensor) -> None:
-        if self.apart is not None:
+        if self._shard is not None and tensor.device != self._parameter.device:  # which comes, too
+            self._parameter.grad._local_tensor = tensor.detach()  # type: ignore[union-attr]
+        elif self.apart is not None:
             self.apart = tensor
         elif tensor.device == self._parameter.device:
             self._parameter.grad = in_place_of(self._parameter.grad, tensor)
@@ -448,7 +455,7 @@ class PlacedGradient(PlacedTensor):
         """Whether only autograd may use it, because it may add to it on the host while a backward runs."""
         gradient, there = self._parameter.grad, self.link.device
         away = self._parameter.device != there and (gradient is None or gradient.device != there)
-        return away and self.apart is None
+        return away and self.apart is None and self._shard is None
 
     @property
     def on_device(self) -> bool:
@@ -459,6 +466,9 @@ class PlacedGradient(PlacedTensor):
     def join(self) -> None:
         """After the backward: add up its parts, and put the sum into ``parameter.grad`` if the device is the same."""
         apart, theirs = self.apart, self._parameter.grad
+        if self._shard is not None:
+            self._join_shard(self._shard)
+            return
         if apart is None:
             return
         if theirs is not None:
@@ -469,6 +479,26 @@ class PlacedGradient(PlacedTensor):
             self._parameter.grad, self._same = None, None
         if apart.device == self._parameter.device:
             self.apart, self._parameter.grad = None, apart.detach()
+
+    def lane(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._shard is None else self._shard.reducing()
+
+    def let_go(self) -> None:
+        super().let_go()
+        if self._shard is not None:
+            self._shard.let_go()
+
+    def _join_shard(self, shard: Shard) -> None:
+        earlier, shard.earlier, gradient = shard.earlier, None, self.get()
+        if gradient is None:
+            self._parameter.grad = earlier
+            return
+        if earlier is not None:
+            self.settle()
+            self.arrive()
+            gradient.add_(local(earlier).to(gradient.device))
+            self._same = None
+        self.put(gradient)  # it says where it lies from now on
 
     def forget(self) -> None:
         """Drop it, because the backward has updated the parameter."""

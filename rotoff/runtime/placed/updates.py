@@ -113,7 +113,9 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def move_state(parameter: torch.Tensor, state: dict[str, Any], scalars: bool = False) -> None:
     """Move an optimizer's state of a parameter to the parameter's device. scalars: move step counts, too."""
     for key, tensor in state.items():
-        if isinstance(tensor, torch.Tensor) and tensor.device != parameter.device and (scalars or tensor.numel() > 1):
+        if not isinstance(tensor, torch.Tensor) or tensor.device == parameter.device:
+            continue
+        if scalars or tensor.numel() > 1 or (tensor.shape == parameter.shape and key != "step"):
             state[key] = tensor.to(parameter.device)
 
 
