@@ -21,9 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..accelerator import block_bytes
 from ..errors import OptionError
 from ..tape.tape import Tape
-from ..tensors.storage import View, in_place_of, is_wrapper, local, stored
+from ..tensors.storage import View, in_place_of, is_wrapper, local, rounded, stored
 
 logger = logging.getLogger("rotoff")
 
@@ -309,7 +310,8 @@ class Shards:
         """The bytes of whole gradients that wait for a backward that reduces them."""
         found = ((own.unsharded_accumulated_grad, _gathered(own)) for own in self._own.values())
         gradients = (of if of is not None or gathered is None else gathered.grad for of, gathered in found)
-        return sum(local(gradient).nbytes for gradient in gradients if gradient is not None)
+        waiting = [local(gradient) for gradient in gradients if gradient is not None]
+        return sum(rounded(gradient.nbytes, block_bytes(gradient.device)) for gradient in waiting)
 
     def tell(self, explain: Callable[[BaseException], BaseException]) -> None:
         """Have the collectives raise what `explain` makes of an error."""

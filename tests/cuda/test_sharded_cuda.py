@@ -88,8 +88,8 @@ def test_what_surrounds_a_step_under_a_device_limit(group: None, loop: str) -> N
 PLACED = "adamw plainly after", "adamw plainly during", "root plainly during", "uneven plainly during"
 FURTHER = (
     *(f"{model} plainly {updates}" for model in ("frozen", "adapters", "foreach") for updates in ("after", "during")),
-    *("momentum plainly during", "unsharded plainly after", "offloaded plainly after", "root accumulated after"),
-    "adamw evaluated during",
+    *("momentum plainly during", "unsharded plainly after", "offloaded plainly after", "quantized plainly after"),
+    *("root accumulated after", "adamw evaluated during", "adamw synced_last after"),
 )
 
 

@@ -194,7 +194,7 @@ def numbers_of(t: torch.Tensor, device: torch.device) -> list[torch.Tensor]:
     """What a tensor consists of, whole, or this process's part of a wrapper, or of what is trained on a device."""
     here = local(t)
     if is_wrapper(here):
-        return [one.clone() for one in stored([here])]
+        return [one.cpu().clone() for one in stored([here])]
     return [whole(t).clone() if device.type == "cpu" else here.cpu().clone()]
 
 
@@ -362,9 +362,10 @@ def main(model: str, loop: str = "", updates: str = "", *more: str) -> None:
     equal = len(got) == len(expected) and all(map(torch.equal, got, expected))
     del plain
     gc.collect()
-    x = one.batch()
-    batch = 0 if model == "mixed" or device != "cpu" else x.nbytes  # the model gets one that FSDP2 has cast
-    run, batch = (lambda: synced_last(one), 0) if loop == "synced_last" else (lambda: one.step(x), batch)
+    x = None if loop == "synced_last" else one.batch()
+    # the model gets one that FSDP2 has cast, and a device tells of all that it holds
+    batch = 0 if x is None or model == "mixed" or device != "cpu" else x.nbytes
+    run = partial(synced_last, one) if x is None else partial(one.step, x)
     assert one.planned is not None
     told = max(row.memory for row in one.planned.plans())
     within, close, figures = peaks(one.planned, run, lambda run: batch + peak(one, run), told)
