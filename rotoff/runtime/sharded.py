@@ -282,6 +282,7 @@ class Shards:
             self.of = {id(shard.parameter): shard for several in self.units.values() for shard in several}
             for shard in self.of.values():
                 shard.data  # noqa: B018
+                shard.reduced()
             self.reduces, self.waiting  # noqa: B018
             self.tell(lambda error: error)
         except AttributeError as error:

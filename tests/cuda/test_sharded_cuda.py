@@ -73,9 +73,12 @@ def test_a_limit_counts_what_the_device_holds(group: None, shards: str) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("loop", ["clipped", "accumulated", "synced_last", "evaluated"])
-def test_what_surrounds_a_step_under_a_device_limit(group: None, loop: str) -> None:
-    plain, one = Trained("root", None, "cuda"), Trained("root", "after", "cuda")
+@pytest.mark.parametrize(
+    "row", [*(f"root {loop}" for loop in ("clipped", "accumulated", "evaluated")), "copies plainly", "hybrid plainly"]
+)
+def test_what_surrounds_a_step_under_a_device_limit(group: None, row: str) -> None:
+    model, loop = row.split()
+    plain, one = Trained(model, None, "cuda"), Trained(model, "after", "cuda")
     for n, _ in enumerate(zip(train(plain, loop), train(one, loop), strict=True)):
         if n == 0:
             one.limit_further()
@@ -87,9 +90,9 @@ def test_what_surrounds_a_step_under_a_device_limit(group: None, loop: str) -> N
 
 PLACED = "adamw plainly after", "adamw plainly during", "root plainly during", "uneven plainly during"
 FURTHER = (
-    *(f"{model} plainly {updates}" for model in ("frozen", "adapters", "foreach") for updates in ("after", "during")),
+    *(f"{model} plainly {updates}" for model in ("frozen", "adapters", "half") for updates in ("after", "during")),
     *("momentum plainly during", "unsharded plainly after", "offloaded plainly after", "quantized plainly after"),
-    *("root accumulated after", "adamw evaluated during", "adamw synced_last after"),
+    *("foreach plainly during", "root accumulated after", "adamw evaluated during", "adamw synced_last after"),
 )
 
 

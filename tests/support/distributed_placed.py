@@ -50,6 +50,14 @@ class Block(nn.Module):
         return x + self.scale * self.down(nn.functional.gelu(self.up(self.norm(x))))
 
 
+class Bare(Block):
+    """Without a norm, whose backward the CPU's kernels, which stand in for a device's, compute in one precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()  # type: ignore[assignment]
+
+
 class Adapted(Block):
     """A frozen block with adapters."""
 
@@ -97,6 +105,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[..., O
     "quantized": (partial(whole_model, Quantized, Quantized), {}, partial(AdamW, lr=1e-2)),
     "frozen": (frozen_below, {}, partial(AdamW, lr=1e-2)),
     "mixed": (stacked, {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
+    "half": (partial(stacked, Bare), {"mp_policy": HALF}, partial(AdamW, lr=1e-2)),
     "unsharded": (stacked, {"reshard_after_forward": False}, partial(AdamW, lr=1e-2)),
     "copies": (stacked, {}, partial(AdamW, lr=1e-2)),
     "hybrid": (stacked, {}, partial(AdamW, lr=1e-2)),
@@ -138,7 +147,7 @@ class Trained:
             )
         shard = replicate if name == "copies" else fully_shard
         if name == "hybrid":
-            how = {"mesh": init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("copies", "dp"))}
+            how = {"mesh": init_device_mesh(device, (ranks, 1), mesh_dim_names=("copies", "dp"))}
         for block in getattr(net, "blocks", net):
             shard(block, **how)
         self.planned = None
@@ -363,8 +372,8 @@ def main(model: str, loop: str = "", updates: str = "", *more: str) -> None:
     del plain
     gc.collect()
     x = None if loop == "synced_last" else one.batch()
-    # the model gets one that FSDP2 has cast, and a device tells of all that it holds
-    batch = 0 if x is None or model == "mixed" or device != "cpu" else x.nbytes
+    # the model gets one that FSDP2 has cast, if it casts, and a device tells of all that it holds
+    batch = 0 if x is None else x.nbytes * ((device == "cpu") - (model in ("mixed", "half")))
     run = partial(synced_last, one) if x is None else partial(one.step, x)
     assert one.planned is not None
     told = max(row.memory for row in one.planned.plans())

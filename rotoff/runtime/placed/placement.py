@@ -68,6 +68,7 @@ class Placement:
         self._rest = []
         for places in self._groups.places.values():
             places.gradient.apart = None  # of a backward that failed
+            places.gradient.join()
         self.link.begin()
         self._groups.follow(plan)
         if plan.during:
