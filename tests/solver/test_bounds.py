@@ -113,13 +113,10 @@ def test_wrong_prices_of_a_solver_give_a_lower_bound(
         assert lower_bound(replace(chain, name="misled"), limit) <= bound * (1 + 1e-6)  # not one that it remembers
 
 
-# -- a steady step with parameters
-
-
 WITH_PARAMETERS = chains(most=4).flatmap(groups).filter(lambda chain: chain.parameters)
 
 
-# -- sequences
+# -- a steady step with parameters: sequences
 
 
 @given(WITH_PARAMETERS.flatmap(busy), st.integers(0, 10**9), st.sampled_from(["during", "after"]))
