@@ -85,13 +85,6 @@ def test_links_are_followed_and_pipes_are_written_to(tmp_path: Path) -> None:
     os.close(written)
 
 
-def test_an_error_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "missing" / "a.json"
-    with pytest.raises(FileNotFoundError) as caught:
-        write_whole(path, "text")
-    assert caught.value.filename == str(path)
-
-
 BAD_DIRECTORIES: list[Any] = ["a\0b", "~nobody-here", "~nobody-here/file", "half a pair \ud800", b"file"]
 
 

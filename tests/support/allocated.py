@@ -51,6 +51,14 @@ def _memory_events(profiler: profile) -> Iterator[tuple[int, int, int]]:
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
 
 
+def live_bytes() -> int:
+    """Bytes of all storages that some Python tensor keeps alive."""
+    while gc.collect():  # what a finalizer lets go may be garbage only in the next round
+        pass
+    found = [t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
 def left_bytes(run: Callable[[], object]) -> int:
     """Bytes of storages that operations of `run` made and that are still there `PATIENCE` seconds after it, but for
     gradients of parameters: a copy that still runs in a link's thread keeps its own."""
