@@ -101,7 +101,8 @@ class OptimizerProbe:
         """Return the bytes of the other tensors that the optimizer keeps for `parameters`, which are not placed: step
         counts, and those in lists or dictionaries."""
         states = map(self._whole_state, parameters)
-        return sum(of(t).nbytes for state, of in states for t in unplaceable(state))
+        tensors = (of(t) for state, of in states for t in unplaceable(state))
+        return sum(rounded(t.nbytes, block_bytes(t.device)) for t in tensors)
 
     def _whole_state(self, parameter: nn.Parameter) -> tuple[dict[str, Any], Callable[[torch.Tensor], torch.Tensor]]:
         """Return the optimizer's state of a parameter, or that of a small one, and what makes its tensors those of the
