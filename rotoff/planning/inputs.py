@@ -155,8 +155,13 @@ def constants(value: Any) -> str:
     return repr([leaf for leaf in leaves(value) if not isinstance(leaf, torch.Tensor)])
 
 
+def size_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; of a nested one, whose own is a symbol that each has anew, that of its values."""
+    return tuple(tensor.values().shape if tensor.is_nested else tensor.shape)
+
+
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
-    told = tuple(tensor.shape), str(tensor.dtype), str(tensor.device), tensor.requires_grad
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+    told = size_of(tensor), str(tensor.dtype), str(tensor.device), tensor.requires_grad
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_contiguous():
         return told
     return *told, tuple(stride if size > 1 else 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -52,7 +52,7 @@ from ..tape.tape import Known, Tape
 from ..tensors.storage import storage_key
 from ..tensors.tree import tensor_leaves
 from .agreement import APART, agree_on_plan, agree_on_rates, common_profile, everywhere, room_of, together
-from .inputs import constants, family_of, refuse_meta, signature
+from .inputs import constants, family_of, refuse_meta, signature, size_of
 from .options import Options
 from .request import Request
 from .stages import stages_of
@@ -381,7 +381,7 @@ class StepRunner:
 
     def _begin(self, key: Any, hint: str, run: Call, patient: bool = False) -> Recorded:
         given, step = tensor_leaves((run.args, run.keywords)), self._recorder(self._spill(run), patient)
-        shapes = tuple(tuple(t.shape) for t in given)
+        shapes = tuple(map(size_of, given))
         return Recorded(step, key, hint, shapes, self._batch_bytes(given))
 
     def _recorder(self, spill: Spill, patient: bool) -> RecordedStep:

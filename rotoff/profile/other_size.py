@@ -38,6 +38,8 @@ def at_size(near: TapeProfile, known: Known, model: nn.Module, args: Any, kwargs
         MeasureError: if it makes other operations than `near`, or as for `fake_step`.
     """
     given, rebuild = flatten((args, kwargs))
+    if any(t.is_nested for t in given):
+        raise MeasureError("a nested tensor has several sizes")
     pairs = zip(given, near.shapes, strict=True)
     same = [t.new_empty(shape, device="meta").requires_grad_(t.requires_grad) for t, shape in pairs]
     here = Device("here", 1 << 40, 1e11, {"float32": 1e12}, 1e10, 1e10, capability=capability(near.device))

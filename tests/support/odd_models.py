@@ -47,6 +47,16 @@ def _(net: Any, x: torch.Tensor, n: int) -> torch.Tensor:
     return torch.cat([t * 1.1 for t in nt.unbind()])
 
 
+@runs(
+    "a batch of jagged tensors",
+    call=lambda n: ((torch.nested.as_nested_tensor(list(drawn(n).split([3, LENGTH - 3])), layout=torch.jagged),), {}),
+)
+def _(net: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in net.blocks:
+        x = block(x)
+    return net.head(x).values()
+
+
 row("a sparse matrix inside", may_refuse="sparse|storage", room=0.6)(
     along(lambda net, x, n: torch.sparse.mm(torch.eye(LENGTH).to_sparse(), x) * 1.01)
 )
