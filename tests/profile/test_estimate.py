@@ -20,10 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rotoff
 from rotoff.profile.estimate.cuda_kernels import device_variants
 from rotoff.profile.estimate.devices import find
-from rotoff.profile.estimate.estimate import Estimate
 from rotoff.profile.estimate.fake_kernels import FakeKernels
-from rotoff.profile.estimate.growth import Growth
-from rotoff.tools.estimate import estimated
 
 BYTES = (
     "output_bytes", "saved_bytes", "grad_bytes", "forward_transient_bytes", "checkpoint_transient_bytes",
@@ -258,39 +255,6 @@ def test_copies_and_columns_of_convolutions_are_counted(kind: str) -> None:
                 name,
             )
     assert any(stage.forward_transient_bytes > stage.output_bytes for stage in measured.stages)
-
-
-# -- how an estimate grows with the batch
-
-
-def copied_labels(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    labels = x.detach().argmax(-1)[:, 1:].contiguous()
-    return F.cross_entropy(x[:, 1:].flatten(0, 1), labels.view(-1))
-
-
-def copied_values(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x.transpose(0, 1).reshape(-1, x.shape[-1]).tanh()
-
-
-@pytest.mark.parametrize(("last", "batches"), [(copied_labels, [8]), (copied_values, [8, 2])])
-def test_copies_that_a_batch_of_one_saves_grow_with_it(last, batches) -> None:  # type: ignore[no-untyped-def]
-    """A third step is estimated only where the backward copies, too."""
-    model, asked = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), Does(last)), []
-
-    def at(batch: int) -> Estimate:
-        return estimated(model, (torch.empty(batch, 9, 64, device="meta"),), {}, find("CPU"))
-
-    def larger(batch: int) -> Estimate:
-        asked.append(batch)
-        return at(batch)
-
-    growth = Growth.of(larger, at(1), 1, 8)
-    assert growth is not None and asked == batches
-    for batch in (2, 5):
-        grown, found = growth.at(batch).trace, at(batch).trace
-        assert [one.nbytes for one in grown.made] == [one.nbytes for one in found.made]
-        assert [event.size for event in grown.backward] == [event.size for event in found.backward]
-        assert [(op.peak, op.copies) for op in grown.ran] == [(op.peak, op.copies) for op in found.ran]
 
 
 # -- fake tensors as the kernels answer: types of statistics, grouped products
