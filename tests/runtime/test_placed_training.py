@@ -72,6 +72,20 @@ def trained(
 # -- what trains
 
 
+def parts_of_one(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
+    """All gradients lie in one tensor of the caller's, who clears and scales that."""
+    parameters = list(model.parameters())
+    if n == 0:
+        optimizers[0].whole = torch.zeros(sum(p.numel() for p in parameters))
+        for p, part in zip(parameters, optimizers[0].whole.split([p.numel() for p in parameters]), strict=True):
+            p.grad = part.view_as(p)
+    optimizers[0].whole.zero_()
+    model(batch()).float().square().mean().backward()
+    optimizers[0].whole.mul_(0.5)
+    optimizers[0].step()
+    return optimizers[0].whole.clone()
+
+
 def zeroed_late(model: Any, optimizers: Any, n: int, batch: Any) -> torch.Tensor:
     loss = model(batch()).float().square().mean()
     optimizers[0].zero_grad()
@@ -230,7 +244,7 @@ def reading(times: tuple[int, ...]) -> Any:
 
 BOTH = (by_closure, penalised, around, thawed)  # with updates during the backward, too
 OWN = (
-    zeroed_late, scaled, scheduled, exchanged, watched, other_shapes, taken_over, turned, turned_states, by_closure, around, thawed,
+    zeroed_late, parts_of_one, scaled, scheduled, exchanged, watched, other_shapes, taken_over, turned, turned_states, by_closure, around, thawed,
 )  # fmt: skip
 OFTEN = [reading((2, 3, 2, 3, 3)), reading((3, 2, 3, 4, 4))]  # than planned
 NAMES = {in_bfloat16: "mapped", **dict.fromkeys(OFTEN, "repeats")}

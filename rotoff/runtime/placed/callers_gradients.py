@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...errors import ExecutionError
+from ...tensors.storage import is_plain, storage_key, uses_of
 from ...tensors.tree import flatten
 from .groups import PlacedGroups
 from .tensor import placeable
@@ -77,6 +79,18 @@ class CallersGradients:
                 one.gradient.forget()  # zeros, by ``zero_grad(set_to_none=False)``
                 self._zeros.add(id(one.parameter))
 
+    def note_parts(self) -> None:
+        """Note which gradients are parts of larger tensors that the caller has, who reads and scales those: such
+        gradients stay there. Parts that a backward makes are nobody else's."""
+        own = [one.gradient for one in self._groups.places.values() if id(one.parameter) not in self._groups.shards]
+        there = [t for gradient in own for t in (gradient.get(), gradient.device) if t is not None and is_plain(t)]
+        many = Counter(map(storage_key, there))
+        kept = {key for t in there if uses_of(t) > many[key := storage_key(t)] + 1}
+        for gradient in own:
+            found = gradient.get()
+            whole = None if found is None or not is_plain(found) else storage_key(found)
+            gradient.callers = whole if whole in kept else None
+
     def watch(self, result: Any) -> None:
         """Have the backward of a step without a plan, whose forward has returned `result`, begin as a planned one's:
         autograd cannot add to what is used up."""
@@ -86,11 +100,12 @@ class CallersGradients:
                     tensor.register_hook(lambda _: self.backward_begins())
 
     def backward_begins(self) -> None:
-        """Check that the caller has cleared the gradients that an earlier backward used up.
+        """Look at the gradients that the caller has: those that an earlier backward used up have to be cleared.
 
         Raises:
             ExecutionError: if not, since plain PyTorch would add to them.
         """
+        self.note_parts()
         coming = [places.parameter for places in self._groups.places.values() if places.parameter.requires_grad]
         left = [parameter for parameter in coming if is_used_up(parameter)]
         if any(map(_is_stale, left)):

@@ -73,6 +73,7 @@ class Placement:
         self._groups.follow(plan)
         if plan.during:
             watch(self.gradients)
+        self.gradients.note_parts()
         self._groups.rest(beginning=True)
 
     def check_process(self) -> None:

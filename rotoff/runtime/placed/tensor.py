@@ -397,11 +397,12 @@ class PlacedGradient(PlacedTensor):
         super().__init__(host, offset, room)
         self._parameter, self._shard = parameter, shard
         self.apart: torch.Tensor | None = None
+        self.callers: int | None = None  # the storage of a larger tensor, if the caller has that
 
     def _fits(self, tensor: torch.Tensor) -> bool:
         """Several may be parts of one tensor, as those of shards that FSDP2 gathers at once."""
         part = tensor.is_contiguous() and tensor.numel() > 0 and tensor.nbytes <= self._room
-        return super()._fits(tensor) or part
+        return super()._fits(tensor) or (part and storage_key(tensor) != self.callers)
 
     def look(self) -> bool:
         gradient = self.get()
