@@ -307,7 +307,7 @@ def gathered_ahead() -> None:
     run()
     within, close, figures = peaks(planned, run)
     by_first(f"within={within} close={close} works={works(planned.sequence)}")
-    by_first(f"{figures}")
+    by_first(f"{figures} now told {planned.get_expected_memory()} by {str(planned.sequence).splitlines()}")
     planned.close()
 
 
