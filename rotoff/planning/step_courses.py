@@ -162,6 +162,15 @@ class _Loss(torch.autograd.Function):
         return gradient.new_ones(ctx.size.numel()).as_strided(ctx.size, [0] * len(ctx.size))
 
 
+class _InFlight:
+    """A forward of which no backward has begun, and whose graph is alive: it holds this, and calls it then."""
+
+    begun = False
+
+    def __call__(self, gradients: object) -> None:
+        self.begun = True
+
+
 class _Aside(TapeStep):
     """A step beside one that is recorded, whose log does not count what the backward of this one does."""
 
@@ -218,7 +227,7 @@ class StepRunner:
         self._courses: OrderedDict[Any, list[Course]] = OrderedDict()
         self._recorded: Recorded | None = None
         self._rates: dict[torch.device, LinkRates] = {}
-        self._in_flight: weakref.WeakSet[TapeStep] = weakref.WeakSet()
+        self._in_flight: weakref.WeakSet[_InFlight] = weakref.WeakSet()
         self._said_in_flight = 0
         self._returned: list[tuple[StorageWeakRef, int]] = []  # by the step before, with their bytes
         self._said_held = False
@@ -271,9 +280,10 @@ class StepRunner:
             if not self._dropped(key, course):
                 raise
             return self._away(run)
+        self._warn_in_flight(planned)
         recorded = self.recording is not None and not self.recording.begun
         if planned.keeps_all and not recorded and not (self.follows_all and course.watched(hint)):
-            return self._as_it_is(run)
+            return self._noted(self._as_it_is(run))
         _refuse_capture()
         return self._follow(key, course, planned, hint, run)
 
@@ -532,7 +542,6 @@ class StepRunner:
         if self.recording is not None and not self.recording.begun:
             step.times = self.recording.start(planned.execution.trace, device, step.link)
         step.on_graph = self._warn_of_graph
-        self._warn_in_flight(step)
         self._warn_of_retries(device)
         with gathering_apart(sharded(self.model).values(), tape), step.forward(tape):
             result = run()
@@ -565,17 +574,22 @@ class StepRunner:
             return None
         return HeldCheck(planned.sequence, planned.tape_chain.held(planned.sequence), self.request.mem_limit)
 
-    def _warn_in_flight(self, step: TapeStep) -> None:
-        """Warn, once for each number, if more steps are in flight than the plan counts on."""
-        self._in_flight.add(step)
-        many = sum(not one.ended for one in self._in_flight)
-        if self.request is not None and max(self.request.in_flight, self._said_in_flight) < many:
+    def _warn_in_flight(self, planned: StepPlan) -> None:
+        """Warn, once for each number, if this step makes more in flight than the plan counts on, and the limit has no
+        room to keep everything of all."""
+        assert self.request is not None
+        many, counted = 1 + sum(not one.begun for one in self._in_flight), self.request.in_flight
+        if many <= max(counted, self._said_in_flight):
+            return
+        each = planned.profile.keep_all_bytes(2) - planned.profile.keep_all_bytes()
+        if (planned.figures(None).keep_all_bytes or 0) + (many - counted) * each > self.request.mem_limit:
             self._said_in_flight = many
             logger.warning(
                 "rotoff: %d steps are between their forward and their backward at once, and the plan counts on %d, so"
-                " together they may exceed the limit; plan with compute_sequence(..., in_flight=%d)",
+                " together they may exceed the limit; call each backward before the next forward, or plan with"
+                " compute_sequence(mem_limit, in_flight=%d)",
                 many,
-                self.request.in_flight,
+                counted,
                 many,
             )
 
@@ -590,9 +604,13 @@ class StepRunner:
             )
 
     def _noted(self, result: Any) -> Any:
-        """Return what a step has returned, and note its bytes, which the caller may hold until the next one."""
-        made = [t for t in tensor_leaves(result) if is_plain(t) and t.dim() and t.grad_fn is not None]
-        storages = {storage_key(t): t.untyped_storage() for t in made}
+        """Return what a step has returned, and note its bytes, which the caller may hold until the next one, and that
+        its backward has yet to come."""
+        made = [t for t in tensor_leaves(result) if t.grad_fn is not None]
+        self._in_flight.add(going := _InFlight())
+        for t in made:
+            t.grad_fn.register_prehook(going)  # type: ignore[union-attr]
+        storages = {storage_key(t): t.untyped_storage() for t in made if is_plain(t) and t.dim()}
         self._returned = [(StorageWeakRef(one), one.nbytes()) for one in storages.values()]
         return result
 
@@ -601,7 +619,7 @@ class StepRunner:
         given: the input, which the plan counts."""
         if self._said_held or self.request is None or self.request.in_flight > 1:
             return
-        if any(not one.ended for one in self._in_flight):  # what these hold is another warning
+        if any(not one.begun for one in self._in_flight):  # what these hold is another warning
             return
         counted = {t.untyped_storage()._cdata for t in given if is_plain(t)}
         held = sum(nbytes for one, nbytes in self._returned if one.cdata not in counted and not one.expired())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -90,6 +91,30 @@ def test_micro_batches_in_flight_rest_with_what_their_losses_hold(loss: str, sha
     told = model.get_expected_memory()
     assert told * 0.95 <= peak_bytes(run) <= told <= (model.mem_limit or 0)
     model.close()
+
+
+LIMITS: dict[str, tuple[Callable[[rotoff.Checkpointable], dict[str, Any]], int]] = {
+    "keeps everything of one": (lambda model: {"mem_limit": model.keep_all_memory}, 2),
+    "of a plan": (lambda model: {"mem_limit": model.min_mem_limit("remat"), "mode": "remat"}, 2),
+    "of a device": (
+        lambda model: {"device_limit": model.keep_all_memory, "optimizer": torch.optim.SGD(model.parameters())},
+        2,
+    ),
+    "keeps everything of all": (lambda model: {"mem_limit": 1 << 40}, 0),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_more_steps_in_flight_than_the_limit_counts_on_are_said_once_for_each_number(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    options, said = LIMITS[name]
+    x = torch.randn(256, 32)
+    model = rotoff.Checkpointable(nn.Sequential(*linears(4))).measure(x, repeats=1)
+    model.compute_sequence(**options(model), refine=False)
+    for many in (1, 2, 2, 3, 1):
+        sum(model(x).sum() for _ in range(many)).backward()
+    assert caplog.text.count("between their forward and their backward at once") == said
 
 
 @pytest.mark.parametrize("name", sorted({*ALL} - {"stateful"}))  # whose graph keeps what no hook sees
