@@ -412,7 +412,7 @@ def chain_of(
         run = StageRun(trace, first, end, set(handed[i - 1]), set(handed[i]), saved[i], stay, before)
         # what the model returns stays with the caller
         peak = backward.peaks[i] + (trace.size(handed[i]) if i == many else 0)
-        parts = like.forms[i - 1][1:] if like is not None else run.parts() if forms else ()
+        parts = like.runs[i - 1].kept[1:] if like is not None else run.parts() if forms else ()
         costs = run.stage(backward.seconds[i], backward.grads[i], backward.grads[i - 1], peak, parts)
         costed.append(replace(costs, name=is_within(trace.ran[first], names) or costs.name))
         runs.append(run)
