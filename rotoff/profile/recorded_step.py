@@ -1,11 +1,12 @@
 """The first step of a model on a tape: it runs as any other, and its log is the profile.
 
-What autograd saves leaves the device at the end of the module's call that saved it, and comes back when the backward
+What autograd saves leaves the device whenever the call of a module begins or ends, and comes back when the backward
 needs it. So the step keeps its limit if anything does, and shows how long each tensor lives in the model's own code.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -101,10 +102,11 @@ def within_backward() -> bool:
 class Reads:
     """Which operations of a step read parameters, which are given by id.
 
-    at: their positions. staying: those that have to stay on the device: that its operations overwrite, that compiled
-    graphs read, or that autocast casts once for several operations. It keeps casts of leaf tensors alone, and what
-    stands for a parameter is none. larger: of parameters whose gradient is a part of a larger tensor, which it keeps
-    alive, what tells that tensor from others, and its bytes. given: parameters that have got a gradient.
+    at: their positions, and that at which the backward gives them gradients, if it is lower. staying: those that
+    have to stay on the device: that its operations overwrite, that compiled graphs read, or that autocast casts
+    once for several operations. It keeps casts of leaf tensors alone, and what stands for a parameter is none.
+    larger: of parameters whose gradient is a part of a larger tensor, which it keeps alive, what tells that tensor
+    from others, and its bytes. given: parameters that have got a gradient.
     """
 
     at: dict[int, frozenset[int]]
@@ -136,6 +138,7 @@ class RecordedStep(Verified):
     complete = False  # whether the backward has ended
     thread = 0
     _queued = _announced = False
+    _lowest = sys.maxsize  # of the positions that the backward has read
 
     def __init__(
         self, known: Known, model: nn.Module, spill: Spill | None = None, patient: bool = False, before: Gathered = NONE
@@ -172,7 +175,7 @@ class RecordedStep(Verified):
         self._told: set[StorageWeakRef] = set()  # of those, the ones of which the log says so
         self._aliased: set[str] = set()  # addresses of those that the caller has, too
         self._larger: dict[int, tuple[int, int]] = {}
-        self._given: set[int] = set()
+        self._given: dict[int, int] = {}  # by id of a parameter, the lowest position read before its gradient came
         self._hooks: list[Any] = []
         self._gradient_hooks: list[Any] = []
         self._slots: list[SlotReference] = []
@@ -431,6 +434,7 @@ class RecordedStep(Verified):
         if isinstance(packed, Slot) and not self._recording:
             with self.region(f"{READ}{packed.at}"):
                 self.waits.append((self._clock, began) if self.waits else 0.0)
+            self._lowest = min(self._lowest, packed.at)
             self._clock = self.moment()
         return tensor
 
@@ -520,7 +524,7 @@ class RecordedStep(Verified):
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:  # another hook may have taken it
                 continue
-            self._given.add(id(parameter))
+            self._given[id(parameter)] = self._lowest
             names = gradient.__tensor_flatten__()[0] if is_wrapper(gradient) else ()  # type: ignore[attr-defined]
             for part in [getattr(gradient, name) for name in names] or [gradient]:
                 if isinstance(part, torch.Tensor) and not is_wrapper(part):
@@ -589,9 +593,12 @@ class RecordedStep(Verified):
         last = len(self.positions) - 1
         for position, key in (*((self.positions[min(n, last)], key) for n, key in self._reads), *self._kept_at):
             at.setdefault(key, set()).add(position)
+        for key, lowest in self._given.items():  # a checkpoint reads parameters again where its backward begins
+            if lowest < min(at.get(key, ()), default=0):
+                at[key].add(lowest)
         staying = self._staying | {self._casts[content] for content, uses in self._uses.items() if uses > 1}
         whole = {key: frozenset(some) for key, some in at.items()}
-        return Reads(whole, frozenset(staying), self._larger, self._given)
+        return Reads(whole, frozenset(staying), self._larger, set(self._given))
 
     def check(self, roots: Sequence[torch.Tensor]) -> None:
         """Raise MeasureError if there is nothing to plan. roots: from which a backward starts."""

@@ -110,6 +110,8 @@ class TapeGroups:
                 ran = True
                 level += checksum_room(returned, self.device)
             levels.append(level + stays)
+            if op.kind is OpKind.B and not machine.next_backward:  # gradients of tensors of the model's code
+                stays += max(0, sum(event.size for event in self.found.trace.backward))
             if op.kind is OpKind.U and op.stage not in leaving and not during:
                 stays += self.chain.group(op.stage).grad_bytes
         return [*levels[:-1], levels[-1] + self.update]

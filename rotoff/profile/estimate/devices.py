@@ -30,7 +30,7 @@ class Device:
         d2h_bandwidth, h2d_bandwidth: of the link to the host, in B/s, each direction alone.
         duplex: whether both directions run at once.
         capability: CUDA's (major, minor), which determines the kernels of attention; None if it is not a CUDA device.
-        launch_time: the least seconds of an operation.
+        launch_time: seconds that each operation takes beside.
         compute_efficiency, memory_efficiency, link_efficiency: the assumed share of each peak.
         source: of the numbers.
         interconnect: B/s that a device sends to others of its host; None if that takes the link to the host.
