@@ -243,7 +243,8 @@ class TapeChain:
         """Yield each operation of a sequence, the most bytes that it holds, and what is held once it has run.
 
         The chain charges each value by itself, and the first run of a stage as any other. Here contents that several
-        values share count once, and what the model's code still has of earlier stages counts in first runs.
+        values share count once, and are not made again where they are there; what the model's code still has of earlier
+        stages counts in first runs.
         """
         chain = replace(self.chain, parameters=tuple(parameters))
         machine = Machine(chain, rest=at_rest(chain, sequence.ops, sequence.resident))
@@ -251,6 +252,7 @@ class TapeChain:
         early = early_stops(sequence)
         for n, op in enumerate(sequence):
             turned |= machine.backward_phase and op.kind in COMPUTES
+            before = machine.held_bytes
             event, own = machine.step(op, n in early), not op.of and op.kind not in UPDATES
             if op.kind in FORWARDS and op.stage > ran:
                 ran = op.stage
@@ -261,8 +263,10 @@ class TapeChain:
                 most = self._backward_level(op.stage, machine.form[op.stage], held)
                 level = self.chain.input_bytes + event.parameter_memory + most
             else:
-                level = event.memory - (held.charged - held.nbytes)
-                if own and (op.kind in FORWARDS or op.kind is OpKind.PREFETCH):
+                level = (before if op.kind in FORWARDS else event.memory) - (held.charged - held.nbytes)
+                if op.kind in FORWARDS:
+                    level += self.runs[op.stage - 1].again_peak(self.contents(op.value, machine), held.contents)
+                elif own and op.kind is OpKind.PREFETCH:
                     new = self.contents(op.value, machine) - held.contents
                     level += self.trace.size(new) - machine.device[op.value]
                 if ran and not turned:
@@ -530,12 +534,12 @@ class StageRun:
             most = max(most, level - dies.get(number + 1, 0))
         return most
 
-    def again_peak(self, wanted: set[int], kept: Collection[int] = ()) -> int:
+    def again_peak(self, wanted: Collection[int], kept: Collection[int] = ()) -> int:
         """Return the most bytes of their own while `wanted` are made again from what enters and is kept, as `Tape.make`
         does it. None of that is overwritten in the stage (`_places`), so nothing is copied."""
         made, ran, size = self.trace.made, self.trace.ran, self.trace.size
         there = {*self.entering, *self.stay, *kept}
-        wanted = wanted - there
+        wanted = {*wanted} - there
         numbers = sorted(self._again(wanted, there))
         last = {c: n for n in numbers for c in ran[n].reads}
         level = most = 0

@@ -227,6 +227,7 @@ class TapeStep:
 
     def _f_all(self, tape: Tape, op: Op) -> None:
         """Make ā_i: what the slots of the stage refer to and, unless its B comes next, a_i."""
+        self._take_arriving(tape, op.stage)
         form = self._layout.forms[op.stage - 1][op.form] if op.form else None
         first = tape.begins[op.stage]
         saved = [
@@ -245,6 +246,7 @@ class TapeStep:
     _f_sel = _f_all
 
     def _f_ck(self, tape: Tape, op: Op) -> None:
+        self._take_arriving(tape, op.stage)
         handed = self._handed(tape, op.stage)
         self._hold(a(op.stage), handed, tape.make(handed))
 
@@ -286,8 +288,9 @@ class TapeStep:
         ends = list(accumulate(sizes, initial=offset))
         # another value may have brought a content that this one has, too, or may be about to
         shared = {c: one for other in self._arriving.values() for c, one in other.items()}
-        if self._stage <= len(self._layout.begins):  # within the forward, whose code may have it still
-            self._hold(op.value, [c for c in contents if c not in shared and c.storage(seen=True) is not None])
+        within = self._stage <= len(self._layout.begins)  # the forward, whose code may have it still
+        here = (c for c in contents if c not in shared and (c.storage(seen=True) if within else c.held) is not None)
+        self._hold(op.value, list(here))
         coming = [
             (c, nbytes, first)
             for c, nbytes, first in zip(contents, sizes, ends, strict=False)
@@ -319,6 +322,16 @@ class TapeStep:
         self._release(tape, op.value)
 
     # -- values
+
+    def _take_arriving(self, tape: Tape, stage: int) -> None:
+        """Wait for contents of a stage that another value brings, so that they are not there twice."""
+        numbers = range(tape.begins[stage], tape.begins.get(stage + 1, BEYOND))
+        for v, coming in self._arriving.items():
+            for content, (storage, arrival) in coming.items():
+                if content.held is None and content.op in numbers:
+                    assert self.link is not None
+                    self.link.wait(arrival)
+                    self._hold(v, [content], {content: storage})
 
     def _handed(self, tape: Tape, stage: int) -> list[Content]:
         keys = self._layout.handed[stage - 1] if stage else ()
