@@ -20,7 +20,7 @@ from ..errors import InfeasibleError, OptionError
 from .anneal import least_compute
 from .arrays import MOST_LIMIT, Arrays, arrays, own_needs
 from .group_program import GroupProgram, drift_time
-from .placement import HostPlan
+from .plan_codes import EARLY, MOVE, empty, select
 from .step_program import StepProgram
 
 # -- the smallest limits
@@ -124,18 +124,19 @@ def remat_needs(chain: Chain, updates: str = "during") -> np.ndarray:
     return remat_need(c.out, c.delta, c.n_forms, c.saved, c.M_all, c.M_B, c.M_ck)
 
 
-def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> HostPlan | None:
-    """The forms and inputs with which every single operation fits `mem_limit`, or None."""
-    least, plan = _on_host(chain, updates, mem_limit)
-    return plan if least <= mem_limit else None
+def host_plan(chain: Chain, mem_limit: int, updates: str = "during") -> np.ndarray | None:
+    """The plan with the forms and inputs with which every single operation fits `mem_limit`, and all else may be on the
+    host; None if there is none."""
+    least, codes = _on_host(chain, updates, mem_limit)
+    return codes if least <= mem_limit else None
 
 
-def _on_host(chain: Chain, updates: str, enough: int = 0) -> tuple[int, HostPlan]:
-    """The bytes that every single operation fits, as few as can be but at least `enough`, and the forms and inputs.
+def _on_host(chain: Chain, updates: str, enough: int = 0) -> tuple[int, np.ndarray]:
+    """The bytes that every single operation fits, as few as can be but at least `enough`, and the plan.
 
     Each ā_i^k, and a_i if it is used, is made in the forward phase and offloaded; ``B i`` then needs ā_i^k, one form of
     its input, δ_i, δ_{i-1}, a_0 and (before the last stage) a_L. State of the search over i: (form of ā_i, whether a_i
-    can be made). The smallest possible input is always the best one, because needs add up.
+    can be made). The smallest possible input is always the best one, because needs add up; a_i is no larger than ā_i.
     """
     c, (read, trained, update) = arrays(chain), own_needs(chain, updates)
     alone = np.maximum(c.M_all + read[:, None], c.M_B + trained[:, None]).tolist()
@@ -146,28 +147,21 @@ def _on_host(chain: Chain, updates: str, enough: int = 0) -> tuple[int, HostPlan
     for i in range(1, len(chain) + 1):
         level: dict[State, tuple[int, State]] = {}
         for before, (need, _) in levels[-1].items():
-            entering = _input_bytes(c, i, *before)
+            form, usable = before
+            entering = 0 if i == 1 else int(c.out[i - 1] if usable else c.saved[i - 1, form])
             for k in range(int(c.n_forms[i])):
                 most = max(need, entering + alone[i][k])
                 for state, least in (((k, True), max(most, entering + making[i])), ((k, False), most)):
                     if state not in level or least < level[state][0]:
                         level[state] = least, before
         levels.append(level)
-    states = [min(levels[-1], key=lambda state: levels[-1][state][0])]
-    least = levels[-1][states[0]][0]
-    for level in reversed(levels[1:]):
-        states.append(level[states[-1]][1])
-    states.reverse()
-    takes_output = [a_usable and bool(i == 0 or c.out[i] <= c.saved[i, k]) for i, (k, a_usable) in enumerate(states)]
-    return int(c.out[0]) + least, HostPlan(tuple(k for k, _ in states), tuple(takes_output))
-
-
-def _input_bytes(c: Arrays, i: int, form: int, output_usable: bool) -> int:
-    """Bytes of the smallest usable input of stage i, a_0 not counted."""
-    if i == 1:
-        return 0
-    saved = int(c.saved[i - 1, form])
-    return min(saved, int(c.out[i - 1])) if output_usable else saved
+    state = min(levels[-1], key=lambda state: levels[-1][state][0])
+    least, codes = levels[-1][state][0], empty(chain)
+    for i in range(len(chain), 0, -1):
+        form, usable = state
+        codes[i] = select(form) | MOVE | (EARLY if usable and i < len(chain) else 0)
+        state = levels[i][state][1]
+    return int(c.out[0]) + least, codes
 
 
 def _joint_minimum(chain: Chain, updates: str) -> int:

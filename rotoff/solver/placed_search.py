@@ -4,7 +4,7 @@ A plan is one row of numbers that the kernel `kernels.place` decodes into a stea
 stages (`solver.plan_codes`); here the MOVE bit means that the value is offloaded during its longest absence. Then four
 numbers follow for each group: a mask of the uses after which ``w`` leaves, flags (its state leaves; its gradient leaves
 before an update on the device; the host updates it; ``w`` and ``g`` leave even while groups of the same stage are
-updated), the stage after whose B the update is issued, and a rank among updates issued there.
+updated; so do values of stages), the stage after whose B the update is issued, and a rank among updates issued there.
 
 Every move of the search decodes a whole step in compiled code. As in `solver.anneal`, effort is counted in plans and
 random numbers are seeded, so equal inputs give equal sequences.
@@ -23,16 +23,15 @@ from ..core.sequence import Sequence
 from ..core.simulator import simulate
 from . import remat
 from .anneal import THREADS, Problem, Progress, annealed
-from .arrays import arrays
+from .arrays import arrays, update_moments
 from .bounds import host_plan, min_mem_limit
 from .kernels.place import Placer
-from .placement import HostPlan, host_step
-from .plan_codes import APART, EARLY, MOVE, empty, in_columns, keep_all, select, to_ops, with_residents
+from .plan_codes import APART, EARLY, empty, in_columns, keep_all, moved, to_ops, with_residents
 
 GENES, SLOTS = 4, 4
 MASK, FLAGS, AT, RANK = range(GENES)
 EVERYWHERE = (1 << 13) - 1  # every bit of a mask
-STATE_LEAVES, GRADIENT_LEAVES, ON_HOST, STEPS_ASIDE = 1, 2, 4, 8
+STATE_LEAVES, GRADIENT_LEAVES, ON_HOST, STEPS_ASIDE, ALONE = 1, 2, 4, 8, 16
 EFFORT = 200_000  # plans decoded in each thread where `refine` is 1: some 4 s for 34 stages
 LONGEST = 100  # stages: of longer chains, and of those with more groups than stages, fewer plans are decoded
 SHARE = {"joint": 0.6, "offload": 0.3, "remat": 0.1}  # joint runs the others first, and begins where they ended
@@ -124,23 +123,40 @@ def _do_not_fit_together(problem: Problem) -> bool:
     return max(together.values(), default=0) > problem.limit
 
 
-def sequence_of(problem: Problem, plan: np.ndarray, visits: int = VISITS) -> Sequence:
+def sequence_of(problem: Problem, plan: np.ndarray) -> Sequence:
     """The sequence that `plan` stands for."""
-    return to_sequence(problem.chain, placer(problem.chain, problem.limit, visits, problem.updates), plan)
+    return to_sequence(problem.chain, placer(problem.chain, problem.limit, VISITS, problem.updates), plan)
 
 
 def least(problem: Problem) -> Iterator[tuple[Sequence, str]]:
     """A plan for the smallest limits, where the search finds nothing, and its source."""
-    smallest = remat.smallest_plan(problem.chain, problem.limit, problem.updates) if problem.mode != "offload" else None
-    if smallest is not None:
-        plan, visits = joined(smallest, at_home(problem.chain)), smallest.shape[1]
-        if not placer(problem.chain, problem.limit, visits, problem.updates).judge(plan)[1]:
-            yield sequence_of(problem, plan, visits), "remat-smallest"
+    chain, plans = problem.chain, dict[str, tuple[np.ndarray | None, np.ndarray]]()
+    if problem.mode != "offload":
+        plans["remat-smallest"] = remat.smallest_plan(chain, problem.limit, problem.updates), at_home(chain)
     if problem.mode != "remat":
-        everything = HostPlan((0,) * (len(problem.chain) + 1), (False,) * (len(problem.chain) + 1))
-        away = host_plan(problem.chain, problem.limit, problem.updates) if problem.mode == "joint" else everything
-        if away is not None:
-            yield host_step(problem.chain, away, problem.updates), "host"
+        codes = host_plan(chain, problem.limit, problem.updates) if problem.mode == "joint" else moved(empty(chain))
+        plans["host"] = codes, one_by_one(chain, problem.updates)
+    for source, (codes, genes) in plans.items():
+        if codes is not None:
+            kernel, plan = placer(chain, problem.limit, codes.shape[1], problem.updates), joined(codes, genes)
+            if not kernel.judge(plan)[1]:
+                yield to_sequence(chain, kernel, plan), source
+
+
+def one_by_one(chain: Chain, updates: str) -> np.ndarray:
+    """Genes with which everything comes in for one operation at a time. The host updates the groups that it can, the
+    device the others at the moments when it holds least (`update_moments`)."""
+    genes = at_home(chain)
+    genes[:, MASK] = EVERYWHERE
+    genes[:, FLAGS] = np.where(on_host(chain), ON_HOST, STATE_LEAVES) | GRADIENT_LEAVES | STEPS_ASIDE | ALONE
+    for k, stage in update_moments(chain, updates).items():
+        genes[k - 1, AT] = stage
+    return genes
+
+
+def on_host(chain: Chain) -> np.ndarray:
+    """Mask of the groups that the host can update."""
+    return np.array([group.host_update_time is not None and group.grad_bytes > 0 for group in chain.parameters])
 
 
 # -- where the search starts
@@ -166,9 +182,7 @@ def _activations(problem: Problem) -> Iterator[np.ndarray]:
     everything = empty(chain)
     yield everything
     if problem.mode != "remat":
-        moved = everything.copy()
-        moved[1:] |= MOVE
-        yield moved
+        yield moved(everything)
     if problem.mode == "offload":
         return
     smallest_limit, most = min_mem_limit(chain, "remat"), simulate(chain, keep_all(chain)).peak_bytes
@@ -180,9 +194,7 @@ def _activations(problem: Problem) -> Iterator[np.ndarray]:
         if codes is not None:
             yield codes
             if problem.mode == "joint":
-                moved = codes.copy()
-                moved[1:] |= MOVE
-                yield moved
+                yield moved(codes)
     for smallest in (
         remat.smallest_plan(chain, smallest_limit),
         remat.smallest_plan(problem.chain, problem.limit, problem.updates),
@@ -197,22 +209,20 @@ def all_moving(chain: Chain, mem_limit: int) -> Iterator[np.ndarray]:
     """Plans in which every value may move, for limits at which some ā_i and ā_{i+1} do not fit together.
 
     For these i, B i+1 takes a_i and not ā_i. Other values move only to make room, so these plans are far faster than
-    `placement.host_sequence`, and a search can start from them. The first plan makes a_i again in the backward phase if
-    the forward fits beside ā_i; the second always makes it right after ā_i, and so fits more often.
+    `host_plan`, and a search can start from them. The first plan makes a_i again in the backward phase if the forward
+    fits beside ā_i; the second always makes it right after ā_i, and so fits more often.
     """
     plan = host_plan(chain, mem_limit)
     if plan is None:
         return
-    c, form, after = arrays(chain), np.array(plan.form), np.arange(2, len(chain) + 1)
+    c, form, after = arrays(chain), (plan[:, 0] >> 4) - 1, np.arange(2, len(chain) + 1)
     kept = c.out[0] + c.saved[after - 1, form[after - 1]]  # beside ā_i run F_all i+1 and B i+1
     forward, backward = kept + c.M_all[after, form[after]], kept + c.M_B[after, form[after]]
     tight = np.maximum(forward, backward) > mem_limit
     if not tight.any():
         return
-    base = empty(chain)
-    base[1:] = np.array([[select(form) | MOVE] for form in plan.form[1:]], dtype=np.int16)
     for late in (tight & (forward <= mem_limit), np.zeros_like(tight)):
-        codes = base.copy()
+        codes = plan & ~EARLY
         codes[1:-1][late] |= APART
         codes[1:-1][tight & ~late] |= EARLY
         yield codes
@@ -224,7 +234,7 @@ def _placements(problem: Problem) -> Iterator[np.ndarray]:
     groups of the same stage are updated one by one, with no w, or nothing, of the others on the device.
     """
     chain, home = problem.chain, at_home(problem.chain)
-    K, host = len(home), np.array([g.host_update_time is not None and g.grad_bytes > 0 for g in chain.parameters])
+    K, host = len(home), on_host(chain)
     yield home
     if problem.mode == "remat":
         return

@@ -1,8 +1,7 @@
-"""Sequences by rule: a fixed place for each group of parameters, and the sequence at the joint minimum.
+"""Sequences by rule: a fixed place for each group of parameters.
 
 Other systems place parameters like this, and a search may start from it: each group is on the device or is copied in
 one operation before each use; the device or the host updates it. Moves of activations stay where they are in the text.
-At the joint minimum only the operands of the running operation are on the device.
 """
 
 from __future__ import annotations
@@ -13,17 +12,11 @@ from dataclasses import dataclass
 from ..core.chain import Chain
 from ..core.sequence import (
     COMPUTES,
-    B,
-    F_all,
-    F_ck,
-    F_sel,
     H,
     Op,
     OpKind,
     U,
     Value,
-    a,
-    abar,
     drop,
     free,
     g,
@@ -36,7 +29,6 @@ from ..core.sequence import (
 from ..core.sequence import Sequence as Plan
 from ..core.steady_step import Readers, check_when, group_bytes
 from ..errors import OptionError
-from .arrays import update_moments
 
 
 @dataclass(frozen=True)
@@ -204,80 +196,3 @@ class _Walk:
                     self.bring([w(other), g(other), o(other)])
             self.update(k, t + n)
         self.issue(None)
-
-
-# -- the joint minimum
-
-
-@dataclass(frozen=True)
-class HostPlan:
-    """A plan at the joint minimum: everything that is not in use is on the host.
-
-    form[i]: form in which ā_i is made. output_input[i]: whether B i+1 (and what runs after stage i) takes a_i as its
-    input rather than ā_i.
-    """
-
-    form: tuple[int, ...]
-    output_input: tuple[bool, ...]
-
-
-def host_sequence(chain: Chain, plan: HostPlan) -> tuple[Op, ...]:
-    """The operations of `plan` (`bounds.host_plan`), with one copy at a time; they fit the limit it was made for."""
-    L = len(chain)
-    inputs = [a(i) if plan.output_input[i] else abar(i) for i in range(L)]  # the input that B i + 1 uses
-    forwards = [F_sel(i, form) if form else F_all(i) for i, form in enumerate(plan.form)]
-    ops: list[Op] = []
-    for i in range(1, L):
-        ops += [forwards[i], offload(abar(i))]
-        if plan.output_input[i]:
-            ops += [free(abar(i)), F_ck(i), offload(a(i))]
-        if i > 1:
-            ops.append(free(inputs[i - 1]))
-    ops += [forwards[L], B(L)]  # B drops its input if that is an a
-    for i in range(L - 1, 0, -1):
-        if plan.output_input[i]:
-            ops += [prefetch(abar(i)), wait(abar(i))]
-        if i > 1:
-            ops += [prefetch(inputs[i - 1]), wait(inputs[i - 1])]
-        ops.append(B(i))
-    return tuple(ops)
-
-
-def host_step(chain: Chain, plan: HostPlan, updates: str) -> Plan:
-    """`host_sequence` for a chain with parameters: they are copied in for every operation, and none is resident.
-
-    The host updates the groups that it can. The device updates the others one by one, at the moments when it holds
-    least (`update_moments`); the input of the next backward then goes to the host once more.
-    """
-    activations = host_sequence(chain.without_parameters(), plan)
-    readers = Readers(chain)
-    moments = update_moments(chain, updates)
-    ops: list[Op] = []
-    on: Value | None = None  # the activation that was prefetched last
-    for op in activations:
-        weights = readers.weights.get(op.stage, []) if op.kind in COMPUTES else []
-        ops += [step for v in weights for step in (prefetch(v), wait(v))]
-        ops.append(op)
-        ops += [drop(v) for v in weights]
-        if op.kind is OpKind.WAIT:
-            on = op.value
-        if op.kind is not OpKind.B:
-            continue
-        for v in readers.whole.get(op.stage, ()):
-            ops += [offload(v), free(v)]
-        here = [k for k, stage in moments.items() if stage == op.stage]
-        on_device = any(chain.group(k).host_update_time is None for k in here)
-        aside = on if on_device and on == abar(op.stage - 1) else None
-        ops += [free(aside)] if aside is not None else []
-        for k in here:
-            ops += _update(chain, k)
-        ops += [prefetch(aside), wait(aside)] if aside is not None else []
-    return Plan(tuple(ops))
-
-
-def _update(chain: Chain, k: int) -> list[Op]:
-    if chain.group(k).host_update_time is not None:
-        return [H(k)]
-    moved = [v for v in (w(k), o(k)) if group_bytes(chain, v)]
-    there = [step for v in (g(k), *moved) for step in (prefetch(v), wait(v))]
-    return [*there, U(k), *(step for v in moved for step in (offload(v), free(v)))]

@@ -52,6 +52,13 @@ def empty(chain: Chain, visits: int = 4) -> np.ndarray:
     return codes
 
 
+def moved(codes: np.ndarray) -> np.ndarray:
+    """The plan with every value free to move."""
+    codes = codes.copy()
+    codes[1:] |= MOVE
+    return codes
+
+
 def from_forwards(chain: Chain, forwards: Iterable[tuple[int, int]]) -> np.ndarray:
     """The plan whose forwards, in program order, are the pairs (stage, code); codes repeat after a stage's last
     visit.

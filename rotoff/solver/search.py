@@ -18,8 +18,7 @@ from . import joint, placed_search, remat
 from .anneal import FLOAT_ERROR, Problem, Progress, least_compute, refined
 from .arrays import arrays
 from .bounds import host_plan, infeasible, min_mem_limit
-from .placement import host_sequence
-from .plan_codes import MOVE, empty, evaluator, keep_all, select, to_ops, without_forms
+from .plan_codes import MOVE, empty, evaluator, keep_all, moved, select, to_ops, without_forms
 from .reorder import reordered
 
 TABLE_WORK = 150_000_000  # states times choices of the recompute tables: about a tenth of a second
@@ -151,8 +150,8 @@ def _searched(problem: Problem, progress: Progress | None) -> Candidate | None:
     best = refined(problem, starts, progress)
     made = None if best is None else judged(chain, limit, best, "refined", host)
     found += [made] if made is not None else []
-    if not found and problem.mode == "joint" and (plan := host_plan(chain, limit)) is not None:
-        return _of_sequence(problem, Sequence(host_sequence(chain, plan)), "host")
+    if not found and problem.mode == "joint" and (away := host_plan(chain, limit)) is not None:
+        return judged(chain, limit, away, "host", host)
     return _fastest(found)
 
 
@@ -173,9 +172,7 @@ def _proposals(problem: Problem) -> Iterator[tuple[str, np.ndarray]]:
     if not quick:
         yield from joint.proposals(chain, limit, problem.slots)
     for source, codes in remat.inflated(chain, limit, work):
-        moved = codes.copy()
-        moved[1:] |= MOVE
-        yield f"{source}-moved", moved
+        yield f"{source}-moved", moved(codes)
 
 
 def _moving(chain: Chain) -> Iterator[np.ndarray]:
@@ -188,9 +185,9 @@ def _moving(chain: Chain) -> Iterator[np.ndarray]:
     L, c = len(chain), arrays(chain)
     rank = np.argsort(-c.u_F[1:] / np.maximum(c.saved[1:, 0], 1), kind="stable") + 1
     first = sorted({L * part // 12 for part in range(1, 13)})
-    for moved in (*(np.arange(1, last + 1) for last in first), *(rank[: L * part // 12] for part in (3, 6, 9))):
+    for leaving in (*(np.arange(1, last + 1) for last in first), *(rank[: L * part // 12] for part in (3, 6, 9))):
         codes = empty(chain)
-        codes[moved] |= MOVE
+        codes[leaving] |= MOVE
         yield codes
 
 

@@ -23,6 +23,7 @@ cdef enum:
     GRADIENT_LEAVES = 2
     ON_HOST = 4
     STEPS_ASIDE = 8     # w and g leave for updates of groups that begin at the same stage, too
+    ALONE = 16          # so do values of stages that may move, between two backwards
 
 
 # A row of rotoff.solver.placed_search.GROUP.

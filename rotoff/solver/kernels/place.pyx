@@ -162,7 +162,7 @@ cdef class Placer(Evaluator):
         s.on_host = <int8_t *>self._room(values)
         self._lanes(values + PERIODS * p.K, s.base, p.K)
         self.harder = True
-        gaps = 2 * values + uses
+        gaps = 3 * values + uses
         s.gap = <CycleGap *>self._room(gaps * sizeof(CycleGap))
         s.out_next = self._ints(gaps)
         s.free_next = self._ints(gaps)
