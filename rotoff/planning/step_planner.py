@@ -24,7 +24,7 @@ from ..runtime.execution_plan import ExecutionPlan, compile_sequence
 from ..runtime.placed.placed_plan import PlacedPlan
 from ..solver import keep_all
 from ..solver.anneal import CLOSE, least_compute
-from ..solver.bounds import SUM_ERROR, largest_operation, least_time_of, min_mem_limit
+from ..solver.bounds import SUM_ERROR, largest_operation, min_mem_limit, steady_bound
 from ..solver.in_flight import least_in_flight, resting_bytes
 from ..solver.search import parse_host_limit
 from .request import Request
@@ -184,7 +184,7 @@ def least_time(profile: TapeProfile, request: Request, found: float = math.inf) 
     alone = min(map(least_compute, fitting))
     if found <= CLOSE * alone:
         return alone * (1 - SUM_ERROR)
-    return min(least_time_of(chain, limit) for chain in fitting)
+    return min(steady_bound(chain, limit, "during") for chain in fitting)
 
 
 def _parts(mode: str) -> tuple[str, ...]:

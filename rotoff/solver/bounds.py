@@ -21,7 +21,6 @@ from .anneal import least_compute
 from .arrays import MOST_LIMIT, Arrays, arrays, own_needs
 from .group_program import GroupProgram, drift_time
 from .plan_codes import EARLY, MOVE, empty, select
-from .step_program import StepProgram
 
 # -- the smallest limits
 
@@ -220,35 +219,16 @@ def lower_bound(
     limit = parse_bytes(mem_limit)
     if limit < min_mem_limit(chain, mode, updates):
         raise infeasible(chain, mode, limit, updates)
-    if not chain.parameters:
-        return least_time_of(chain, limit)
     if mode == "remat":
         updating = sum(group.update_time for group in chain.parameters if group.grad_bytes)
-        return (least_time_of(chain.without_parameters(), limit - at_rest_bytes(chain)) + updating) * (1 - SUM_ERROR)
+        least = steady_bound(chain.without_parameters(), limit - at_rest_bytes(chain), "during")
+        return (least + updating) * (1 - SUM_ERROR)
     return steady_bound(chain, limit, updates, steps)
 
 
 @lru_cache(maxsize=256)
-def least_time_of(chain: Chain, limit: int) -> float:
-    """The lower bound for a chain's activations.
-
-    Raises:
-        InfeasibleError: if no sequence fits `limit`.
-    """
-    if limit < min_mem_limit(chain, "joint"):
-        raise infeasible(chain, "joint", limit)
-    c, L = arrays(chain), len(chain)
-    # Summed from the left, as the machine does, so that rounding puts no sequence's time below the bound.
-    least = float(np.cumsum(np.concatenate([c.u_F[1:], c.fastest[:0:-1]]))[-1])
-    if L == 1 or least == 0:
-        return least
-    program = StepProgram(chain, c, min(limit, MOST_LIMIT), _needs_alone(chain), 2 * L)
-    return max(least, program.least_time() * (1 - SUM_ERROR))
-
-
-@lru_cache(maxsize=256)
 def steady_bound(chain: Chain, limit: int, updates: str, steps: float = PERIODS) -> float:
-    """The bound of a chain with parameters, in mode joint."""
+    """The bound in mode joint, in which something fits `limit`."""
     activations, limit = chain.without_parameters(), min(limit, MOST_LIMIT)
     (forward, backward), (read, trained, _) = _needs_alone(activations), own_needs(chain, updates)
     needs = forward + read[1:], backward + trained[1:]
@@ -256,7 +236,7 @@ def steady_bound(chain: Chain, limit: int, updates: str, steps: float = PERIODS)
     def least(paid: float) -> float:
         return GroupProgram(chain, arrays(activations), limit, needs, updates, paid).least_time()
 
-    if steps > PERIODS:
+    if steps > PERIODS or not chain.parameters:
         found = least(1 - 1 / steps)
     elif min(chain.bidirectional_shares) < 1:  # the makespan is the mean of the last two of four steps
         found = least(1 - 2 / PERIODS)

@@ -22,7 +22,7 @@ class GroupProgram(StepProgram):
     def __init__(
         self, chain: Chain, c: Arrays, limit: int, alone: tuple[np.ndarray, np.ndarray], updates: str, paid: float
     ) -> None:
-        super().__init__(chain, c, limit, alone, 2 * len(chain) + 1)
+        super().__init__(chain, c, limit, alone)
         self.paid, self.after = paid, updates == "after"
         self.earliest = self.end - 1 if self.after else self.L
         # Made by an update or a gradient's last backward: what has left by the step's end, or leaves across it.

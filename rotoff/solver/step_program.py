@@ -65,17 +65,17 @@ class Coming:
 class StepProgram:
     """The program of a chain's activations at one limit; `GroupProgram` adds the parameters.
 
-    Cut and interval k of 0..N-1: k < L begins with F_{k+1}, k < 2L with B_{2L-k}, and 2L, if there is one, with the
-    step's end. Bytes are in units of the limit, seconds in units of `unit`.
+    Cut and interval k of 0..N-1: k < L begins with F_{k+1}, k < 2L with B_{2L-k}, and 2L with the step's end. Bytes
+    are in units of the limit, seconds in units of `unit`.
     """
 
-    def __init__(self, chain: Chain, c: Arrays, limit: int, alone: tuple[np.ndarray, np.ndarray], N: int) -> None:
-        self.chain, self.c, self.limit, self.L, self.N = chain, c, limit, len(chain), N
-        L, self.end, self.size = len(chain), 2 * len(chain), float(max(limit, 1))
+    def __init__(self, chain: Chain, c: Arrays, limit: int, alone: tuple[np.ndarray, np.ndarray]) -> None:
+        self.chain, self.c, self.limit, self.size = chain, c, limit, float(max(limit, 1))
+        L, _, N = self.L, self.end, self.N = len(chain), 2 * len(chain), 2 * len(chain) + 1
         at_end = int(c.out[0] + c.out[L] + c.grad[0])
-        self.needs = [*alone[0].tolist(), *alone[1][::-1].tolist(), at_end][:N]
+        self.needs = [*alone[0].tolist(), *alone[1][::-1].tolist(), at_end]
         self.apart = c.apart(limit, *alone)
-        work = [*c.u_F[1:].tolist(), *c.fastest[:0:-1].tolist(), 0.0][:N]
+        work = [*c.u_F[1:].tolist(), *c.fastest[:0:-1].tolist(), 0.0]
         self.unit = self._unit(math.fsum(work))
         self.work = [seconds / self.unit for seconds in work]
         copies = self.size / chain.d2h_bandwidth, self.size / chain.h2d_bandwidth
@@ -235,9 +235,8 @@ class StepProgram:
 
     def rows(self) -> None:
         """The rows that are there once, for all that has been added."""
-        empty = self.end % self.N
-        self.turn_out.rows(self.program, empty)
-        self.turn.rows(self.program, empty)
+        self.turn_out.rows(self.program, self.end)
+        self.turn.rows(self.program, self.end)
         changed = self.program.variables(self.N, self.most)
         self.program.row([(changed[0], 1.0), *((x, -size) for x, size in self.at["base", 0])], equal=True)
         for k in range(self.N):
