@@ -142,3 +142,12 @@ def test_the_least_recently_used_leaves_first():
     assert moved[0] == "offload abar 1"
     with pytest.raises(OptionError, match="technique is 'magic'"):
         solve(uniform(3), 100, policy="superneurons", technique="magic")
+
+
+def test_a_checkpoint_that_left_to_make_room_is_not_freed_again():
+    sizes = ((60, 0, 50), (40, 10, 0), (50, 50, 50), (30, 50, 50))
+    stages = tuple(Stage("", 1.0, 1.0, 10, saved, None, forward, None, back) for saved, forward, back in sizes)
+    chain, how = Chain(stages, 10.0, 10.0), {"policy": "superneurons", "technique": "pool", "checkpoints": [1, 4]}
+    with pytest.raises(InfeasibleError) as caught:
+        solve(chain, 175, **how)
+    assert simulate(chain, solve(chain, caught.value.min_mem_limit, **how)).peak_bytes <= caught.value.min_mem_limit

@@ -37,6 +37,7 @@ from typing import Any
 from ...core.chain import Chain
 from ...core.modes import as_tuple, whole_number
 from ...core.sequence import (
+    COMPUTES,
     B,
     F_all,
     Op,
@@ -52,7 +53,7 @@ from ...core.sequence import (
     wait,
 )
 from ...core.simulator import Machine, simulate
-from ...errors import OptionError
+from ...errors import InvalidSequenceError, OptionError
 from ..arrays import arrays
 from .choose import within
 from .lowering import peak_bytes
@@ -103,54 +104,44 @@ class Pool:
     """The machine, with an LRU cache before the host (algorithm 2); `run` appends what an operation needs before it."""
 
     def __init__(self, chain: Chain, mem_limit: int, checkpoints: list[int]) -> None:
-        self.chain, self.limit, self.c = chain, mem_limit, arrays(chain)
-        self.machine = Machine(chain)
+        self.chain, self.limit, self.machine = chain, mem_limit, Machine(chain, mem_limit)
         self.mayleave = {abar(i) for i in checkpoints if i < len(chain)}
         self.recent: list[Value] = []  # the least recently used first
         self.ops: list[Op] = []
 
-    def do(self, op: Op) -> None:
-        self.machine.step(op)
-        self.ops.append(op)
+    def do(self, op: Op, operands: list[Value] | None = None) -> bool:
+        """Run `op`; False if the machine refuses it, once the least recently used ā that are none of `operands` have
+        left. None: nothing leaves for it."""
+        while True:
+            try:
+                self.machine.step(op)
+            except InvalidSequenceError:
+                others = [] if operands is None else [v for v in self.recent if v not in operands]
+                v = next(filter(self.machine.usable, others), None)
+                if v is None or not (v in self.machine.host or self.do(offload(v))) or not self.do(free(v)):
+                    return False
+                self.recent.remove(v)
+            else:
+                self.ops.append(op)
+                return True
 
     def run(self, op: Op, ahead: Value | None = None) -> bool:
-        """Fetch the operands of `op`, make room and run it; start the prefetch of `ahead` if that fits. False if `op`
+        """Fetch the operands of `op`, make room and run it; start the prefetch of `ahead` if both fit. False if `op`
         does not fit."""
         operands = self._operands(op)
-        need = self._need(op)
         for v in operands:
-            if v not in self.machine.device and v in self.machine.host:
-                size = self.machine.host[v]
-                if not self._make_room(max(size, size + need), operands):
-                    return False
-                self.do(prefetch(v))
-            if v in self.machine.arriving:
-                self.do(wait(v))
-        if not self._make_room(need, operands):
-            return False
+            fetched = v in self.machine.device or v not in self.machine.host or self.do(prefetch(v), operands)
+            if not fetched or (v in self.machine.arriving and not self.do(wait(v))):
+                return False
         if ahead is not None and ahead in self.machine.host and ahead not in self.machine.device:
-            size = self.machine.host[ahead]
-            if self.machine.held_bytes + size + max(0, need) <= self.limit:
+            need = self.chain.grad_bytes(op.stage - 1) + self.chain.stage(op.stage).backward_transient_bytes
+            if self.machine.held_bytes + self.machine.host[ahead] + need <= self.limit:
                 self.do(prefetch(ahead))
                 self._touch(ahead)
-        self.do(op)
-        for v in operands:
+        if not self.do(op, operands):
+            return False
+        for v in (*operands, *((op.value,) if op.kind is OpKind.F_ALL else ())):
             self._touch(v)
-        if op.kind is OpKind.F_ALL:
-            self._touch(op.value)
-        return True
-
-    def _make_room(self, need: int, locked: list[Value]) -> bool:
-        while self.machine.held_bytes + need > self.limit:
-            v = next((v for v in self.recent if v not in locked and self.machine.usable(v)), None)
-            if v is None:
-                return False
-            if v not in self.machine.host:
-                if self.machine.held_bytes > self.limit:
-                    return False
-                self.do(offload(v))
-            self.do(free(v))
-            self.recent.remove(v)
         return True
 
     def _touch(self, v: Value) -> None:
@@ -161,19 +152,10 @@ class Pool:
 
     def _operands(self, op: Op) -> list[Value]:
         i = op.stage
-        if op.kind not in (OpKind.F_ALL, OpKind.F_CK, OpKind.F_NONE, OpKind.B):
+        if op.kind not in COMPUTES:
             return []
         before = a(i - 1) if i == 1 or a(i - 1) in self.machine.device else abar(i - 1)
         return ([abar(i)] if op.kind is OpKind.B else []) + ([before] if i > 1 else [])
-
-    def _need(self, op: Op) -> int:
-        """Bytes that the operation needs beyond those already held."""
-        c, i = self.c, op.stage
-        if op.kind is OpKind.F_ALL:
-            return int(c.saved[i, 0] + c.f_transient[i, 0])
-        if op.kind in (OpKind.F_CK, OpKind.F_NONE):
-            return int(c.out[i] + c.ck_transient[i])
-        return int(c.grad[i - 1] + c.b_transient[i, 0]) if op.kind is OpKind.B else 0
 
 
 def operations(chain: Chain, mem_limit: int, technique: str, checkpoints: list[int]) -> tuple[Op, ...] | None:
