@@ -45,11 +45,10 @@ from .planning.inputs import (
 )
 from .planning.link_share import with_host_share
 from .planning.options import Options, check_flag, check_module, read_device
-from .planning.request import Request, check_limits, check_options
+from .planning.request import Request, check_limits, check_options, read_optimizers
 from .planning.stages import StagesOption
 from .planning.step_courses import Course, PlannedSize, StepRunner
 from .planning.step_planner import StepPlan
-from .planning.tape_placed_planner import read_optimizers
 from .planning.tape_placed_runner import PlacedRunner
 from .profile.tape_profile import TapeProfile
 from .report.expected_step import with_expected

@@ -22,20 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core.chain import Chain, LinkRates
+from ..core.chain import LinkRates
 from ..core.sequence import Sequence
 from ..core.sizes import NO_LIMIT
 from ..errors import ExecutionError, InfeasibleError, LimitError, MeasureError, OptionError, RotoffError
 from ..profile.checkpointed import plain_levels
-from ..profile.tape_chain import TapeChain
 from ..profile.tape_groups import TapeGroups
 from ..profile.tape_profile import TapeProfile
-from ..runtime.execution_plan import compile_sequence
 from ..runtime.links.pinned import room_for_plan
 from ..runtime.sharded import Shards, sharded
 from .request import Request
-from .step_planner import StepPlan, least_limit
-from .tape_placed_planner import compiled
+from .step_planner import StepPlan, Way, compiled, least_limit
 
 T = TypeVar("T")
 ANSWER = 5.0  # seconds in which a process of the group answers, once a collective has failed
@@ -131,15 +128,9 @@ def common_profile(profile: TapeProfile, group: Any) -> TapeProfile:
     if group is None:
         return profile
     cut = alike_cut(profile, group)
-    own, plain = cut.chains, plain_levels(profile.trace)
-    everyone = from_everyone(lambda: ([one.chain for one in own], plain), "plan", group)
-    costs = _largest_of([chains for chains, _ in everyone])
-    most, resting, loss = map(max, zip(*(one for _, one in everyone), strict=True))
-    common = [
-        replace(one, chain=chain, ask=partial(_levels_of_all, one, number, group))
-        for number, (one, chain) in enumerate(zip(own, costs, strict=False))
-    ]
-    return replace(cut, plain=(most, resting, loss), common=tuple(common))
+    plain = from_everyone(lambda: plain_levels(profile.trace), "plan", group)
+    most, resting, loss = map(max, zip(*plain, strict=True))
+    return replace(cut, plain=(most, resting, loss), common=tuple(_common(lambda: cut.chains, ("chain",), group)))
 
 
 def alike_cut(profile: TapeProfile, group: Any) -> TapeProfile:
@@ -162,35 +153,34 @@ def common_groups(make: Callable[[], list[TapeGroups]], group: Any) -> list[Tape
     """
     if group is None:
         return make()
-    costs, ways = ("beside", "update", "whole", "expected"), list[TapeGroups]()
+    return _common(make, ("chain", "beside", "update", "whole", "expected"), group)
 
-    def told() -> list[tuple[Chain, dict[str, int]]]:
+
+def _common(make: Callable[[], list[Any]], costs: Several[str], group: Any) -> list[Any]:
+    """Return the ways to plan a step, which `make` returns, with the largest of these `costs` in any process."""
+    ways = list[Any]()
+
+    def told() -> list[tuple[Any, ...]]:
         ways.extend(make())
-        return [(one.chain, {name: getattr(one, name) for name in costs}) for one in ways]
+        return [tuple(getattr(one, name) for name in costs) for one in ways]
 
-    everyone = from_everyone(told, "plan", group)
-    chains = _largest_of([[chain for chain, _ in here] for here in everyone])
-    most = [{name: max(one[name] for _, one in several) for name in costs} for several in zip(*everyone, strict=False)]
-    own = [replace(one, chain=chain, **largest) for one, chain, largest in zip(ways, chains, most, strict=False)]
-    return [replace(one, ask=partial(_levels_of_all, one, number, group)) for number, one in enumerate(own)]
-
-
-def _largest_of(everyone: Several[Several[Chain]]) -> list[Chain]:
-    """Return the chains with the largest costs, given those of each process."""
-    alike = list(zip(*everyone, strict=False))
+    alike = list(zip(*from_everyone(told, "plan", group), strict=False))
     for what, many in (("stages", len), ("groups of parameters", lambda chain: len(chain.parameters))):
-        counts = next((c for several in alike if len(set(c := [many(chain) for chain in several])) > 1), None)
+        counts = next((c for several in alike if len(set(c := [many(chain) for chain, *_ in several])) > 1), None)
         if counts is not None:
             raise MeasureError(
                 f"the processes of the group have different numbers of {what} ({', '.join(map(str, counts))}), and one"
                 " plan cannot be for all; give all of them the same model and inputs of the same kind, or name the"
                 " stages by stages="
             )
-    return list(map(_largest, alike))
+    return [
+        replace(one, **dict(zip(costs, _largest(of), strict=True)), ask=partial(_levels_of_all, one, number, group))
+        for number, (one, of) in enumerate(zip(ways, alike, strict=False))
+    ]
 
 
 def _largest(several: Several[Any]) -> Any:
-    """Return the first of several chains, or parts of one, with the largest costs of all."""
+    """Return the first of several costs, chains or parts of one, with the largest of all."""
     first = several[0]
     if isinstance(first, tuple):  # of forms those that all have
         return tuple(map(_largest, zip(*several, strict=False)))
@@ -204,7 +194,7 @@ def _largest(several: Several[Any]) -> Any:
 def agree_on_plan(
     profile: TapeProfile,
     request: Request,
-    ways: Several[TapeChain | TapeGroups],
+    ways: Several[Way],
     make: Callable[[], StepPlan],
     group: Any,
 ) -> StepPlan:
@@ -221,11 +211,10 @@ def agree_on_plan(
         return ways.index(plan.found), plan.sequence.to_dict(), plan.keeps_all, plan.levels, plan.peak
 
     number, told, keeps_all, levels, peak = decided(decide, ways, group)
-    found, sequence = ways[number], Sequence.from_dict(told)
-    if isinstance(found, TapeGroups):
-        return compiled(profile, found, sequence, request, levels)
-    execution = compile_sequence(found.chain, sequence, in_flight=request.in_flight)
-    return StepPlan(profile, found, replace(execution, keeps_all=keeps_all), levels, peak)
+    plan = compiled(profile, ways[number], Sequence.from_dict(told), request, levels)
+    if keeps_all:
+        plan = replace(plan, execution=replace(plan.execution, keeps_all=True, placed=None), peak=peak)
+    return plan
 
 
 def agree_on_least(profile: TapeProfile, request: Request, group: Any) -> int:

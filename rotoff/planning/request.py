@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from ..core.chain import Chain
 from ..core.sequence import MODES, Sequence
 from ..errors import LimitError, OptionError
 from ..io.progress import Bar
+from ..runtime.placed.updates import parameters_of
 from ..solver import solve
 from ..solver.in_flight import parse_in_flight, solve_in_flight
 from ..solver.policies import check_policy
@@ -73,6 +78,11 @@ class Request:
     placed: bool = False  # whether the limit is for all that the device holds
     in_flight: int = 1  # micro-batches whose forwards run before the backward of the first
 
+    @property
+    def updates(self) -> str:
+        """When parameters are updated."""
+        return str(self.options.get("updates") or "after")
+
     def __str__(self) -> str:
         told = f"in mode {self.mode}" if self.policy is None else f"with policy {self.policy}"
         return told if self.in_flight == 1 else f"{told}, with {self.in_flight} micro-batches in flight"
@@ -83,7 +93,49 @@ class Request:
             return solve(chain, limit, policy=self.policy, **self.options)
         with Bar("planning") as bar:
             options = {"progress": lambda done, _: bar(done), **self.options}
-            options |= {"mode": self.mode, "mem_slots": self.mem_slots}
+            options |= {"mode": self.mode, "mem_slots": self.mem_slots, "updates": self.updates}
             if self.in_flight > 1:
                 return solve_in_flight(chain, limit, self.in_flight, beside, **options)
             return solve(chain, limit, **options)
+
+
+def read_optimizers(given: Any, model: nn.Module) -> tuple[Optimizer, ...]:
+    """The optimizers, or one, that `given` is or that trainers have wrapped; none for None, if `model` is frozen.
+
+    Raises:
+        OptionError: for anything else, and if none of them updates a parameter of `model`.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if given is None and trained:
+        raise OptionError(
+            f"device_limit needs the optimizer, whose states count, since {len(trained)} parameters need gradients:"
+            " compute_sequence(device_limit=..., optimizer=optimizer)"
+        )
+    found: list[Optimizer] = []
+    for optimizer in given if isinstance(given, (list, tuple)) else () if given is None else (given,):
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        if not isinstance(optimizer, Optimizer):
+            shown = repr(optimizer) if isinstance(optimizer, (str, type)) else f"a {type(optimizer).__name__}"
+            raise OptionError(
+                f"optimizer is {shown}; give a torch.optim.Optimizer of the model's parameters, such as"
+                " torch.optim.Adam(model.parameters()), or a list of them"
+            )
+        found.append(optimizer)
+    updated = {id(parameter) for one in found for parameter in parameters_of(one)}
+    if trained and given is not None and updated.isdisjoint(map(id, trained)):
+        names = ", ".join(type(one).__name__ for one in found) or "an empty list"
+        raise OptionError(
+            f"optimizer is {names}, which updates no parameter of the model; make it of model.parameters()"
+        )
+    return tuple(found)
+
+
+def check_updates(optimizers: Several[Optimizer], request: Request) -> None:
+    """Raise OptionError if a backward would have to update a parameter by several optimizers."""
+    updated = [id(parameter) for one in optimizers for parameter in parameters_of(one)]
+    if request.updates == "during" and len(updated) > len({*updated}):
+        raise OptionError(
+            'a parameter belongs to several optimizers, and updates="during" updates each by one alone; plan with'
+            ' updates="after"'
+        )

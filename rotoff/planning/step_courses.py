@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -56,7 +57,7 @@ from .inputs import constants, family_of, refuse_meta, signature, size_of
 from .options import Options
 from .request import Request
 from .stages import stages_of
-from .step_planner import StepPlan, make_plan
+from .step_planner import StepPlan, Way, make_plan
 
 logger = logging.getLogger("rotoff")
 Call = partial[Any]  # of the model
@@ -530,10 +531,14 @@ class StepRunner:
 
     def _made(self, course: Course, request: Request) -> StepPlan:
         """Make a plan for a course."""
-        near = [one.plan.sequence for one in self if one.plan is not None and not one.plan.keeps_all]
-        profile, room = course.profile, room_of(course.profile.device, self.group)
-        make = partial(make_plan, profile, request, near, room)
-        return agree_on_plan(profile, request, profile.chains, make, self.group)
+        near = [one.plan for one in self if one.plan is not None and not one.plan.keeps_all]
+        profile, ways, room = course.profile, self._ways(course), room_of(course.profile.device, self.group)
+        make = partial(make_plan, profile, request, near, room, ways)
+        return agree_on_plan(profile, request, ways, make, self.group)
+
+    def _ways(self, course: Course) -> Several[Way]:
+        """The chains in which a course can be planned."""
+        return course.profile.chains
 
     def _follow(self, key: Any, course: Course, planned: StepPlan, hint: str, run: Call) -> Any:
         device = course.profile.device

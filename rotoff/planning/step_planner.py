@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Several
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice, product
+from typing import NamedTuple
 
-from ..core.chain import Chain
+from ..core.chain import Chain, LinkRates
 from ..core.figures import Figures, percent
 from ..core.sequence import FORWARDS, OpKind, Sequence
-from ..core.simulator import Trace
+from ..core.simulator import Trace, simulate
 from ..core.sizes import NO_LIMIT, format_bytes
 from ..errors import InfeasibleError, InvalidSequenceError
 from ..profile.tape_chain import TapeChain, charged
@@ -30,12 +33,16 @@ from ..solver.search import parse_host_limit
 from .request import Request
 
 logger = logging.getLogger("rotoff")
-ROUNDS = 12  # chains that are tried, each with more for the first runs that exceed the limit
+Way = TapeChain | TapeGroups
+ROUNDS = 12  # proposals, each for a chain that charges more, or for other bytes
+CHARGES = 10  # of them after which a chain may charge more
+SEARCHES = 2  # proposals with the whole effort
 FEW = 10  # slots of the dynamic program for the smallest limit, where seconds are of no interest
 GOOD = 1.005  # step time / compute time up to which another size's plan is as good as one that a search finds
-LARGE, SHORT = 400, 0.1  # stages beyond which a search of so many seconds takes the place of whole tables
-SHORTEST = 0.02  # seconds of a search from which on it finds what whole tables do, in less time
-EFFORT = 0.03  # search time / compute time of a step, if no plan is reused at once
+SHORT = 0.1  # seconds of the search with which a plan is looked for first
+AMPLE = 1.25  # limit / bytes of the largest operation, from which on a search finds a plan, whatever the times are
+LESS = 1.1  # smallest limit of a chain / bytes of a plan, up to which one of that chain may hold fewer
+EFFORT = 0.1  # search time / compute time of a step, if training has begun
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +101,21 @@ class StepPlan:
             return self.profile.keep_all_bytes(2) - self.profile.keep_all_bytes()
         return resting_bytes(self.chain, self.sequence.ops) + self.profile.beside_resting
 
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes that the host holds for the steps in flight."""
+        placed = 0 if self.placed is None else self.placed.host_bytes
+        return self.execution.in_flight * self.execution.host_bytes + placed
+
     def figures(self, limit: int | None) -> Figures:
         """The figures of the step under a `mem_limit`, which does not count the batch, or a `device_limit`, which does.
         The peak of the model as it is is that of a loop which sets gradients to None; `keep_all_bytes` is the smallest
         limit at which it runs so."""
-        plan, placed = self.execution, self.placed
+        plan = self.execution
         return Figures(
             None if limit is None or limit >= NO_LIMIT else limit,
             self.peak,
-            plan.in_flight * plan.host_bytes + (0 if placed is None else placed.host_bytes),
+            self.host_bytes,
             plan.trace.makespan,
             keep_all_step(self.chain).makespan,
             self.found.whole if isinstance(self.found, TapeGroups) else self.profile.keep_all_bytes(plan.in_flight),
@@ -111,60 +124,76 @@ class StepPlan:
 
 
 def make_plan(
-    profile: TapeProfile, request: Request, near: Iterable[Sequence] = (), room: int | None = None
+    profile: TapeProfile,
+    request: Request,
+    near: Several[StepPlan] = (),
+    room: int | None = None,
+    ways: Several[Way] = (),
 ) -> StepPlan:
     """Return the fastest plan that was found for a request.
 
     Args:
-        near: of the same step at other sizes; one that is good enough is taken, so that a new size needs no search.
+        near: of the same step at other sizes; one that is good enough is taken, so that a new size needs no search, and
+            moves no parameters.
         room: bytes of the host that there are, if that is known.
+        ways: chains of the step with groups of its parameters, for a `device_limit`.
 
     Raises:
-        InfeasibleError: if nothing fits.
+        InfeasibleError: if nothing fits; `min_mem_limit` is the smallest limit for which a plan was found.
     """
-    began = time.perf_counter()
-    if request.plain and request.policy is None and profile.keep_all_bytes(request.in_flight) <= request.mem_limit:
-        plan = keeping_all(profile, request.in_flight)
+    began, ways = time.perf_counter(), ways or profile.chains
+    if request.plain and request.policy is None and _whole(profile, request, ways) <= request.mem_limit:
+        plan = keeping_all(profile, request.in_flight, ways[0])
     else:
-        plan = _reused(profile, request, tuple(near), room) or _searched(profile, request, room)
+        plan = _reused(profile, request, near, room, ways) or _searched(profile, request, room, ways)
     report(request, plan, time.perf_counter() - began)
     return plan
 
 
-def keeping_all(profile: TapeProfile, in_flight: int = 1) -> StepPlan:
+def _whole(profile: TapeProfile, request: Request, ways: Several[Way]) -> int:
+    """The bytes of the model as it is, in the terms of the limit."""
+    return ways[0].whole if isinstance(ways[0], TapeGroups) else profile.keep_all_bytes(request.in_flight)
+
+
+def keeping_all(profile: TapeProfile, in_flight: int = 1, found: Way | None = None) -> StepPlan:
     """Return the plan to run the model as it is."""
-    found, peak = profile.chains[0], profile.keep_all_bytes(in_flight)
-    sequence = keep_all(found.chain)
-    execution = replace(compile_sequence(found.chain, sequence, in_flight=in_flight), keeps_all=True)
-    levels = (min(level - profile.batch_bytes, peak) for level in found.levels(sequence))
+    found = found or profile.chains[0]
+    sequence = keep_all(found.chain, "after")
+    execution = replace(compile_sequence(found.chain, sequence, in_flight), keeps_all=True)
+    peak = found.expected if isinstance(found, TapeGroups) else profile.keep_all_bytes(in_flight)
+    levels = (min(level, peak) for level in found.levels(sequence))
     return StepPlan(profile, found, execution, tuple(levels), peak)
 
 
-def compiled(profile: TapeProfile, found: TapeChain, sequence: Sequence, in_flight: int = 1) -> StepPlan:
-    """Return the plan that runs `sequence` of the chain `found`.
+def compiled(
+    profile: TapeProfile, found: Way, sequence: Sequence, request: Request, levels: Several[int] | None = None
+) -> StepPlan:
+    """Return the plan that runs `sequence` of the chain `found`, which has these `levels`, if they are known.
 
     Raises:
         InvalidSequenceError: if the machine refuses it.
     """
-    resting = resting_bytes(found.chain, sequence.ops) + profile.beside_resting if in_flight > 1 else 0
-    others = (in_flight - 1) * resting - profile.batch_bytes
-    levels = tuple(level + others for level in found.levels(sequence))
-    execution = compile_sequence(found.chain, sequence, in_flight=in_flight)
-    charged = replace(sequence, mem_limit=max(sequence.mem_limit or 0, execution.trace.peak_bytes))
-    return StepPlan(profile, found, replace(execution, sequence=charged), levels, max(levels))
+    during, chain, resting = request.updates == "during", found.chain, 0
+    trace = simulate(chain, sequence, updates=request.updates)
+    placed = found.placement(sequence, during, request.mem_limit) if isinstance(found, TapeGroups) else None
+    if request.in_flight > 1:
+        resting = (request.in_flight - 1) * (resting_bytes(chain, sequence.ops) + profile.beside_resting)
+    if levels is None:
+        levels = [level + resting for level in found.levels(sequence, during)]
+    charged = replace(sequence, mem_limit=max(sequence.mem_limit or 0, trace.peak_bytes))
+    execution = compile_sequence(chain, charged, request.in_flight, trace, placed)
+    return StepPlan(profile, found, execution, tuple(levels), max(levels))
 
 
-def least_limit(profile: TapeProfile, request: Request) -> int:
+def least_limit(profile: TapeProfile, request: Request, ways: Several[Way] = ()) -> int:
     """Return the smallest limit that a request can have, whatever its own is."""
+    ways = ways or profile.chains
     options = {name: value for name, value in request.options.items() if name != "host_limit"}
-    own = request.policy is not None
-    quick = replace(request, mem_limit=1, mem_slots=FEW, options=options if own else {**options, "refine": False})
-    parts = (request.mode,) if own else _parts(request.mode)
-    plans = (p for part in parts for found in profile.chains for p in _proposed(profile, found, quick, part))
+    plans = _smallest(profile, replace(request, options=options), ways)
     least = min((plan.peak for plan in plans), default=None)
     if least is None:  # the policy has no plan
-        return least_limit(profile, replace(request, policy=None, options={}))
-    return max(1, min(profile.keep_all_bytes(request.in_flight), least) if request.plain and not own else least)
+        return least_limit(profile, replace(request, policy=None, options={}), ways)
+    return max(1, min(_whole(profile, request, ways), least) if request.plain and request.policy is None else least)
 
 
 def least_time(profile: TapeProfile, request: Request, found: float = math.inf) -> float:
@@ -180,87 +209,113 @@ def least_time(profile: TapeProfile, request: Request, found: float = math.inf) 
     if not fitting and found < math.inf:  # it holds less than the chain charges
         return profile.chain.compute_time * (1 - SUM_ERROR)
     if not fitting:
-        raise _infeasible(profile, replace(request, mode="joint"))
+        raise _infeasible(profile, replace(request, mode="joint"), profile.chains)
     alone = min(map(least_compute, fitting))
     if found <= CLOSE * alone:
         return alone * (1 - SUM_ERROR)
     return min(steady_bound(chain, limit, "during") for chain in fitting)
 
 
-def _parts(mode: str) -> tuple[str, ...]:
-    """The modes whose sequences `mode` allows. The chain's least sequence in joint may hold more than one of these."""
-    return ("joint", "remat", "offload") if mode == "joint" else (mode,)
-
-
-def _searched(profile: TapeProfile, request: Request, room: int | None) -> StepPlan:
+def _searched(profile: TapeProfile, request: Request, room: int | None, ways: Several[Way]) -> StepPlan:
     """Return the fastest plan that the solver finds."""
-    plan = _best(profile, request)
-    if plan is not None and room is not None and request.in_flight * plan.execution.host_bytes > room:
+    plan = _best(profile, request, ways)
+    if plan is not None and room is not None and (needs := plan.host_bytes) > room:
         asked = request.options.get("host_limit")
         most = room if asked is None else min(room, parse_host_limit(asked))
-        needs = request.in_flight * plan.execution.host_bytes
-        if request.policy is None:  # the slab is larger than the host limit by gaps between values
-            for share in (1.0, 0.75, 0.5, 0.0):
-                plan = _best(profile, replace(request, options={**request.options, "host_limit": int(share * most)}))
-                if plan is None or request.in_flight * plan.execution.host_bytes <= room:
-                    break
-        if plan is None or request.in_flight * plan.execution.host_bytes > room:
-            raise _no_room(profile, request, needs, room)
+        for share in (1.0, 0.75, 0.5, 0.0) if request.policy is None else ():  # there are gaps between values
+            limited = replace(request, options={**request.options, "host_limit": int(share * most)})
+            plan = _best(profile, limited, ways)
+            if plan is None or plan.host_bytes <= room:
+                break
+        if plan is None or plan.host_bytes > room:
+            raise _no_room(profile, request, needs, room, ways)
     if plan is None:
-        raise _infeasible(profile, request)
+        raise _infeasible(profile, request, ways)
     return plan
 
 
-def _best(profile: TapeProfile, request: Request) -> StepPlan | None:
-    """Return the fastest plan within the limit. Near the smallest limit of the chain, short searches find plans that
-    hold less than it charges."""
-    tries = [(request.mode, request, profile.chains)]
-    if (quick := _quick(request)) != request and len(profile.chains) > 1:  # in the chain with the fastest plan of it
-        first = _fastest(profile, request, [(request.mode, quick, profile.chains)])
-        tries[0] = (request.mode, request, profile.chains if first is None else [first.tape_chain])
-    if request.policy is None:
-        least = replace(request, mem_limit=1, options={**request.options, "refine": False})
-        several = (least, replace(least, mem_slots=FEW))  # the second as for `least_limit`
-        tries += [(part, one, profile.chains) for one in several for part in _parts(request.mode)]
-    return _fastest(profile, request, tries)
+def _best(profile: TapeProfile, request: Request, ways: Several[Way]) -> StepPlan | None:
+    """Return the fastest plan within the limit. Near the smallest limit of the chain, plans are looked for without
+    regard to times first, so that what is feasible depends on bytes alone."""
+    limit, policy = request.mem_limit, request.policy is not None
+    fitting = (plan for plan in _smallest(profile, request, ways) if plan.peak <= limit)
+    tight = limit < min(AMPLE * _floor(profile, one.chain, request) + one.beside for one in ways)
+    small = next(fitting, None) if tight and not policy else None
+    if tight and not policy and small is None:
+        return None
+    quick = _quick(request)
+    start = _raced(profile, ways, quick)
+    if start is None:
+        return small or (None if policy else next(fitting, None))
+    found = [start.plan] if small is None else [start.plan, small]
+    if quick != request and _seconds(start.plan) > CLOSE * least_compute(start.found.chain):
+        longer = islice(_proposed(profile, start.found, request, start.chain, start.asked), SEARCHES)
+        found += islice((one.plan for one in longer if one.plan.peak <= limit), 1)
+    return min(found, key=_seconds)
 
 
-def _fastest(
-    profile: TapeProfile, request: Request, tries: Iterable[tuple[str, Request, list[TapeChain]]]
-) -> StepPlan | None:
-    """Return the fastest plan within the request's limit of the first of `tries` that has one."""
-    for part, asked, chains in tries:
-        plans = (plan for found in chains for plan in _proposed(profile, found, asked, part))
-        fitting = [plan for plan in plans if plan.peak <= request.mem_limit]
-        if fitting:
-            return min(fitting, key=lambda plan: plan.trace.makespan)
+def _seconds(plan: StepPlan) -> float:
+    return plan.trace.makespan
+
+
+def _raced(profile: TapeProfile, ways: Several[Way], request: Request) -> Proposal | None:
+    """Return a proposal within the request's limit. Only the way with the fastest proposal so far is pursued, since
+    what makes a plan smaller makes it slower."""
+    rounds = [_proposed(profile, found, request) for found in ways]
+    latest = {n: one for n, proposals in enumerate(rounds) if (one := next(proposals, None)) is not None}
+    while latest:
+        n = min(latest, key=lambda n: _seconds(latest[n].plan))
+        if latest[n].plan.peak <= request.mem_limit:
+            several = (latest[n], next(rounds[n], latest[n]))  # the second one in the bytes that are left
+            fitting = [one for one in several if one.plan.peak <= request.mem_limit]
+            return min(fitting, key=lambda one: _seconds(one.plan))
+        if (one := next(rounds[n], None)) is None:
+            del latest[n]
+        else:
+            latest[n] = one
     return None
 
 
 def _quick(request: Request) -> Request:
-    """`request` without a search, unless that is short."""
+    """`request` with a short search, unless its own is."""
     effort = request.options.get("refine", True)
-    if request.policy is not None or (effort is not True and SHORTEST <= effort <= SHORT):
+    if request.policy is not None or (effort is not True and effort <= SHORT):
         return request
-    return replace(request, options={**request.options, "refine": False})
+    return replace(request, options={**request.options, "refine": SHORT})
 
 
-def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: str) -> Iterator[StepPlan]:
-    """Plans for the request's limit, or for the smallest that the chain has. Where the first run of a stage exceeds it,
-    the next is for a chain that charges the stage with more; where bytes are left, for a larger limit. The last one is
-    searched for."""
-    chain, limit = found.chain, request.mem_limit + profile.batch_bytes
-    request, asked, raised = replace(request, mode=mode), limit, False
-    quick = _quick(request)
-    searches = quick != request
-    if request.policy is None and len(chain) > LARGE:
-        quick = replace(quick, options={**quick.options, "refine": SHORT})
+def _floor(profile: TapeProfile, chain: Chain, request: Request) -> int:
+    """The smallest limit in the terms of the chain."""
+    if request.in_flight > 1:
+        return least_in_flight(chain, request.mode, request.in_flight, profile.beside_resting)
+    return min_mem_limit(chain, request.mode, request.updates)
+
+
+class Proposal(NamedTuple):
+    """A plan, which was found for `asked` bytes of `chain`: that of `found`, or one that charges some stages with
+    more."""
+
+    plan: StepPlan
+    found: Way
+    chain: Chain
+    asked: int
+
+
+def _proposed(
+    profile: TapeProfile, found: Way, request: Request, chain: Chain | None = None, asked: int = 0
+) -> Iterator[Proposal]:
+    """Propose plans for the request's limit, or for the smallest that the chain has. Where the first run of a stage
+    exceeds it, the next is for a chain that charges the stage with more; elsewhere, and where that has not helped, for
+    fewer bytes; where bytes are left, once for more. chain, asked: with which to begin."""
+    limit, more = request.mem_limit, True
+    chain, asked = found.chain if chain is None else chain, asked or limit - found.beside
+    resting = profile.beside_resting if request.in_flight > 1 else 0
     for n in range(ROUNDS):
         if request.policy is None:
-            asked = max(asked, least_in_flight(chain, mode, request.in_flight, profile.beside_resting))
+            asked = max(asked, _floor(profile, chain, request))
         try:
-            sequence = quick.solve(chain, asked, profile.beside_resting)
-            plan = compiled(profile, found, sequence, request.in_flight)
+            sequence = request.solve(chain, asked, resting)
+            plan = compiled(profile, found, sequence, request)
         except InfeasibleError as error:
             if request.policy is None or n or error.min_mem_limit <= asked:
                 return
@@ -268,15 +323,36 @@ def _proposed(profile: TapeProfile, found: TapeChain, request: Request, mode: st
             continue
         except InvalidSequenceError:
             return
-        yield plan
-        if over := first_runs_over(plan.sequence, plan.levels, max(limit, asked) - profile.batch_bytes):
+        yield Proposal(plan, found, chain, asked)
+        over = first_runs_over(plan.sequence, plan.levels, max(limit, asked + found.beside)) if n < CHARGES else {}
+        if over:
             chain = charging(chain, over)
-        elif plan.peak < request.mem_limit and not raised and asked < 2 * limit:
-            asked, raised = asked + request.mem_limit - plan.peak, True
-        elif searches and quick is not request and n < ROUNDS - 1:
-            quick = request
+        elif asked > _floor(profile, chain, request) if plan.peak > limit else more and plan.peak < limit:
+            asked, more = asked + limit - plan.peak, False
         else:
             return
+
+
+def _smallest(profile: TapeProfile, request: Request, ways: Several[Way]) -> Iterator[StepPlan]:
+    """Plans that hold few bytes, of chains whose times nobody has measured."""
+    if request.policy is not None:
+        for found in ways:
+            yield from (one.plan for one in _proposed(profile, found, replace(request, mem_limit=1)))
+        return
+    parts = ("joint", "remat", "offload") if request.mode == "joint" else (request.mode,)
+    whens = ("after", "during")[: 1 + (request.updates == "during")]
+    tried: list[tuple[int, int, Request, Way, Way]] = []
+    for when, part, found in product(whens, parts, ways):
+        options = {**request.options, "refine": False} | ({"updates": when} if request.placed else {})
+        quick = replace(request, mem_limit=1, mode=part, mem_slots=FEW, options=options)
+        even = replace(found, chain=_evenly_timed(found.chain))
+        tried.append((_floor(profile, even.chain, quick) + found.beside, len(tried), quick, even, found))
+    least = math.inf
+    for floor, _, quick, even, found in sorted(tried, key=lambda one: one[:2]):
+        for one in _proposed(profile, even, quick) if floor < LESS * least else ():
+            plan = compiled(profile, found, one.plan.sequence, request)
+            least = min(least, plan.peak)
+            yield plan
 
 
 def first_runs_over(sequence: Sequence, levels: Several[int], limit: int) -> dict[int, int]:
@@ -298,33 +374,34 @@ def charging(chain: Chain, more: dict[int, int]) -> Chain:
     return replace(chain, stages=tuple(stages))
 
 
-def _reused(profile: TapeProfile, request: Request, near: Several[Sequence], room: int | None) -> StepPlan | None:
-    """Return the fastest of the plans `near` that fits this size, or what a short search finds if that is faster."""
+def _reused(
+    profile: TapeProfile, request: Request, near: Several[StepPlan], room: int | None, ways: Several[Way]
+) -> StepPlan | None:
+    """Return the fastest of the plans `near` that fits this size, or what a short search finds if that is faster; with
+    groups of parameters, no search moves them if one fits."""
     if not near or request.policy is not None:
         return None
-    best: StepPlan | None = None
-    for sequence in near:
-        for found in profile.chains:
-            try:
-                plan = compiled(profile, found, replace(sequence, mem_limit=None, meta={}), request.in_flight)
-            except (InvalidSequenceError, IndexError, StopIteration):
-                continue
-            fits = plan.peak <= request.mem_limit and (room is None or plan.execution.host_bytes <= room)
-            if fits and (best is None or plan.trace.makespan < best.trace.makespan):
-                best = plan
-    if best is not None and best.trace.makespan <= GOOD * profile.chain.compute_time:
+    fitting: list[StepPlan] = []
+    for other, found in product(near, ways):
+        with suppress(InvalidSequenceError, IndexError, StopIteration):
+            plan = compiled(profile, found, replace(other.sequence, mem_limit=None, meta={}), request)
+            if plan.peak <= request.mem_limit and (room is None or plan.host_bytes <= room):
+                fitting.append(plan)
+    enough = math.inf if request.placed else GOOD * profile.chain.compute_time
+    best = min(fitting, key=_seconds, default=None)
+    if best is not None and _seconds(best) <= enough:
         return best
     effort = {"refine": EFFORT * profile.chain.compute_time, **request.options}
-    quick = _best(profile, replace(request, options=effort))
-    if quick is not None and room is not None and quick.execution.host_bytes > room:
-        quick = None
-    fitting = [one for one in (best, quick) if one is not None]
-    return min(fitting, key=lambda one: one.trace.makespan, default=None)
+    quick = _best(profile, replace(request, options=effort), ways)
+    if quick is not None and (room is None or quick.host_bytes <= room):
+        fitting.append(quick)
+    return min(fitting, key=_seconds, default=None)
 
 
-def _infeasible(profile: TapeProfile, request: Request) -> InfeasibleError:
-    least = least_limit(profile, request)
-    needs = f"the training step needs at least {format_bytes(least)} ({least} bytes)"
+def _infeasible(profile: TapeProfile, request: Request, ways: Several[Way]) -> InfeasibleError:
+    least = least_limit(profile, request, ways)
+    whole = " with its parameters, gradients and optimizer states" if request.placed else ""
+    needs = f"the training step{whole} needs at least {format_bytes(least)} ({least} bytes)"
     limit = f"{format_bytes(request.mem_limit)} ({request.mem_limit} bytes)"
     if least <= request.mem_limit:
         if (host := request.options.get("host_limit")) is None:
@@ -336,11 +413,12 @@ def _infeasible(profile: TapeProfile, request: Request) -> InfeasibleError:
     if nbytes - profile.batch_bytes >= least:
         name = profile.chain.stage(stage).name
         binds = f". The {phase} of stage {stage} ({name}) alone needs that much"
-    return InfeasibleError(f"{needs} {request}; the limit is {limit}{binds}", least)
+    kind = "device_limit" if request.placed else "limit"
+    return InfeasibleError(f"{needs} {request}; the {kind} is {limit}{binds}", least)
 
 
-def _no_room(profile: TapeProfile, request: Request, needed: int, room: int) -> InfeasibleError:
-    least = least_limit(profile, replace(request, mode="remat"))
+def _no_room(profile: TapeProfile, request: Request, needed: int, room: int, ways: Several[Way]) -> InfeasibleError:
+    least = least_limit(profile, replace(request, mode="remat"), ways)
     return InfeasibleError(
         f"the training step {request} within {format_bytes(request.mem_limit)} ({request.mem_limit} bytes) keeps"
         f" {needed} bytes in pinned host memory, and {room} are available; give a limit of at least"
@@ -348,6 +426,29 @@ def _no_room(profile: TapeProfile, request: Request, needed: int, room: int) -> 
         " environment that there is more (ROTOFF_HOST_MEMORY)",
         least,
     )
+
+
+def _evenly_timed(chain: Chain) -> Chain:
+    """`chain` with times that nobody has measured, so that what fits depends on bytes alone: a backward takes twice as
+    long as a forward; an update, and the copy of all parameters, or of what all stages save, as long as a forward."""
+    stages = [
+        replace(
+            stage,
+            forward_time=1.0,
+            backward_time=2.0,
+            tail_time=0.0,
+            forms=tuple(replace(form, backward_time=3.0) for form in stage.forms),
+        )
+        for stage in chain.stages
+    ]
+    groups = [
+        replace(group, update_time=1.0, host_update_time=None if group.host_update_time is None else 1.0)
+        for group in chain.parameters
+    ]
+    nbytes = sum(group.bytes for group in groups) or sum(stage.saved_bytes for stage in stages)
+    rate = float(max(1, nbytes))
+    rates = LinkRates(rate, rate, chain.duplex)._asdict()
+    return replace(chain, **rates, stages=tuple(stages), parameters=tuple(groups))
 
 
 def report(request: Request, plan: StepPlan, seconds: float) -> None:

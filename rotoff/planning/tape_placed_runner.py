@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,12 +33,11 @@ from ..solver.search import parse_host_limit
 from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
-from .agreement import agree_on_plan, alike_cut, common_groups, not_answering
+from .agreement import alike_cut, common_groups, not_answering
 from .inputs import signature
-from .request import Request
+from .request import Request, check_updates, read_optimizers
 from .step_courses import Call, Course, Recorded, StepRunner
-from .step_planner import StepPlan, report
-from .tape_placed_planner import check_updates, keeping_all, make_plan, read_optimizers
+from .step_planner import StepPlan
 
 logger = logging.getLogger("rotoff")
 
@@ -108,21 +105,12 @@ class PlacedRunner(StepRunner):
     def _during(self) -> bool:
         return self.request is not None and self.request.options.get("updates") == "during"
 
-    def _made(self, course: Course, request: Request) -> StepPlan:
-        began, ways = time.perf_counter(), common_groups(partial(self.ways, course), self.group)
-        if ways[0].whole <= request.mem_limit:
-            plan = keeping_all(course.profile, replace(ways[0], ask=None))
-        else:
-            make = partial(self.choose, course.profile, ways, request)
-            plan = agree_on_plan(course.profile, request, ways, make, self.group)
-        report(request, plan, time.perf_counter() - began)
-        return plan
-
-    def choose(self, profile: TapeProfile, ways: Sequence[TapeGroups], request: Request) -> StepPlan:
-        """Return a plan for a step, in one of its `ways`."""
-        check_updates(self.optimizers, request)
-        near = [one.plan for one in self if one.plan is not None and one.plan.placed is not None]
-        return make_plan(profile, ways, request, near)
+    def _ways(self, course: Course) -> list[TapeGroups]:
+        assert self.request is not None
+        ways = common_groups(partial(self.ways, course), self.group)
+        if ways[0].whole > self.request.mem_limit:
+            check_updates(self.optimizers, self.request)
+        return ways
 
     def ways(self, course: Course) -> list[TapeGroups]:
         """Return the step's groups in its chains, with host updates and without where both are worth trying: a CPU

@@ -218,8 +218,9 @@ class TapeChain:
     """A chain with what its values are made of.
 
     handed: for each i from 0 on, the contents of a_i. forms: for each stage, those of ā_i in each of its forms, the
-    whole one first. stay: those that stay on the device, which a_0 counts. runs: the stages. ask: returns the `levels`
-    of a plan that several processes follow.
+    whole one first. stay: those that stay on the device, which a_0 counts. runs: the stages. beside: bytes that a
+    `mem_limit` counts beyond those of the chain: less than 0, since the chain counts the batch. ask: returns the
+    `levels` of a plan that several processes follow.
     """
 
     chain: Chain
@@ -229,13 +230,15 @@ class TapeChain:
     forms: list[list[frozenset[int]]]
     stay: frozenset[int]
     runs: list[StageRun]
+    beside: int = 0
     ask: Callable[..., list[int]] | None = None
 
-    def levels(self, sequence: Sequence) -> list[int]:
-        """Return the most bytes that each operation of `sequence` holds."""
+    def levels(self, sequence: Sequence, during: bool = False) -> list[int]:
+        """Return the most bytes that each operation of `sequence` holds, in the terms of a `mem_limit`. during: as for
+        `TapeGroups`."""
         if self.ask is not None:
-            return self.ask(sequence)
-        return [level for _, level, _, _ in self.followed(sequence)]
+            return self.ask(sequence, during)
+        return [level + self.beside for _, level, _, _ in self.followed(sequence)]
 
     def followed(
         self, sequence: Sequence, parameters: Several[ParameterGroup] = ()
@@ -424,7 +427,7 @@ def chain_of(
     chain = Chain(tuple(costed), **rates._asdict(), input_bytes=constant, input_grad_bytes=backward.grads[0])
     whole = [[frozenset(part | run.handed) for part in run.kept] for run in runs]
     layout = cut.layout(firsts, ends, [run.kept for run in runs])
-    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), whole, frozenset(stay), runs)
+    return TapeChain(chain, layout, trace, list(map(frozenset, handed)), whole, frozenset(stay), runs, -beside)
 
 
 def begins_of(trace: Trace, stages: int | Collection[str] = STAGES) -> tuple[int, ...]:

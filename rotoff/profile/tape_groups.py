@@ -76,20 +76,7 @@ class TapeGroups:
     backwards: StageBackwards | None = None
     ask: Callable[..., list[int]] | None = None
 
-    def is_like(self, other: TapeGroups) -> bool:
-        """Whether a plan of the other one's is a plan of this."""
-        return self._told == other._told
-
-    @property
-    def _told(self) -> list[Any]:
-        groups = zip(self.chain.parameters, self.placed, strict=True)
-        members = [
-            (of.stages, of.grad_bytes, of.state_bytes, of.host_update_time is None, *map(id, group.parameters))
-            for of, group in groups
-        ]
-        return [self.found.layout.begins, *map(len, self.found.layout.forms), *members]
-
-    def levels(self, sequence: Sequence, during: bool) -> list[int]:
+    def levels(self, sequence: Sequence, during: bool = False) -> list[int]:
         """Return the most bytes that the device holds in each operation of `sequence`. Unless the updates come during
         the backward, a gradient of which the host has no copy stays for the caller to read."""
         if self.ask is not None:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import rotoff
-from rotoff.planning import tape_placed_planner as planner
+from rotoff.planning import request as planner
 
 WIDTH = 32
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import rotoff
-from rotoff.planning.tape_placed_planner import compiled
+from rotoff.planning.step_planner import compiled
 from rotoff.planning.tape_placed_runner import PlacedRunner
 
 
