@@ -229,13 +229,9 @@ class StepRunner:
         self._recorded: Recorded | None = None
         self._rates: dict[torch.device, LinkRates] = {}
         self._in_flight: weakref.WeakSet[_InFlight] = weakref.WeakSet()
-        self._said_in_flight = 0
+        self._said: set[Any] = set()  # what has been warned of
         self._returned: list[tuple[StorageWeakRef, int]] = []  # by the step before, with their bytes
-        self._said_held = False
-        self._said_graph = False
         self._retries: int | None = None  # of the allocator, before the first planned step
-        self._said_retries = False
-        self._said_astray = False
         self._taken: Course | None = None  # by the last step that was followed, if that is known
         self._after: dict[Course | None, Course | None] = {}  # which course followed each
         self._unforeseen: set[Any] = set()  # families of signatures whose other sizes cannot be foretold
@@ -468,16 +464,13 @@ class StepRunner:
             varies=recorded.step.varies,
             borders_stay=bool(units),
         )
-        course = self.take(recorded.key, Course(self._common(profile), recorded.hint, recorded.step.reading))
-        course.profile = self._common(course.profile)  # with the times of the step before, too
+        course = Course(common_profile(profile, self.group), recorded.hint, recorded.step.reading)
+        course = self.take(recorded.key, course)
+        course.profile = common_profile(course.profile, self.group)  # with the times of the step before, too
         course.overwrites = recorded.step.overwrites
         for found in course.profile.chains:
             recorded.step.trust_as(profile.trace.keys(found.layout.begins))
         return course
-
-    def _common(self, profile: TapeProfile) -> TapeProfile:
-        """The profile of a step in all processes of the group."""
-        return common_profile(profile, self.group)
 
     def take(self, key: Any, course: Course) -> Course:
         """Keep a course of inputs with this signature; returns that which it is."""
@@ -552,12 +545,12 @@ class StepRunner:
             result = run()
         course.followed(step, hint)
         self._took(key, course, step)
-        if course.strayed and not self._said_astray:
-            self._said_astray = True
-            logger.warning(
-                "rotoff: the model's forward made other operations than the planned ones. Its result is that of the"
-                " plain model, and what it saves leaves the device at once, which takes longer, until such a step is"
-                " planned; that happens when it recurs"
+        if course.strayed:
+            self._say(
+                "astray",
+                "the model's forward made other operations than the planned ones. Its result is that of the plain"
+                " model, and what it saves leaves the device at once, which takes longer, until such a step is planned;"
+                " that happens when it recurs",
             )
         return self._noted(result)
 
@@ -584,29 +577,25 @@ class StepRunner:
         room to keep everything of all."""
         assert self.request is not None
         many, counted = 1 + sum(not one.begun for one in self._in_flight), self.request.in_flight
-        if many <= max(counted, self._said_in_flight):
+        if many <= counted or many in self._said:
             return
         each = planned.profile.keep_all_bytes(2) - planned.profile.keep_all_bytes()
         if (planned.figures(None).keep_all_bytes or 0) + (many - counted) * each > self.request.mem_limit:
-            self._said_in_flight = many
-            logger.warning(
-                "rotoff: %d steps are between their forward and their backward at once, and the plan counts on %d, so"
-                " together they may exceed the limit; call each backward before the next forward, or plan with"
-                " compute_sequence(mem_limit, in_flight=%d)",
+            self._say(
                 many,
-                counted,
-                many,
+                f"{many} steps are between their forward and their backward at once, and the plan counts on {counted},"
+                " so together they may exceed the limit; call each backward before the next forward, or plan with"
+                f" compute_sequence(mem_limit, in_flight={many})",
             )
 
     def _warn_of_graph(self) -> None:
         """Warn, once, that the graph of a backward holds what it has read, which no plan counts."""
-        if not self._said_graph:
-            self._said_graph = True
-            logger.warning(
-                "rotoff: a backward with create_graph=True makes a graph that keeps what it has read, which no plan"
-                " counts, so the limit may be exceeded until that graph is gone; compute the gradient within the"
-                " model's forward to have it planned"
-            )
+        self._say(
+            "graph",
+            "a backward with create_graph=True makes a graph that keeps what it has read, which no plan counts, so the"
+            " limit may be exceeded until that graph is gone; compute the gradient within the model's forward to have"
+            " it planned",
+        )
 
     def _noted(self, result: Any) -> Any:
         """Return what a step has returned, and note its bytes, which the caller may hold until the next one, and that
@@ -622,7 +611,7 @@ class StepRunner:
     def _warn_of_held(self, planned: StepPlan, given: list[torch.Tensor]) -> None:
         """Warn, once, if the caller holds what the step before has returned, and the forward exceeds the limit by it.
         given: the input, which the plan counts."""
-        if self._said_held or self.request is None or self.request.in_flight > 1:
+        if self.request is None or self.request.in_flight > 1:
             return
         if any(not one.begun for one in self._in_flight):  # what these hold is another warning
             return
@@ -630,27 +619,23 @@ class StepRunner:
         held = sum(nbytes for one, nbytes in self._returned if one.cdata not in counted and not one.expired())
         over = planned.forward_peak + held - self.request.mem_limit
         if held and over > 0:
-            self._said_held = True
-            logger.warning(
-                "rotoff: while the forward runs, the loop still holds %s that the step before has returned, which no"
-                " plan counts, so the limit may be exceeded by %s; delete them after the backward (del output), or give"
-                " a limit that is smaller by as much",
-                format_bytes(held),
-                format_bytes(over),
+            self._say(
+                "held",
+                f"while the forward runs, the loop still holds {format_bytes(held)} that the step before has returned,"
+                f" which no plan counts, so the limit may be exceeded by {format_bytes(over)}; delete them after the"
+                " backward (del output), or give a limit that is smaller by as much",
             )
 
     def _warn_of_retries(self, device: torch.device) -> None:
         """Warn, once, if since the first planned step the allocator has found no room and has tried again."""
         now = retries(device)
         self._retries = now if self._retries is None else self._retries
-        if now > self._retries and not self._said_retries:
-            self._said_retries = True
-            logger.warning(
-                "rotoff: %d times the allocator found no room on %s and made the host wait while it gave back what it"
-                " had cached, since it reserves more than steps allocate; lower the limit, or set"
+        if now > self._retries:
+            self._say(
+                "retries",
+                f"{now - self._retries} times the allocator found no room on {device} and made the host wait while it"
+                " gave back what it had cached, since it reserves more than steps allocate; lower the limit, or set"
                 " PYTORCH_ALLOC_CONF=expandable_segments:True",
-                now - self._retries,
-                device,
             )
 
     def _say_larger(self, key: Any) -> None:
@@ -664,6 +649,12 @@ class StepRunner:
                 "rotoff: the input %s is larger than up_to, so it had no plan before this step",
                 [list(shape) for shape in sizes],
             )
+
+    def _say(self, of: Any, message: str) -> None:
+        """Log a warning, once of each kind."""
+        if of not in self._said:
+            self._said.add(of)
+            logger.warning("rotoff: %s", message)
 
     def say_plain(self, why: str) -> None:
         """Log a warning, once for each reason, that a step has no plan."""

@@ -20,7 +20,6 @@ from ..profile.allocations import logged, peak_of
 from ..profile.optimizer_probe import OptimizerProbe, UpdateCosts
 from ..profile.recorded_step import RecordedStep
 from ..profile.tape_groups import RecordedLent, TapeGroups, groups_of, waiting_plan
-from ..profile.tape_profile import TapeProfile
 from ..runtime.links.pool import new_link
 from ..runtime.links.spill import Spill
 from ..runtime.placed.groups import all_on, settle_buffers
@@ -33,7 +32,7 @@ from ..solver.search import parse_host_limit
 from ..tape.tape import Tape
 from ..tensors.storage import local, storage_key, stored
 from ..tensors.tree import tensor_leaves
-from .agreement import alike_cut, common_groups, not_answering
+from .agreement import common_groups, not_answering
 from .inputs import signature
 from .request import Request, check_updates, read_optimizers
 from .step_courses import Call, Course, Recorded, StepRunner
@@ -172,9 +171,6 @@ class PlacedRunner(StepRunner):
         return (
             Lending(self.model, placement.away(), home=True) if placement.link.queues and self._shards is None else None
         )
-
-    def _common(self, profile: TapeProfile) -> TapeProfile:
-        return alike_cut(profile, self.group)
 
     def _begun(self, course: Course, planned: StepPlan) -> tuple[TapeStep, Tape]:
         assert planned.placed is not None
